@@ -116,6 +116,7 @@ class CorpusDrafter(ABC):
         sequence_id: int,
         prompt: np.ndarray,
         *,
+        hints: np.ndarray | None = None,
         committed: np.ndarray | None = None,
         session_id: Hashable = None,
         request_id: str | None = None,
@@ -123,13 +124,16 @@ class CorpusDrafter(ABC):
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        committed: uint32 [n], tokens that it has already produced elsewhere. session_id: turns of a conversation with
-        the same id share an index: only the new part of a prompt is indexed and remembered. request_id: a name to
-        forget the output by. learn: whether the output may ever be offered to other sequences. Raises ValueError for
-        an id in use, and for tokens as `Corpus.append`.
+        hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
+        prompt and never remembered. committed: uint32 [n], tokens that it has already produced elsewhere. session_id:
+        turns of a conversation with the same id share an index: only the new part of a prompt is indexed and
+        remembered. request_id: a name to forget the output by. learn: whether the output may ever be offered to other
+        sequences. Raises ValueError for an id in use, and for tokens as `Corpus.append`.
         """
         self._check_is_new(sequence_id)
-        opening = self.open(prompt, committed=committed, session_id=session_id, request_id=request_id, learn=learn)
+        opening = self.open(
+            prompt, hints=hints, committed=committed, session_id=session_id, request_id=request_id, learn=learn
+        )
         self.begin(sequence_id, opening)
 
     def draft(self, progress: Progress) -> DraftBatch:
@@ -176,14 +180,16 @@ class CorpusDrafter(ABC):
             self.start(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
         return self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=max(0, limit)))
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, steps: int = 1, learn: bool = True
+    ) -> None:
         """End a sequence; `tokens`, uint32 [n], were committed since its last draft.
 
-        verified: number of tokens of the last draft that the target verified. learn: whether the output is remembered.
-        Raises ValueError as `draft`.
+        verified: number of tokens of the last draft that the target verified. steps: number of target steps that
+        produced the tokens. learn: whether the output is remembered. Raises ValueError as `draft`.
         """
         rows = self._rows_of([sequence_id])
-        progress = Progress.of_one(sequence_id, tokens, verified=verified)
+        progress = Progress.of_one(sequence_id, tokens, verified=verified, steps=steps)
         progress.check_arrays()
         self._step(rows, progress)
         running = self._running.pop(sequence_id)
@@ -236,19 +242,22 @@ class CorpusDrafter(ABC):
         self,
         prompt: np.ndarray,
         *,
+        hints: np.ndarray | None = None,
         committed: np.ndarray | None = None,
         session_id: Hashable = None,
         request_id: str | None = None,
         learn: bool = True,
     ) -> Opening:
         """Check the arguments of `start`. Then call `begin`; a long prompt may be indexed in another thread first."""
+        hinted = 0 if hints is None else len(hints)
+        prompt = prompt if hints is None else np.concatenate([hints, prompt])
         text = prompt if committed is None else np.concatenate([prompt, committed])
         check_tokens(text)
         idle = self._idle.pop(session_id) if session_id is not None else None
         local = idle.local if idle is not None else LocalIndex(self.config.match_depth)
         turns = idle.turns if idle is not None else frozenset()
         # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
-        first_learned = max(0, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
+        first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
         running = Running(first_learned, len(text), session_id, request_id, turns | {request_id}, learn)
         self._opened.add(running)
         return Opening(text, local, running)

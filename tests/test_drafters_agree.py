@@ -78,6 +78,21 @@ def test_drafts_and_their_probabilities_are_equal(drafter):
         assert drafted > 60
 
 
+def test_hints_are_drafted_but_never_learned(drafter):
+    drafter.start(1, array([9, 21, 22]), hints=array([20, 21, 22, 23, 24]))
+    assert drafter.draft(progress_of({1: []}, limit=3)).tokens.tolist() == [23, 24, 9]
+    drafter.finish(1, array([30, 31]))
+    drafter.start(2, array([22, 30]))
+    until = time.monotonic() + 10
+    while drafter.draft(progress_of({2: []}, limit=1)).tokens.tolist() != [31]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    drafter.start(3, array([20, 21]))
+    assert drafter.draft(progress_of({3: []}, limit=1)).tokens.tolist() == [22]
+    drafter.start(4, array([8, 23]))
+    assert drafter.draft(progress_of({4: []}, limit=1)).tokens.tolist() == []
+
+
 def test_steps_of_a_text_are_equal(drafter):
     text = np.random.default_rng(4).integers(0, 6, 200).astype(np.uint32)
     with SuffixDrafter(DrafterConfig(capacity=100_000)) as reference:

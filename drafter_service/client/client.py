@@ -17,7 +17,7 @@ import structlog
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.client.connection import ConnectionState, StreamEnd
 from drafter_service.client.grpc_stream import GrpcStream, Stream
-from drafter_service.client.messages import Counters, RefusedError, hello_message
+from drafter_service.client.messages import Counters, RefusedError, Welcome, hello_message
 from drafter_service.client.protocol import Protocol, Turn
 from drafter_service.client.socket_stream import SocketStream
 from drafter_service.stubs import drafter_pb2 as pb
@@ -115,6 +115,17 @@ class DrafterClient:
         return self._connection.lost
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the service has refused this client, such as for its model; there will be no drafts."""
+        end = self._connection.last_end
+        return end is not None and end.is_final
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the service allows, as of the last connection; None before the first."""
+        return self._protocol.welcome
+
+    @property
     def counters(self) -> Counters:
         """Totals since the client was made."""
         return self._protocol.counters
@@ -124,19 +135,24 @@ class DrafterClient:
         sequence_id: int,
         prompt: np.ndarray,
         *,
+        hints: np.ndarray | None = None,
         session_id: str | None = None,
         request_id: str | None = None,
         learn: bool = True,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        session_id: shared by the turns of a conversation. request_id: a name by which to `forget` what the sequence
-        produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be learned, and drafted for other
-        sequences while it runs. Raises ValueError for an id in use, a reserved token id and a name that is too long.
+        hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
+        prompt and never learned. session_id: shared by the turns of a conversation. request_id: a name by which to
+        `forget` what the sequence produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be
+        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use, a reserved token id
+        and a name that is too long.
         """
         self._check_process()
         with self._lock:
-            self._protocol.start(sequence_id, prompt, session_id=session_id, request_id=request_id, learn=learn)
+            self._protocol.start(
+                sequence_id, prompt, hints=hints, session_id=session_id, request_id=request_id, learn=learn
+            )
             self._send()
             self._watch()
 
@@ -178,11 +194,16 @@ class DrafterClient:
         """
         return self._await_drafts(lambda: self._protocol.propose_after(outcomes))
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
-        """End a sequence; `tokens`, uint32 [n], were committed since its last draft. Raises ValueError as `draft`."""
+    def finish(
+        self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, steps: int = 1, learn: bool = True
+    ) -> None:
+        """End a sequence; `tokens`, uint32 [n], were committed since its last draft, in this number of steps.
+
+        Raises ValueError as `draft`.
+        """
         self._check_process()
         with self._lock:
-            self._protocol.finish(sequence_id, tokens, verified=verified, learn=learn)
+            self._protocol.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn)
             self._send()
             self._watch()
 

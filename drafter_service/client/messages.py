@@ -63,7 +63,7 @@ class OutgoingRequest:
         """Bytes of the texts."""
         if not self.starts and not self.finishes:
             return 0
-        started = sum(start.info.prompt.nbytes + start.committed.nbytes for start in self.starts)
+        started = sum(4 * start.info.size + start.committed.nbytes for start in self.starts)
         return started + sum(finish.tokens.nbytes for finish in self.finishes)
 
     def message(self) -> pb.DraftRequest:
@@ -72,6 +72,7 @@ class OutgoingRequest:
             self.request.starts.add(
                 sequence_id=start.wire_id,
                 prompt=pack(start.info.prompt, "u4"),
+                hints=pack(start.info.hints, "u4"),
                 committed=pack(start.committed, "u4"),
                 session_id=start.info.session_id,
                 request_id=start.info.request_id,
@@ -86,6 +87,23 @@ class OutgoingRequest:
                 steps=finish.steps,
             )
         return self.request
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the service allows a client, as it says when they connect."""
+
+    namespace: str
+    policy: str
+    """How the namespace drafts: "suffix" or "classic"."""
+    may_learn: bool
+    """Whether the service learns from this client."""
+    max_draft: int
+    """Maximum number of tokens in a draft."""
+    max_sequences: int
+    """Maximum number of running sequences that have drafts; 0: unknown."""
+    max_tokens: int
+    """Maximum sum of their tokens, prompts included; 0: unknown."""
 
 
 @dataclass

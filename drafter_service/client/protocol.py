@@ -17,6 +17,7 @@ from drafter_service.client.messages import (
     Counters,
     OutgoingRequest,
     RefusedError,
+    Welcome,
     read_draft_response,
 )
 from drafter_service.client.pending import PendingRequests, Phase
@@ -56,8 +57,8 @@ class Protocol:
 
     def __init__(self, hello: pb.Hello, *, clock: Callable[[], float] = monotonic) -> None:
         self.pending = PendingRequests(clock)
-        self.namespace = hello.namespace
-        """Namespace in the service's last welcome."""
+        self.welcome: Welcome | None = None
+        """The service's last welcome."""
         self._counters = Counters()
         self._hello = hello
         self._name = secrets.token_hex(16)
@@ -75,22 +76,36 @@ class Protocol:
         self._counters.unlearned = self._registration.discarded
         return self._counters
 
+    @property
+    def namespace(self) -> str:
+        """Name of the namespace; before the first connection the requested name."""
+        return self._hello.namespace if self.welcome is None else self.welcome.namespace
+
     # Calls of the engine.
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, session_id: str | None, request_id: str | None, learn: bool
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        hints: np.ndarray | None,
+        session_id: str | None,
+        request_id: str | None,
+        learn: bool,
     ) -> None:
         """Begin a sequence. Raises ValueError for an id in use, a reserved token id, and a name that is too long."""
         if sequence_id in self._running.row_of:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
         check_tokens(prompt)
+        hints = np.array([] if hints is None else hints, np.uint32)
+        check_tokens(hints)
         for what, name in (("session_id", session_id), ("request_id", request_id)):
             if name is not None and len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
         self._started += 1
         # A sequence that is registered again keeps its name, so that it is learned once.
         name = request_id or f"{self._name}-{self._started}"
-        info = SequenceInfo(np.array(prompt, np.uint32), session_id or "", name, learn)
+        info = SequenceInfo(np.array(prompt, np.uint32), hints, session_id or "", name, learn)
         self._registration.start(self._running.add(sequence_id, info))
 
     def draft(self, progress: Progress) -> Turn:
@@ -152,14 +167,14 @@ class Protocol:
             self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, learn: bool) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, steps: int, learn: bool) -> None:
         """End a sequence. Raises ValueError as `Drafter.finish`."""
         running = self._running
         check_tokens(tokens)
         row = running.row_of.get(sequence_id)
         rows = np.array([] if row is None else [row], np.int64)
         check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
-        running.commit(rows, Progress.of_one(sequence_id, tokens, verified=verified))
+        running.commit(rows, Progress.of_one(sequence_id, tokens, verified=verified, steps=steps))
         self._registration.finish(running.remove(sequence_id, learn))
 
     def forget(self, request_id: str) -> None:
@@ -205,7 +220,8 @@ class Protocol:
     def _receive_welcome(self, welcome: pb.Welcome) -> None:
         if welcome.protocol != PROTOCOL:
             raise RefusedError(f"it does not use protocol {PROTOCOL}; upgrade it to the version of this client")
-        self.namespace = welcome.namespace
+        fields = {name: getattr(welcome, name) for name in Welcome.__dataclass_fields__}
+        self.welcome = Welcome(**fields)
         self._counters.reconnects += self._has_connected
         self._has_connected = True
         self._registration.begin(welcome)

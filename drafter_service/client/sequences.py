@@ -28,7 +28,7 @@ MIN_ROWS = 16
 UNSENT, OFFERED, VERIFIED, STEPS, WIRE_ID, PROMPT, IS_REGISTERED, IS_COUNTED, IS_CURRENT = range(9)
 """UNSENT: committed tokens that were not sent. OFFERED: tokens of the draft that the engine received last.
 VERIFIED, STEPS: sent with the unsent tokens. WIRE_ID: id of the sequence at the service, never used twice, so that
-no response about an earlier sequence applies to it. PROMPT: tokens of the prompt. IS_COUNTED: whether the
+no response about an earlier sequence applies to it. PROMPT: tokens of the prompt and its hints. IS_COUNTED: whether the
 engine's last draft is the service's last draft for the sequence."""
 LINES = 9
 
@@ -39,11 +39,18 @@ class SequenceInfo:
 
     prompt: np.ndarray
     """uint32 [P]."""
+    hints: np.ndarray
+    """uint32 [H]."""
     session_id: str
     request_id: str
     """The service learns the sequence under this name, once."""
     learn: bool
     """Whether it may be learned, or used for drafts of other sequences while it runs."""
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.hints) + len(self.prompt)
 
 
 @dataclass(eq=False)
@@ -64,7 +71,7 @@ class UnconfirmedEnd:
     @property
     def size(self) -> int:
         """Number of tokens, prompt included."""
-        return len(self.info.prompt) + len(self.committed)
+        return self.info.size + len(self.committed)
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +139,7 @@ class RunningSequences:
         self._infos[row] = info
         self._history.clear(row)
         self._table[:, row] = 0
-        self._table[PROMPT, row] = len(info.prompt)
+        self._table[PROMPT, row] = info.size
         return row
 
     def remove(self, sequence_id: int, learn: bool) -> UnconfirmedEnd:
@@ -262,7 +269,7 @@ class RunningSequences:
         for row in self.row_of.values():
             info = self.info(row)
             if info.request_id == request_id:
-                self._infos[row] = SequenceInfo(info.prompt, info.session_id, info.request_id, learn=False)
+                self._infos[row] = replace(info, learn=False)
 
     def _refuse(self, progress: Progress) -> NoReturn:
         """Raise the ValueError for an invalid batch."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
 from drafter_service.client.client import DEADLINE_S
+from drafter_service.client.messages import Welcome
 from drafter_service.observability.facts import ModelIdentity
 from ssd.config import MAX_DRAFT, DrafterConfig
 
@@ -52,6 +53,27 @@ class Namespace:
     """None if it could not be opened."""
     running: int = 0
     """Number of its running sequences."""
+    _welcome: Welcome | None = None
+    """The welcome for which `restrictions` was called."""
+
+    def restrictions(self, max_draft: int) -> dict[str, str]:
+        """Return what a host of `max_draft` tokens misses, by kind as sentences; once for each connection."""
+        drafter = self.drafter
+        if not isinstance(drafter, DrafterClient) or drafter.welcome is self._welcome:
+            return {}
+        self._welcome = welcome = drafter.welcome
+        sentences = {}
+        if welcome is not None and max_draft > welcome.max_draft:
+            sentences["max_draft"] = (
+                f"drafts have at most {welcome.max_draft} tokens, not {max_draft}, because the drafter at "
+                f"{drafter.address} allows no more; restart it with --max-draft {min(max_draft, MAX_DRAFT)}"
+            )
+        if welcome is not None and not welcome.may_learn:
+            sentences["may_learn"] = (
+                f"outputs are not remembered, because this host lacks the right to learn in namespace "
+                f"{welcome.namespace!r} of the drafter at {drafter.address}"
+            )
+        return sentences
 
 
 class HostNamespaces:
@@ -106,17 +128,21 @@ class HostNamespaces:
             from ssd.drafter import SuffixDrafter
 
             return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=self._max_draft))
-        return DrafterClient(
+
+        def report_loss(reason: str) -> None:
+            lost = "refuses this host" if client.is_refused else "cannot be reached"
+            self._report(f"the drafter at {settings.ssd} {lost} ({reason}); continuing without drafts")
+
+        client = DrafterClient(
             settings.ssd,
             deadline_s=settings.deadline_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             access=settings.access,
             required=False,
-            on_lost=lambda reason: self._report(
-                f"no connection to the drafter at {settings.ssd} ({reason}); continuing without drafts"
-            ),
+            on_lost=report_loss,
         )
+        return client
 
 
 def namespace_name(settings: DrafterSettings, adapter: str, salt: str) -> str:

@@ -244,7 +244,8 @@ class HostSession:
             return
         namespace.drafter.start(
             self._sequences,
-            np.array([*hints, *ids], np.uint32),
+            np.array(ids, np.uint32),
+            hints=np.array(hints, np.uint32),
             session_id=options.session_id,
             learn=not options.private,
         )
@@ -303,6 +304,8 @@ class HostSession:
             assert namespace is not None
             assert namespace.drafter is not None
             batch = namespace.drafter.draft(progress_of(turns))
+            for kind, sentence in namespace.restrictions(self._limits.max_draft).items():
+                self._report_once(kind, sentence)
         except Exception as problem:
             for turn in turns:
                 self._abandon(turn.request)
@@ -347,16 +350,17 @@ class HostSession:
         if namespace is None or namespace.drafter is None:
             return
         namespace.running -= 1
-        added: Sequence[int] = ()
-        verified = 0
-        if turn is not None:
-            added, verified = turn.added, turn.verified
-            if turn.steps > 1:  # `finish` takes the tokens of one step.
-                turn.room = 0
-                namespace.drafter.draft(progress_of([turn]))
-                added, verified = (), 0
-            self._commit(turn)
-        namespace.drafter.finish(request.sequence_id, np.array(added, np.uint32), verified=verified, learn=learn)
+        if turn is None:
+            namespace.drafter.finish(request.sequence_id, np.empty(0, np.uint32), learn=learn)
+            return
+        self._commit(turn)
+        namespace.drafter.finish(
+            request.sequence_id,
+            np.array(turn.added, np.uint32),
+            verified=turn.verified,
+            steps=turn.steps,
+            learn=learn,
+        )
 
 
 def progress_of(turns: Sequence[Turn]) -> Progress:

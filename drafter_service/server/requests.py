@@ -30,6 +30,8 @@ class StartedSequence:
     sequence_id: int
     prompt: np.ndarray
     """uint32 [P]."""
+    hints: np.ndarray
+    """uint32 [H]."""
     committed: np.ndarray
     """uint32 [n]."""
     session_id: str | None
@@ -92,6 +94,7 @@ def read_start(message: pb.Start, index: int) -> StartedSequence:
     return StartedSequence(
         message.sequence_id,
         unpack_tokens(message.prompt, f"{field}.prompt"),
+        unpack_tokens(message.hints, f"{field}.hints"),
         unpack_tokens(message.committed, f"{field}.committed"),
         _read_name(message.session_id, f"{field}.session_id"),
         _read_name(message.request_id, f"{field}.request_id"),

@@ -23,7 +23,6 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
 from ssd.base import Opening
-from ssd.stats import STEPS
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 LONG_PROMPT = 8192
@@ -135,7 +134,7 @@ class Session:
         """Check that sequences are new and that there is room. Sequences being indexed cannot be dropped."""
         if len(new) < len(starts) or not new.isdisjoint(self._sizes):
             raise WireError("starts contains a sequence that is already running")
-        tokens = sum(len(start.prompt) + len(start.committed) for start in starts)
+        tokens = sum(len(start.hints) + len(start.prompt) + len(start.committed) for start in starts)
         tokens += sum(self._sizes[sequence_id] for sequence_id in self._indexing)
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
@@ -156,6 +155,7 @@ class Session:
     def _start(self, start: StartedSequence) -> None:
         opening = self._drafter.open(
             start.prompt,
+            hints=start.hints,
             committed=start.committed,
             session_id=start.session_id,
             request_id=start.request_id,
@@ -194,8 +194,9 @@ class Session:
             indexing.task.cancel()
             self._finish_unindexed(indexing, finish, learn)
             return True
-        self._drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, learn=learn)
-        self.namespace.stats.counters.steps[STEPS] += finish.steps - 1 if len(finish.tokens) else 0
+        self._drafter.finish(
+            finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn
+        )
         return True
 
     def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool) -> None:

@@ -69,20 +69,22 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn")
+    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
     committed: bytes
     session_id: str
     request_id: str
     learn: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ...) -> None: ...
+    hints: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("sequence_id", "tokens", "learn", "verified", "steps")

@@ -75,7 +75,9 @@ def connected(guess=lambda _text, _limit: [], **options) -> Wire:
 
 
 def start(client: Protocol, sequence_id: int, prompt: list[int], **options) -> None:
-    client.start(sequence_id, array(prompt), **{"session_id": None, "request_id": None, "learn": True, **options})
+    client.start(
+        sequence_id, array(prompt), **{"hints": None, "session_id": None, "request_id": None, "learn": True, **options}
+    )
 
 
 def counting(text: list[int], limit: int) -> list[int]:
@@ -84,4 +86,4 @@ def counting(text: list[int], limit: int) -> list[int]:
 
 
 def finish(client: Protocol, sequence_id: int, tokens: list[int], **outcome) -> None:
-    client.finish(sequence_id, array(tokens), **{"verified": 0, "learn": True, **outcome})
+    client.finish(sequence_id, array(tokens), **{"verified": 0, "steps": 1, "learn": True, **outcome})

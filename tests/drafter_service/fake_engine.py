@@ -73,5 +73,7 @@ class FakeEngine:
     def finish(self, client: Protocol, sequence_id: int, learn: bool = True) -> list[int]:
         """End a request; return its text."""
         request = self.running.pop(sequence_id)
-        client.finish(sequence_id, np.array(request.unreported, np.uint32), verified=request.verified, learn=learn)
+        client.finish(
+            sequence_id, np.array(request.unreported, np.uint32), verified=request.verified, steps=1, learn=learn
+        )
         return request.text[: request.done]

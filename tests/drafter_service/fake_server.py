@@ -48,6 +48,7 @@ class FakeService:
     guess: Callable[[list[int], int], list[int]] = lambda _text, _limit: []
     """Function that returns the draft path after a text, of at most the given number of tokens."""
     max_draft: int = 64
+    may_learn: bool = True
     max_tokens: int = 0
     """Maximum number of running sequences; beyond it the least recently used are dropped. 0: no limit."""
     max_sequences: int = 0
@@ -70,7 +71,7 @@ class FakeService:
             protocol=3,
             namespace=hello.namespace or "default",
             policy="suffix",
-            may_learn=True,
+            may_learn=self.may_learn,
             max_draft=self.max_draft,
             max_tokens=self.max_tokens,
             max_sequences=self.max_sequences,

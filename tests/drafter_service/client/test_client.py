@@ -22,6 +22,7 @@ from drafter_service.client.connection import (
     ConnectionState,
     StreamEnd,
 )
+from drafter_service.client.messages import Welcome
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed
@@ -70,12 +71,28 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
     assert hello.client.startswith("ssd-drafter/")
 
 
+def test_the_service_says_what_it_allows(fake, connect):
+    fake.service.max_draft, fake.service.may_learn = 16, False
+    assert connect(namespace="team-a").welcome == Welcome("team-a", "suffix", False, 16, 0, 0)
+
+
 def test_the_number_of_steps_is_sent(fake, connect):
     client = connect()
     client.start(1, array([5]))
     draft_of(client, [], limit=2)
     client.draft(replace(progress_of({1: [9, 9, 9]}, limit=2), steps=array([3])))
     assert unpacked(fake.service.requests[-1].batch.steps) == [3]
+    client.finish(1, array([9, 9]), steps=2)
+    client.close()
+    assert [finish.steps for request in fake.service.requests for finish in request.finishes] == [2]
+
+
+def test_hints_are_sent_apart_from_the_prompt(fake, connect):
+    client = connect()
+    client.start(1, array([5]), hints=array([7, 8]))
+    draft_of(client, [])
+    [start] = [start for request in fake.service.requests for start in request.starts]
+    assert (unpacked(start.hints), unpacked(start.prompt)) == ([7, 8], [5])
 
 
 def test_drafts_after_outcomes_do_not_count_as_drafts(fake, connect):

@@ -203,7 +203,7 @@ def test_names_that_are_too_long_are_refused():
 def test_a_later_change_of_the_prompt_array_is_not_sent():
     wire = Wire(FakeService())
     prompt = array([5, 6])
-    wire.client.start(1, prompt, session_id=None, request_id=None, learn=True)
+    wire.client.start(1, prompt, hints=None, session_id=None, request_id=None, learn=True)
     prompt[:] = 9
     wire.connect()
     wire.settle()

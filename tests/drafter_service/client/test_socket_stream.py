@@ -29,7 +29,11 @@ LONG = SMALL_BYTES // 4 + 1
 
 
 def message(step: int, tokens: int = 0) -> OutgoingRequest:
-    starts = [Registered(step, SequenceInfo(array([step] * tokens), "", "", learn=True), array([]))] if tokens else []
+    starts = (
+        [Registered(step, SequenceInfo(array([step] * tokens), array([]), "", "", learn=True), array([]))]
+        if tokens
+        else []
+    )
     return OutgoingRequest(pb.DraftRequest(step=step), starts)
 
 

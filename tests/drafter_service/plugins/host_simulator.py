@@ -25,6 +25,7 @@ class Told:
 
     prompt: list[int]
     arguments: dict[str, object]
+    hints: list[int]
     output: list[int] = field(default_factory=list)
     offered: int = 0
     verified: int = 0
@@ -42,7 +43,7 @@ class RecordingDrafter:
 
     def start(self, sequence_id, prompt, **arguments):
         self.inner.start(sequence_id, prompt, **arguments)
-        self.running[sequence_id] = Told(prompt.tolist(), arguments)
+        self.running[sequence_id] = Told(prompt.tolist(), arguments, arguments["hints"].tolist())
 
     def draft(self, progress):
         drafts = self.inner.draft(progress)
@@ -57,12 +58,12 @@ class RecordingDrafter:
             told.offered = len(drafts.tokens_of(at))
         return drafts
 
-    def finish(self, sequence_id, tokens, *, verified, learn):
-        self.inner.finish(sequence_id, tokens, verified=verified, learn=learn)
+    def finish(self, sequence_id, tokens, *, verified=0, steps=1, learn):
+        self.inner.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn)
         told = self.running.pop(sequence_id)
         told.output += tokens.tolist()
         told.verified += verified
-        told.steps += 1 if len(tokens) else 0
+        told.steps += steps if len(tokens) else 0
         if learn:
             self.inner.corpus.refresh()
             self.learned.append(told)

@@ -5,10 +5,13 @@ import time
 import numpy as np
 import pytest
 
+from drafter_service.client import DrafterClient
+from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.namespaces import MAX_NAMESPACES, DrafterSettings, namespace_name
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from ssd.types import DraftBatch
+from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
 from tests.servers import served
 
@@ -263,6 +266,36 @@ def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
     session.close()
 
 
+def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
+    reports = []
+    service = FakeService(lambda _text, limit: [1] * limit, max_draft=4, may_learn=False)
+    with fake_server_thread(socket_address, service):
+        session = HostSession(DrafterSettings(ssd=socket_address, deadline_s=10), LIMITS, reports.append)
+        for number in range(2):
+            options = RequestOptions(salt=str(number))
+            wait_until(lambda: first_draft(session, options=options))  # noqa: B023
+        session.close()
+    assert len(reports) == 2
+    assert "at most 4 tokens, not 6" in reports[0]
+    assert "--max-draft 6" in reports[0]
+    assert "lacks the right to learn in namespace" in reports[1]
+
+
+@pytest.mark.parametrize("model", [ModelIdentity("m", "other", "", 50), ModelIdentity("m", "", "", 51)])
+def test_a_sidecar_that_refuses_a_model_is_reported_once(socket_address, server, model):
+    reports = []
+    with DrafterClient(socket_address, model=ModelIdentity("m", "abc", "", 50), namespace="n"):
+        settings = DrafterSettings(ssd=socket_address, namespace="n", model=model)
+        session = HostSession(settings, LIMITS, reports.append)
+        for number in range(3):
+            assert first_draft(session, name=str(number)) == []
+        wait_until(lambda: reports)
+        session.close()
+    assert len(reports) == 1
+    assert "refuses this host (namespace 'n' " in reports[0]
+    assert ("another tokenizer" if model.tokenizer else "50 tokens, not 51") in reports[0]
+
+
 def test_calls_of_a_confused_host_do_not_raise(session):
     session.finish("unknown", [1])
     session.schedule("unknown", [1])
@@ -311,7 +344,7 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     with served(*arguments):
         wait_until(lambda: session.draft([("a", [*LOOP, 4])])[0])
     assert len(reports) <= 2
-    assert all("no connection to the drafter" in report for report in reports)
+    assert all("cannot be reached" in report for report in reports)
     assert session.counters.failures == 0
     session.close()
 

@@ -35,9 +35,10 @@ class HostMachine(RuleBasedStateMachine):
         assert self.host.session.counters.failures == 0
         for drafter in self.host.drafters.values():
             assert not drafter.running
-        learned = [(told.prompt, told.output) for drafter in self.host.drafters.values() for told in drafter.learned]
+        drafters = self.host.drafters.values()
+        learned = [(told.hints, told.prompt, told.output) for drafter in drafters for told in drafter.learned]
         # Requests whose session ended early, because there were too many, are not learned.
-        finished = [([*one.options.hints, *one.prompt], one.output) for one in self.host.finished]
+        finished = [([*one.options.hints], one.prompt, one.output) for one in self.host.finished]
         assert all(learned.count(each) <= finished.count(each) for each in learned)
 
     def some(self, data, **arguments):
@@ -126,7 +127,7 @@ class HostMachine(RuleBasedStateMachine):
             request, told = self.host.requests[name], self.host.told(name)
             if told is None:
                 continue
-            assert told.prompt == [*request.options.hints, *request.prompt]
+            assert (told.hints, told.prompt) == ([*request.options.hints], request.prompt)
             assert told.output == request.output
             assert told.arguments["learn"] is not request.options.private
             if request.is_counted:
