@@ -23,12 +23,10 @@ from types import TracebackType
 from typing import Any
 
 from drafter_service.auth.connector import ClientAccess
-from drafter_service.client.identity import model_identity
-from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
-from ssd.errors import UserError
+from drafter_service.plugins.settings import identity_of
 
 LOG = logging.getLogger("transformers.ssd_drafter")
 """Below the host's own logger, so that its handlers and its verbosity apply."""
@@ -86,9 +84,8 @@ class SsdGenerate:
         config = model.config.get_text_config()
         self._model = model
         limits = HostLimits(max_draft, config.vocab_size, getattr(config, "max_position_embeddings", None))
-        settings = DrafterSettings(
-            ssd, namespace, identity_of(model, folder), deadline_s=deadline_s, access=access, capacity=capacity
-        )
+        identity = identity_of(model.config.name_or_path, config.vocab_size, warn, folder=folder)
+        settings = DrafterSettings(ssd, namespace, identity, deadline_s=deadline_s, access=access, capacity=capacity)
         self._session = HostSession(settings, limits, warn)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
@@ -247,18 +244,6 @@ class WithCandidates:
 def warn(sentence: str) -> None:
     """Write a line to the host's log."""
     LOG.warning("ssd-drafter: %s", sentence)
-
-
-def identity_of(model: Any, folder: Path | str | None) -> ModelIdentity:
-    """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer."""
-    name = model.config.name_or_path
-    files = Path(folder or name)
-    if folder is not None or files.is_dir():
-        try:
-            return model_identity(files)
-        except UserError as problem:
-            warn(f"{problem}; the corpus is named after the model's name alone")
-    return ModelIdentity(name=name, vocab_size=model.config.get_text_config().vocab_size)
 
 
 def unsupported_version(model_class: type) -> str:

@@ -252,8 +252,8 @@ def test_threads_share_one_connection(model, tokenizer, ssd):
 
 
 def test_the_documented_example_runs(socket_address, server, monkeypatch, capsys):
-    page = FOLDER.parents[3] / "docs" / "hosts.md"
-    monkeypatch.chdir(page.parent.parent)
+    page = FOLDER.parents[3] / "docs" / "hosts" / "transformers.md"
+    monkeypatch.chdir(page.parents[2])
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     exec(example.replace("unix:/tmp/ssd-drafter.sock", socket_address).replace("=64", f"={TOKENS}"), {})
     assert "failures=0" in capsys.readouterr().out

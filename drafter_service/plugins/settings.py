@@ -1,0 +1,60 @@
+"""The settings of a plug-in as the users of a host give them, and the identity of the model that a host serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from drafter_service.client.identity import model_identity
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.plugins.namespaces import DrafterSettings
+from ssd.errors import UserError
+
+KEYS = tuple(field.name for field in fields(DrafterSettings) if field.name != "model")
+"""Settings that users give; the host gives the model."""
+
+
+def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:
+    """Return the settings from values by the names of `KEYS`, as JSON has them. Raises UserError that names the key."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"settings must be an object with keys of {', '.join(KEYS)}, not {type(values).__name__}")
+    unknown = sorted(set(values) - set(KEYS))
+    if unknown:
+        raise UserError(f"unknown setting {unknown[0]!r}; there are {', '.join(KEYS)}")
+    try:
+        return TypeAdapter(DrafterSettings).validate_python({**values, "model": model})
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        raise UserError(f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+
+
+def identity_of(
+    name: str, vocab_size: int, report: Callable[[str], None], *, folder: Path | str | None = None, revision: str = ""
+) -> ModelIdentity:
+    """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer.
+
+    name: folder of the model, or its name on the hub. folder: its files, where `name` is neither a folder nor in the
+    hub's cache. revision: its revision on the hub. report: called with a sentence that says what cannot be read.
+    """
+    files = folder or (name if Path(name).is_dir() else cached_folder(name, revision))
+    if files:
+        try:
+            return model_identity(Path(files))
+        except UserError as problem:
+            report(f"{problem}; the corpus is named after the model's name alone")
+    return ModelIdentity(name=name, vocab_size=vocab_size)
+
+
+def cached_folder(name: str, revision: str = "") -> Path | None:
+    """Return the folder of a model of the Hugging Face hub in its local cache; None if it is not there."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    repository = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser() / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    folder = repository / "snapshots" / commit
+    return folder if commit and folder.is_dir() else None
