@@ -66,6 +66,7 @@ def instrument(drafter: Drafter, watch: Stopwatch) -> None:
     head = drafter.head  # type: ignore[attr-defined]
     head.forward = watch.counted(head.forward, is_network=True)
     head.logits = watch.counted(head.logits, is_network=True)
+    head.target_states = watch.counted(head.target_states, is_network=True)
     drafter.propose = watch.counted(drafter.propose, is_network=False)  # type: ignore[method-assign]
     drafter.observe = watch.counted(drafter.observe, is_network=False)  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from engine.attention.plain_fixed import PlainFixed
 from engine.executor.batch import Batch
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend
+from engine.speculation.draft_tree import DraftTree
+from ssd.kernels.jit import BoolBlocks, Int, LongRows, Longs, Nothing, Parents, kernel
 
 KEY_BLOCK = 128
 """Keys are padded to multiples of this number, which is a multiple of the page size."""
@@ -30,6 +33,9 @@ KEY_BLOCK = 128
 QUERY_CLASSES = (2, 8, 32, KEY_BLOCK)
 """Size classes of query blocks; blocks of one class are padded to the longest. A block has at least two queries,
 because the CPU's matrix product rounds a single query differently."""
+
+
+NO_PARENTS = np.empty(0, np.int32)
 
 
 class QueryBlock(NamedTuple):
@@ -40,10 +46,12 @@ class QueryBlock(NamedTuple):
     length: int
     position: int
     """Index of the first query's keys in the sequence's cache; outside of draft trees this is its position."""
+    committed: int
+    """Number of keys before those of the draft tree."""
     pages: list[int]
     """The sequence's page table."""
-    mask: np.ndarray | None = None
-    """bool [length, K]: keys that each query attends to; None for all up to its own."""
+    tree: DraftTree | None
+    """The tree whose nodes the queries from `committed` on are; None if each attends to all keys up to its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +131,19 @@ class PlainAttention(Attention):
         return PlainFixed(self._keys, self._values, step, self._first_slot)
 
     def _group(self, blocks: list[QueryBlock], key_count: int) -> Group:
-        starts, lengths, positions = np.array([block[:3] for block in blocks]).T[:, :, None]
-        longest = int(lengths.max())
-        within = np.minimum(np.arange(longest + longest % 2), lengths - 1)
-        mask = np.arange(key_count) <= (positions + within)[:, :, None]
-        for index, block in enumerate(blocks):
-            if block.mask is not None:
-                mask[index] = block.mask[within[index]]
-        mask[:, :, : self._first_slot] = False
-        shared = np.broadcast_to(mask[:, None, None], (len(mask), 1, self._sharing, *mask.shape[1:]))
+        places = np.array([block[:4] for block in blocks])
+        longest = int(places[:, 1].max())
+        width = longest + longest % 2
+        trees = [NO_PARENTS if block.tree is None else block.tree.parents for block in blocks]
+        parents = trees[0] if len(trees) == 1 else np.concatenate(trees)
+        offsets = np.array([0, *accumulate(map(len, trees))])
+        rows = np.empty(len(blocks) * width, np.int64)
+        mask = np.zeros((len(blocks), self._sharing * width, key_count), bool)
+        _fill_group(places, parents, offsets, self._first_slot, width, rows, mask)
         return Group(
-            rows=self._on_device((starts + within).ravel()),
+            rows=self._on_device(rows),
             pages=self._pages_of(blocks, key_count // self._page_size),
-            mask=self._on_device(shared.reshape(len(mask), 1, -1, key_count)),
+            mask=self._on_device(mask[:, None]),
         )
 
     def _pages_of(self, blocks: list[QueryBlock], count: int) -> Tensor | slice:
@@ -186,26 +194,32 @@ def query_blocks(batch: Batch) -> list[QueryBlock]:
     """Return the tokens of every sequence of a batch, split where their contexts reach the next block of keys."""
     blocks = []
     for span in batch.spans:
-        done = 0
+        done, committed = 0, span.committed
         while done < span.length:
             position = span.computed + done
             length = min(span.length - done, KEY_BLOCK - position % KEY_BLOCK)
-            mask = None if span.tree is None else _mask(span.tree.sees, span.committed, position, length)
-            blocks.append(QueryBlock(span.start + done, length, position, span.pages, mask))
+            blocks.append(QueryBlock(span.start + done, length, position, committed, span.pages, span.tree))
             done += length
     return blocks
 
 
-def _mask(tree_mask: np.ndarray, committed: int, first: int, length: int) -> np.ndarray:
-    """Return the keys that `length` tokens of a sequence attend to, bool [length, K], K up to the end of their block.
+@kernel(LongRows, Parents, Longs, Int, Int, Longs, BoolBlocks, returns=Nothing)
+def _fill_group(places, parents, offsets, first_slot, width, rows, mask):
+    """Write the rows and the mask of a `Group`, whose mask has `width` queries for each head that shares keys.
 
-    first: index of the first token in the sequence's cache. The token at index `committed` + i is node i of a draft
-    tree. tree_mask, bool [k, k]: the nodes that each node attends to.
+    places: the first four fields of each block. parents, offsets: the draft tree of each block, without nodes for none.
     """
-    key_count = (first // KEY_BLOCK + 1) * KEY_BLOCK
-    indices = np.arange(first, first + length)
-    mask = np.arange(key_count) <= indices[:, None]
-    is_node = indices >= committed
-    keys = np.arange(committed, min(committed + len(tree_mask), key_count))
-    mask[np.ix_(is_node, keys)] = tree_mask[np.ix_(indices[is_node] - committed, keys - committed)]
-    return mask
+    for block in range(len(places)):
+        row, length, position, committed = places[block]
+        for query in range(width):
+            within = min(query, length - 1)
+            rows[block * width + query] = row + within
+            node = position + within - committed
+            is_node = node >= 0 and offsets[block] < offsets[block + 1]
+            keys = mask[block, query]
+            keys[first_slot : committed if is_node else position + within + 1] = True
+            while is_node and node >= 0:
+                keys[committed + node] = True
+                node = parents[offsets[block] + node]
+        for head in range(width, mask.shape[1]):
+            mask[block, head] = mask[block, head - width]

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.scheduling.plan import NO_ROWS, SequencePlan
 from engine.speculation.draft_tree import DraftTree
+from ssd.kernels.jit import Int, LongRows, Longs, Nothing, kernel
 from ssd.types import ROOT
 
 
@@ -96,21 +97,34 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
 
 def slots_and_positions(spans: SequenceOf[Span], page_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `Batch.slots` and `Batch.positions` of spans."""
-    lengths = [span.length for span in spans]
-    pages, shifts, moves = list[int](), [], []
+    pages, places, size = list[int](), [], 0
     for span in spans:
         first = span.computed // page_size
-        shifts.append(len(pages) - first)
-        moves.append(span.computed - span.start)
+        places.append((span.computed, span.length, len(pages) - first))
         pages += span.pages[first : (span.computed + span.length - 1) // page_size + 1]
-    # Index of each token's keys and values within its sequence.
-    places = np.arange(sum(lengths)) + np.repeat(moves, lengths)
-    slots = np.array(pages, np.int64)[places // page_size + np.repeat(shifts, lengths)] * page_size + places % page_size
+        size += span.length
+    slots, positions = np.empty(size, np.int64), np.empty(size, np.int64)
+    _fill_slots(np.array(places), np.array(pages, np.int64), page_size, slots, positions)
     for span in spans:
         if span.tree is not None:
             end, count = span.start + span.length, min(span.length, len(span.tree.parents))
-            places[end - count : end] = span.committed - 1 + span.tree.depths[-count:]
-    return slots, places
+            positions[end - count : end] = span.committed - 1 + span.tree.depths[-count:]
+    return slots, positions
+
+
+@kernel(LongRows, Longs, Int, Longs, Longs, returns=Nothing)
+def _fill_slots(places, pages, page_size, slots, positions):
+    """Write the slots and positions of spans without trees.
+
+    places: the first position and the length of each span, and the difference between the index of a page in `pages`
+    and in its sequence's page table.
+    """
+    row = 0
+    for start, length, shift in places:
+        for position in range(start, start + length):
+            slots[row] = pages[shift + position // page_size] * page_size + position % page_size
+            positions[row] = position
+            row += 1
 
 
 def _rows_before(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:

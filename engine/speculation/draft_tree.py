@@ -6,6 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ssd.kernels.jit import BoolRows, Longs, Nothing, Parents, kernel
+
 
 class DraftTree:
     """Parents of k draft tokens, -1 for a child of the context; parents precede their children."""
@@ -18,16 +20,31 @@ class DraftTree:
     def sees(self) -> np.ndarray:
         """bool [k, k]: which draft tokens each of them attends to, its ancestors and itself."""
         size = len(self.parents)
-        sees = np.eye(size, dtype=bool)
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                sees[node] |= sees[parent]
+        sees = np.zeros((size, size), bool)
+        _fill_sees(self.parents, sees)
         return sees
 
     @cached_property
     def depths(self) -> np.ndarray:
         """int64 [k]: distance of each draft token from the context, at least 1."""
-        return np.count_nonzero(self.sees, axis=1)
+        depths = np.empty(len(self.parents), np.int64)
+        _fill_depths(self.parents, depths)
+        return depths
+
+
+@kernel(Parents, BoolRows, returns=Nothing)
+def _fill_sees(parents, sees):
+    for node in range(len(parents)):
+        at = node
+        while at >= 0:
+            sees[node, at] = True
+            at = parents[at]
+
+
+@kernel(Parents, Longs, returns=Nothing)
+def _fill_depths(parents, depths):
+    for node in range(len(parents)):
+        depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 1
 
 
 def straight_length(parents: np.ndarray) -> int:

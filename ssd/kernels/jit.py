@@ -27,10 +27,16 @@ FloatsOut = types.Array(types.float32, 1, "C")
 """float32 [N], written by the kernel."""
 Bytes = types.Array(types.uint8, 1, "C")
 """uint8 [N]."""
+Parents = types.Array(types.int32, 1, "C", readonly=True)
+"""int32 [N], read only: the parent of each node of a tree."""
 Longs = types.Array(types.int64, 1, "C")
 """int64 [N]."""
 Bools = types.Array(types.boolean, 1, "C")
 """bool [N]."""
+BoolRows = types.Array(types.boolean, 2, "C")
+"""bool [N, columns]."""
+BoolBlocks = types.Array(types.boolean, 3, "C")
+"""bool [B, N, columns]."""
 LongRows = types.Array(types.int64, 2, "C")
 """int64 [N, columns]."""
 FloatRows = types.Array(types.float32, 2, "C")

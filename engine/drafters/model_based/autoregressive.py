@@ -8,8 +8,6 @@ were committed since the previous one. Where trees are verified, the likeliest c
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from time import perf_counter
 from typing import NamedTuple
 
@@ -165,7 +163,7 @@ class Growth:
         self._sampler = DraftSampler(self._sequences, is_coupled=is_coupled)
         self._branches = branches
         self._rooms = np.array([entry.draft_room for entry in entries])
-        self._runs: list[list[int]] = [[] for _ in entries]
+        self._runs = [RunNodes() for _ in entries]
         """Nodes in the slots after the committed tokens of each sequence."""
         self._frontier = Frontier.empty()
 
@@ -190,7 +188,7 @@ class Growth:
 
     def next_nodes(self) -> np.ndarray:
         """Return the candidates of the last depth to expand, int64 [n], by sequence."""
-        left = self._rooms - 1 - np.array([len(run) for run in self._runs])
+        left = self._rooms - 1 - np.array([len(run.nodes) for run in self._runs])
         return self.pool.likeliest(self._newest, np.minimum(self._branches, left))
 
     def run(self, nodes: np.ndarray) -> None:
@@ -213,32 +211,42 @@ class Growth:
         """Record the path of draft tokens whose slots stay valid if they are committed."""
         if self._head.state_size or self._head.shares_target_cache:
             return  # The target's states replace those of the draft.
-        nodes = self.pool.nodes
+        tokens = self.pool.nodes.token
         for sequence, run in zip(self._sequences, self._runs, strict=True):
-            places = {node: place for place, node in enumerate(run)}
-            parents = np.array([places.get(int(nodes.parent[node]), ROOT) for node in run], np.int32)
             slots = self._writer.of(sequence)
             assert slots is not None
-            slots.drafted = nodes.token[run[: straight_length(parents)]].astype(np.uint32)
+            length = straight_length(np.array(run.parents, np.int32))
+            slots.drafted = tokens[run.nodes[:length]].astype(np.uint32)
 
     def _spans(self, owner: np.ndarray, nodes: np.ndarray) -> list[DraftSpan]:
         """Return a span of nodes for each sequence, which are added to its slots."""
+        before = {own: len(self._runs[own].nodes) for own in owner.tolist()}
+        parents = self.pool.nodes.parent[nodes]
+        for own, node, parent in zip(owner.tolist(), nodes.tolist(), parents.tolist(), strict=True):
+            self._runs[own].add(node, parent)
         spans = []
-        pairs = zip(owner.tolist(), nodes.tolist(), strict=True)
-        for own, group in groupby(pairs, key=itemgetter(0)):
-            entry, run = self._entries[own], self._runs[own]
-            start = len(entry.sequence) + len(run)
-            added = [node for _, node in group]
-            run += added
-            spans.append(DraftSpan(entry.sequence.pages, start, len(added), self._tree(run)))
+        for own, start in before.items():
+            sequence, run = self._sequences[own], self._runs[own]
+            tree = None if self._branches == 1 else DraftTree(np.array(run.parents, np.int32))
+            spans.append(DraftSpan(sequence.pages, len(sequence) + start, len(run.nodes) - start, tree))
         return spans
 
-    def _tree(self, run: list[int]) -> DraftTree | None:
-        if self._branches == 1:
-            return None
-        places = {node: place for place, node in enumerate(run)}
-        parents = self.pool.nodes.parent[run].tolist()
-        return DraftTree(np.array([places.get(parent, ROOT) for parent in parents], np.int32))
+
+class RunNodes:
+    """Nodes of one sequence that were run, in the order of their slots."""
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+        """Their indices in the pool."""
+        self.parents: list[int] = []
+        """Indices of their parents in `nodes`, `ROOT` for the last committed token."""
+        self._places = {ROOT: ROOT}
+
+    def add(self, node: int, parent: int) -> None:
+        """Append a node whose parent was run."""
+        self._places[node] = len(self.nodes)
+        self.nodes.append(node)
+        self.parents.append(self._places[parent])
 
 
 class Frontier(NamedTuple):
