@@ -74,6 +74,10 @@ class RequestOptions:
         """
         given = {name: extras[name] for name in EXTRAS if extras.get(name) is not None}
         for name, value in given.items():
+            if EXTRAS[name] is bool and type(value) is int and value in (0, 1):
+                # Some hosts read `true` in JSON as 1.
+                given[name] = bool(value)
+                continue
             # A bool is an int, but not a number of tokens.
             if not isinstance(value, EXTRAS[name]) or (EXTRAS[name] is int and isinstance(value, bool)):
                 raise ValueError(f"{name} must be of type {EXTRAS[name].__name__}, not {type(value).__name__}")

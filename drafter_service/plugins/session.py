@@ -115,6 +115,11 @@ class HostSession:
         """Whether a request was started and has not ended."""
         return request_id in self._requests
 
+    def open(self) -> None:
+        """Connect, so that what prevents drafts is reported before the first request."""
+        with self.guarded():
+            self._namespaces.find("", "")
+
     def start(
         self,
         request_id: Hashable,
@@ -127,7 +132,7 @@ class HostSession:
         extras: options that the host's client gave with the request, see `RequestOptions.with_extras`. If they cannot
         be read, the request has no drafts and is not learned.
         """
-        with self._guarded():
+        with self.guarded():
             self._drop(request_id)
             request = TrackedRequest(options or RequestOptions(), len(prompt), checksum(prompt))
             self._requests[request_id] = request
@@ -140,19 +145,20 @@ class HostSession:
                 return
             self._begin(request, prompt)
 
-    def schedule(self, request_id: Hashable, tokens: Sequence[int]) -> None:
+    def schedule(self, request_id: Hashable, tokens: Sequence[int], offered: int | None = None) -> None:
         """Record the draft tokens that the host verifies in the step that it begins with a request.
 
         They may be fewer than the last draft has, none, or padding. Only the first call after a draft counts.
+        offered: number of tokens that the plug-in gave to the host; None: the whole draft.
         """
-        with self._guarded():
+        with self.guarded():
             request = self._requests.get(request_id)
             if request is None or not request.draft or request.verified is not None:
                 return
             request.verified = common_length(request.draft, tokens)
             if request.verified == len(request.draft):
                 request.allowed = max(request.allowed, min(2 * len(request.draft), self._limits.max_draft))
-            elif request.verified == len(tokens):  # The host cut the draft, and did not replace it.
+            elif request.verified == len(tokens) != offered:  # The host cut the draft, and did not replace it.
                 request.allowed = max(1, len(tokens))
 
     def draft(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[list[int]]:
@@ -163,7 +169,7 @@ class HostSession:
         started have none either, nor does the second of two with the same id.
         """
         drafts: list[list[int]] = [[] for _ in texts]
-        with self._guarded():
+        with self.guarded():
             asked: dict[int, list[Turn]] = {}
             seen = set()
             for index, (request_id, text) in enumerate(texts):
@@ -187,7 +193,7 @@ class HostSession:
 
     def finish(self, request_id: Hashable, text: Sequence[int] | None = None, end: End = End.FINISHED) -> None:
         """End a request, if it is running. text: its whole text; None if the host does not give it any more."""
-        with self._guarded():
+        with self.guarded():
             request = self._requests.pop(request_id, None)
             if request is None or request.namespace is None:
                 return
@@ -196,21 +202,24 @@ class HostSession:
 
     def close(self) -> None:
         """Close the drafters. Running requests are not learned."""
-        with self._guarded():
+        with self.guarded():
             for request_id in list(self._requests):
                 self._drop(request_id)
             self._namespaces.close()
 
-    # With the lock.
-
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Hold the lock, and keep failures from the host."""
+    def guarded(self) -> Iterator[None]:
+        """Hold the lock, and keep failures from the host: they end the block, are counted, and the first is reported.
+
+        A plug-in also runs its own code in it.
+        """
         with self._lock:
             try:
                 yield
             except Exception as problem:
                 self._fail(problem)
+
+    # With the lock.
 
     def _fail(self, problem: Exception) -> None:
         """Count a failure, and report the first. The text of an unexpected one may hold tokens of users."""

@@ -1,0 +1,92 @@
+"""Say whether the installed vLLM would get drafts, before a server is started.
+
+    python -m drafter_service.plugins.vllm check [flags of `vllm serve`]
+
+The exit status is 0 if it would, and the sidecar answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from drafter_service.client import DrafterClient
+from drafter_service.plugins.environment import settings_from_environment
+from drafter_service.plugins.namespaces import EMBEDDED, DrafterSettings
+from drafter_service.plugins.vllm.requests import identity_of
+from drafter_service.plugins.vllm.variants import Choice, Variant, check_version, choose
+from ssd.errors import UserError
+
+USAGE = "usage: python -m drafter_service.plugins.vllm check [flags of `vllm serve`]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status."""
+    if arguments[:1] != ["check"]:
+        print(USAGE)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+    except ImportError as problem:
+        print(f"vLLM cannot be imported: {problem}")
+        return 1
+    print(f"vLLM {vllm.__version__}")
+    if (choice := check_version(vllm.__version__)) is not None:
+        return report(choice)
+    try:
+        config = engine_config(arguments[1:])
+    except ValueError as problem:
+        print(f"vLLM refuses this configuration: {problem}")
+        return 1
+    choice = choose(config)
+    return report(choice) or report_sidecar(config)
+
+
+def engine_config(flags: Sequence[str]) -> Any:
+    """Return the `VllmConfig` that `vllm serve` makes of its flags. Raises ValueError if vLLM refuses them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = make_arg_parser(FlexibleArgumentParser(prog="check")).parse_args(list(flags))
+    given.model = getattr(given, "model_tag", None) or given.model
+    return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+
+
+def report(choice: Choice) -> int:
+    """Print a choice; return the exit status."""
+    if choice.variant is Variant.NONE:
+        print(f"drafts: none; {'the server would not start' if choice.is_error else 'it would serve without them'}")
+        print(f"why: {choice.reason}")
+        return 1
+    print(f"drafts: in the {choice.variant.value}")
+    print(f"why: {choice.reason}")
+    return 0
+
+
+def report_sidecar(config: Any) -> int:
+    """Print where drafts would come from, and whether it answers; return the exit status."""
+    try:
+        settings = settings_from_environment(identity_of(config.model_config, print))
+        print(f"sidecar: {settings.ssd}: {answer_of(settings)}")
+    except UserError as problem:
+        print(f"sidecar: {problem}")
+        return 1
+    return 0
+
+
+def answer_of(settings: DrafterSettings) -> str:
+    """Return what a sidecar answers. Raises UserError if it refuses this model, or nothing answers."""
+    if settings.ssd == EMBEDDED:
+        return "a corpus in vLLM's own process"
+    with DrafterClient(
+        settings.ssd, model=settings.model, namespace=settings.namespace, access=settings.access
+    ) as client:
+        return f"connected, namespace {client.welcome.namespace}" if client.welcome else "connected"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""The scheduler of vLLM's V1 model runner with drafts of the sidecar. One process has it, whatever the parallelism."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from drafter_service.plugins.environment import settings_from_environment
+from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.vllm.requests import Adapters, end_of, identity_of, options_of
+from drafter_service.plugins.vllm.variants import Variant, choose
+from ssd.config import MAX_DRAFT
+
+LOG = logging.getLogger("vllm.ssd_drafter")
+"""Below the host's own logger, so that its handlers and its level apply."""
+
+
+def warn(sentence: str) -> None:
+    """Write a line to the host's log."""
+    LOG.warning("ssd-drafter: %s", sentence)
+
+
+class SchedulerWithDrafts:
+    """What is added to vLLM's scheduler; `scheduler_class` combines the two.
+
+    Arguments are passed on as they are, so that a version of vLLM that is not supported runs as without this class.
+    """
+
+    if TYPE_CHECKING:  # Attributes of vLLM's scheduler.
+        requests: dict[str, Any]
+        running: list[Any]
+        structured_output_manager: Any
+        vllm_config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError if the engine schedules asynchronously, which vLLM's synchronous scheduler cannot do."""
+        super().__init__(*args, **kwargs)
+        choice = choose(self.vllm_config)
+        if choice.is_error:
+            raise ValueError(f"ssd-drafter: {choice.reason}")
+        self._session: HostSession | None = None
+        self._adapters = Adapters(warn)
+        self._offered: dict[str, int] = {}
+        """Number of draft tokens that each request was given for the next step."""
+        self._max_draft = 0
+        """Longest draft of the next step."""
+        if choice.variant is Variant.NONE:
+            warn(f"{choice.reason}; serving without drafts")
+            return
+        self._session = open_session(self.vllm_config)
+        self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Give drafts to the running requests, and schedule a step."""
+        session = self._session
+        if session is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        with session.guarded():
+            self._offer_drafts(session)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        with session.guarded():
+            self._note_scheduled(session, output)
+        return output
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Ignore the drafts of the workers' proposer, which has none."""
+        if self._session is None:
+            super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """End a request."""
+        if self._session is not None:
+            with self._session.guarded():
+                self._session.finish(request.request_id, request.all_token_ids, end_of(request.status.name))
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Close the connection to the sidecar, and shut down."""
+        if self._session is not None:
+            self._session.close()
+        super().shutdown(*args, **kwargs)  # type: ignore[misc]
+
+    def _offer_drafts(self, session: HostSession) -> None:
+        """Write drafts into the running requests that are not in the middle of their prompt or of a step."""
+        self._offered = {}
+        ready = [
+            request
+            for request in self.running
+            if not request.is_prefill_chunk and not request.num_in_flight_tokens and request.request_id in session
+        ]
+        drafts = session.draft([(request.request_id, request.all_token_ids) for request in ready])
+        for request, draft in zip(ready, drafts, strict=True):
+            tokens = draft[: self._max_draft]
+            if tokens and request.use_structured_output:
+                tokens = self.structured_output_manager.validate_tokens(request, tokens)
+            request.spec_token_ids = tokens
+            self._offered[request.request_id] = len(tokens)
+
+    def _note_scheduled(self, session: HostSession, output: Any) -> None:
+        """Record which drafts a step verifies, and start the requests that begin in it."""
+        padding = {}
+        for request_id, tokens in output.scheduled_spec_decode_tokens.items():
+            session.schedule(request_id, tokens, self._offered.get(request_id))
+            if tokens and tokens[-1] < 0:
+                padding[request_id] = sum(token < 0 for token in tokens)
+        if padding:
+            # vLLM pads requests whose whole prompt is cached. Its counters leave out what is named here.
+            output.num_invalid_spec_tokens = {**(output.num_invalid_spec_tokens or {}), **padding}
+        self._max_draft = output.num_spec_tokens_to_schedule
+        for data in output.scheduled_new_reqs:
+            if data.req_id not in session:
+                self._start(session, self.requests[data.req_id])
+
+    def _start(self, session: HostSession, request: Any) -> None:
+        """Start a request, unless its prompt has no tokens, or it generates none."""
+        if request.sampling_params is None or request.prompt_embeds is not None:
+            return
+        prompt: Sequence[int] = request.all_token_ids[: request.num_prompt_tokens]
+        options = options_of(request, self._adapters.fingerprint(request.lora_request))
+        session.start(request.request_id, prompt, options, request.sampling_params.extra_args)
+
+
+def open_session(vllm_config: Any) -> HostSession:
+    """Return the session of an engine. Raises UserError for environment variables that are not valid."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    limits = HostLimits(
+        max_draft=min(drafts, MAX_DRAFT),
+        vocab_size=model.get_vocab_size(),
+        context_window=model.max_model_len,
+        max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
+    )
+    settings = settings_from_environment(identity_of(model, warn))
+    session = HostSession(settings, limits, warn)
+    LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
+    session.open()
+    return session
+
+
+@functools.cache
+def scheduler_class() -> type:
+    """Return vLLM's scheduler with drafts."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return type("Scheduler", (SchedulerWithDrafts, Scheduler), {"__module__": "drafter_service.plugins.vllm"})

@@ -1,0 +1,208 @@
+"""The parts of vLLM 0.32 that its plug-in uses, with the signatures that tests/hosts compares with the real ones.
+
+`FakeScheduler` schedules all running requests in each step, verifies drafts as vLLM does, and fails where vLLM's engine
+would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import SimpleNamespace
+
+VOCAB_SIZE = 50
+MAX_MODEL_LEN = 100
+
+REQUEST_ATTRIBUTES = {
+    "all_token_ids",
+    "cache_salt",
+    "is_prefill_chunk",
+    "lora_request",
+    "max_tokens",
+    "num_in_flight_tokens",
+    "num_prompt_tokens",
+    "prompt_embeds",
+    "request_id",
+    "sampling_params",
+    "session_id",
+    "spec_token_ids",
+    "status",
+    "use_structured_output",
+}
+OUTPUT_ATTRIBUTES = {
+    "num_invalid_spec_tokens",
+    "num_spec_tokens_to_schedule",
+    "scheduled_new_reqs",
+    "scheduled_spec_decode_tokens",
+}
+
+
+class RequestStatus(IntEnum):
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_IGNORED = 7
+    FINISHED_ERROR = 8
+    FINISHED_REPETITION = 9
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    prompt: list[int]
+    max_tokens: int = 30
+    sampling_params: SimpleNamespace | None = field(default_factory=lambda: SimpleNamespace(stop=[], extra_args=None))
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_request: object = None
+    prompt_embeds: object = None
+    use_structured_output: bool = False
+    is_prefill_chunk: bool = False
+    num_in_flight_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    spec_token_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.all_token_ids = list(self.prompt)
+        self.num_prompt_tokens = len(self.prompt)
+
+    @property
+    def output(self):
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+
+class StructuredOutputManager:
+    """A grammar that allows no token 6."""
+
+    def validate_tokens(self, request, spec_tokens):
+        return spec_tokens[: spec_tokens.index(6)] if 6 in spec_tokens else spec_tokens
+
+
+def vllm_config(drafts=8, **scheduler):
+    """Return the parts of a `VllmConfig` that the plug-in reads."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/nonexistent/model",
+            tokenizer="/nonexistent/model",
+            tokenizer_revision=None,
+            max_model_len=MAX_MODEL_LEN,
+            get_vocab_size=lambda: VOCAB_SIZE,
+        ),
+        scheduler_config=SimpleNamespace(
+            **{
+                "scheduler_cls": "drafter_service.plugins.vllm.Scheduler",
+                "async_scheduling": False,
+                "max_num_seqs": 8,
+                **scheduler,
+            }
+        ),
+        speculative_config=SimpleNamespace(
+            method="custom_class", model="drafter_service.plugins.vllm.NullProposer", num_speculative_tokens=drafts
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        use_v2_model_runner=False,
+    )
+
+
+def target(text):
+    """Return the target's next token: text that repeats, with a turn here and there."""
+    return (text[-1] * 3 + text[-2] + (len(text) % 11 == 0)) % 7
+
+
+class FakeScheduler:
+    def __init__(
+        self,
+        vllm_config,
+        kv_cache_config=None,
+        structured_output_manager=None,
+        block_size=16,
+        hash_block_size=None,
+        mm_registry=None,
+        include_finished_set=False,
+        log_stats=False,
+    ):
+        self.vllm_config = vllm_config
+        self.structured_output_manager = structured_output_manager or StructuredOutputManager()
+        self.requests, self.running, self.waiting, self.freed = {}, [], [], []
+        self.is_shut_down = False
+        self.steps = self.verified = self.accepted = 0
+        self.padded = set()
+        """Ids of requests whose first step is padded."""
+        self.budget = 1 << 30
+        """Draft tokens in a step."""
+
+    def add_request(self, request):
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def schedule(self, throttle_prefills=False):
+        drafts, budget = {}, self.budget
+        for request in self.running:
+            tokens, request.spec_token_ids = request.spec_token_ids[:budget], []
+            assert len(tokens) <= self.vllm_config.speculative_config.num_speculative_tokens
+            assert len(request.all_token_ids) + len(tokens) < MAX_MODEL_LEN
+            assert all(type(token) is int and 0 <= token < VOCAB_SIZE for token in tokens)
+            budget -= len(tokens)
+            if tokens:
+                drafts[request.request_id] = tokens
+        new = [request for request in self.waiting if request.status is RequestStatus.WAITING]
+        for request in self.waiting:
+            request.status = RequestStatus.RUNNING
+            if request.request_id in self.padded:
+                drafts[request.request_id] = [-1] * self.vllm_config.speculative_config.num_speculative_tokens
+        self.running += self.waiting
+        self.waiting = []
+        for request in self.running:
+            request.num_in_flight_tokens = 1 + len(drafts.get(request.request_id, ()))
+        return SimpleNamespace(
+            scheduled_spec_decode_tokens=drafts,
+            scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id) for request in new],
+            num_invalid_spec_tokens=None,
+            num_spec_tokens_to_schedule=self.vllm_config.speculative_config.num_speculative_tokens,
+        )
+
+    def update_draft_token_ids(self, draft_token_ids):
+        for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            self.requests[request_id].spec_token_ids = tokens
+
+    def update_from_output(self, scheduler_output, model_runner_output=None):
+        """Verify the drafts of a step with `target`, as the workers do."""
+        for request in list(self.running):
+            request.num_in_flight_tokens = 0
+            if request.is_prefill_chunk:
+                continue
+            self.steps += 1
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, [])
+            self.verified += sum(token >= 0 for token in drafts)
+            for token in [*drafts, None]:
+                wanted = target(request.all_token_ids)
+                request.all_token_ids.append(wanted)
+                if len(request.output) >= request.max_tokens:
+                    self.finish_requests(request.request_id, RequestStatus.FINISHED_LENGTH_CAPPED)
+                if token != wanted or request.request_id not in self.requests:
+                    break
+                self.accepted += 1
+
+    def finish_requests(self, request_ids, finished_status):
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            request = self.requests[request_id]
+            request.status = finished_status
+            self._free_request(request, delay_free_blocks=False)
+
+    def preempt(self, request_id):
+        request = self.requests[request_id]
+        self.running.remove(request)
+        request.spec_token_ids, request.status = [], RequestStatus.PREEMPTED
+        self.waiting.append(request)
+
+    def _free_request(self, request, delay_free_blocks=False):
+        del self.requests[request.request_id]
+        self.running = [each for each in self.running if each is not request]
+        self.freed.append(request)
+        return None, None
+
+    def shutdown(self):
+        self.is_shut_down = True

@@ -1,0 +1,81 @@
+"""Which configurations get drafts, and why others do not."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from drafter_service.plugins.vllm.__main__ import main, report
+from drafter_service.plugins.vllm.variants import (
+    METHOD,
+    PROPOSER,
+    SCHEDULER,
+    Choice,
+    HostFacts,
+    Variant,
+    check_version,
+    choose_variant,
+    facts_of,
+)
+from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
+
+FACTS = HostFacts(SCHEDULER, METHOD, PROPOSER, is_asynchronous=False, uses_v2_runner=False, pipeline_stages=1)
+
+
+def test_facts_of_a_configuration():
+    assert facts_of(vllm_config()) == FACTS
+    config = vllm_config(scheduler_cls=None, async_scheduling=True)
+    config.speculative_config = None
+    assert facts_of(config) == replace(FACTS, scheduler="", method="", proposer="", is_asynchronous=True)
+    config.scheduler_config.scheduler_cls = SimpleNamespace
+    assert facts_of(config).scheduler == "types.SimpleNamespace"
+
+
+def test_the_documented_flags_get_drafts():
+    assert choose_variant(FACTS).variant is Variant.SCHEDULER
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "is_error"),
+    [
+        ({"scheduler": ""}, "the scheduler is vLLM's own; start vLLM with --scheduler-cls", False),
+        ({"method": ""}, "there is no speculative decoding; start vLLM with", False),
+        ({"method": "", "is_asynchronous": True}, "there is no speculative decoding", True),
+        ({"method": "ngram", "proposer": "ngram"}, "speculative decoding is ngram with ngram", False),
+        ({"is_asynchronous": True}, "add --no-async-scheduling", True),
+        ({"uses_v2_runner": True}, "V2 model runner", False),
+        ({"pipeline_stages": 2}, "pipeline parallelism", False),
+    ],
+)
+def test_other_configurations_do_not_and_say_why(change, reason, is_error):
+    choice = choose_variant(replace(FACTS, **change))
+    assert choice.variant is Variant.NONE
+    assert reason in choice.reason
+    assert choice.is_error == is_error
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("0.3.2", False)]
+)
+def test_versions_that_were_not_tested_are_named(version, is_tested):
+    choice = check_version(version)
+    assert (choice is None) == is_tested
+    if choice is not None:
+        assert choice.reason == f"vLLM {version} was not tested, only 0.32"
+
+
+def test_the_report_says_what_happens(capsys):
+    assert report(Choice(Variant.SCHEDULER, "because")) == 0
+    assert report(Choice(Variant.NONE, "because")) == 1
+    assert report(Choice(Variant.NONE, "because", is_error=True)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "drafts: in the scheduler"
+    assert lines[2] == "drafts: none; it would serve without them"
+    assert lines[4] == "drafts: none; the server would not start"
+    assert set(lines[1::2]) == {"why: because"}
+
+
+def test_the_command_explains_itself(capsys):
+    assert main(["--help"]) == 0
+    assert main([]) == 2
+    assert capsys.readouterr().out.count("usage:") == 2
