@@ -36,8 +36,6 @@ ALLOWED = {
         "structlog",
         "tokenizers",
         "tomli_w",
-        "huggingface_hub",  # plug-ins of hosts that have it
-        "vllm",
     },
     "engine": {
         "engine",

@@ -45,6 +45,8 @@ def _name(folder: Path) -> str:
 
 def _vocab_size(path: Path) -> int:
     try:
-        return int(json.loads(path.read_text())["vocab_size"])
+        config = json.loads(path.read_text())
+        # Multimodal models have a section for the text model.
+        return int((config if "vocab_size" in config else config["text_config"])["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} does not contain the model's vocab_size; download or copy it again") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -17,6 +18,21 @@ from ssd.errors import UserError
 
 KEYS = tuple(field.name for field in fields(DrafterSettings) if field.name != "model")
 """Settings that users give; the host gives the model."""
+
+VARIABLE = "SSD_PLUGIN"
+"""Environment variable with the settings as JSON, for hosts that have no place for a plug-in's own."""
+
+
+def settings_from_environment(model: ModelIdentity) -> DrafterSettings:
+    """Return the settings in `VARIABLE`, see `read_settings`. Raises UserError if they are not JSON or not valid."""
+    try:
+        values = json.loads(os.environ.get(VARIABLE) or "{}")
+    except ValueError as problem:
+        raise UserError(f"environment variable {VARIABLE} is not JSON: {problem}") from None
+    try:
+        return read_settings(values, model)
+    except UserError as problem:
+        raise UserError(f"environment variable {VARIABLE}: {problem}") from None
 
 
 def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:

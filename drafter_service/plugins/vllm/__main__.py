@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from drafter_service.client import DrafterClient
-from drafter_service.plugins.environment import settings_from_environment
 from drafter_service.plugins.namespaces import EMBEDDED, DrafterSettings
-from drafter_service.plugins.vllm.requests import identity_of
+from drafter_service.plugins.settings import settings_from_environment
+from drafter_service.plugins.vllm.requests import model_identity_of
 from drafter_service.plugins.vllm.variants import Choice, Variant, check_version, choose
 from ssd.errors import UserError
 
@@ -70,7 +70,7 @@ def report(choice: Choice) -> int:
 def report_sidecar(config: Any) -> int:
     """Print where drafts would come from, and whether it answers; return the exit status."""
     try:
-        settings = settings_from_environment(identity_of(config.model_config, print))
+        settings = settings_from_environment(model_identity_of(config.model_config, print))
         print(f"sidecar: {settings.ssd}: {answer_of(settings)}")
     except UserError as problem:
         print(f"sidecar: {problem}")

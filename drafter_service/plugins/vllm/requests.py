@@ -9,6 +9,7 @@ from typing import Any
 from drafter_service.client.identity import ADAPTER_FILE, fingerprint
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.options import End, RequestOptions
+from drafter_service.plugins.settings import identity_of
 from ssd.errors import UserError
 
 ENDS = {
@@ -61,27 +62,6 @@ class Adapters:
         return self._fingerprints[key]
 
 
-def identity_of(model: Any, warn: Callable[[str], None]) -> ModelIdentity:
-    """Return the identity of a `ModelConfig`; if its tokenizer cannot be read, then without its fingerprint."""
-    folder = Path(model.tokenizer)
-    tokenizer = ""
-    try:
-        tokenizer = fingerprint(folder if folder.is_dir() else _downloaded(model))
-    except UserError as problem:
-        warn(f"{problem}; the corpus is named after the model's name alone")
-    name = Path(model.model).resolve().name if Path(model.model).is_dir() else model.model
-    return ModelIdentity(name=name, tokenizer=tokenizer, vocab_size=model.get_vocab_size())
-
-
-def _downloaded(model: Any) -> Path:
-    """Return the path of a tokenizer.json in the hub's cache. Raises UserError if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = try_to_load_from_cache(model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision)
-    except HFValidationError:
-        path = None
-    if not isinstance(path, str):
-        raise UserError(f"no tokenizer.json of {model.tokenizer} was downloaded")
-    return Path(path)
+def model_identity_of(model: Any, warn: Callable[[str], None]) -> ModelIdentity:
+    """Return the identity of a `ModelConfig`. warn: writes a sentence to the host's log."""
+    return identity_of(model.model, model.get_vocab_size(), warn, revision=model.revision or "")

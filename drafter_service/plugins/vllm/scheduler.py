@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from drafter_service.plugins.environment import settings_from_environment
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.vllm.requests import Adapters, end_of, identity_of, options_of
+from drafter_service.plugins.settings import settings_from_environment
+from drafter_service.plugins.vllm.requests import Adapters, end_of, model_identity_of, options_of
 from drafter_service.plugins.vllm.variants import Variant, choose
 from ssd.config import MAX_DRAFT
 
@@ -124,7 +124,7 @@ class SchedulerWithDrafts:
 
 
 def open_session(vllm_config: Any) -> HostSession:
-    """Return the session of an engine. Raises UserError for environment variables that are not valid."""
+    """Return the session of an engine. Raises UserError for settings that are not valid."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     drafts = vllm_config.speculative_config.num_speculative_tokens
     limits = HostLimits(
@@ -133,7 +133,7 @@ def open_session(vllm_config: Any) -> HostSession:
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
     )
-    settings = settings_from_environment(identity_of(model, warn))
+    settings = settings_from_environment(model_identity_of(model, warn))
     session = HostSession(settings, limits, warn)
     LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
     session.open()

@@ -8,7 +8,7 @@ from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.namespaces import DrafterSettings
-from drafter_service.plugins.settings import identity_of, read_settings
+from drafter_service.plugins.settings import identity_of, read_settings, settings_from_environment
 from ssd.errors import UserError
 
 MODEL = ModelIdentity(name="m", vocab_size=50)
@@ -69,3 +69,17 @@ def test_a_model_without_readable_files_is_identified_by_its_name(tmp_path, monk
     assert not reports
     assert identity_of("m", 50, reports.append, folder=tmp_path) == MODEL
     assert "named after the model's name alone" in reports[0]
+
+
+def test_settings_are_read_from_the_environment(monkeypatch):
+    monkeypatch.delenv("SSD_PLUGIN", raising=False)
+    assert settings_from_environment(MODEL) == DrafterSettings(model=MODEL)
+    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "drafter:50051"}')
+    assert settings_from_environment(MODEL) == DrafterSettings("drafter:50051", model=MODEL)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ('{"sdd": 1}', "unknown setting 'sdd'")])
+def test_an_environment_that_is_not_valid_is_refused(monkeypatch, text, reason):
+    monkeypatch.setenv("SSD_PLUGIN", text)
+    with pytest.raises(UserError, match=f"SSD_PLUGIN:? {reason}"):
+        settings_from_environment(MODEL)

@@ -86,8 +86,7 @@ def vllm_config(drafts=8, **scheduler):
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model="/nonexistent/model",
-            tokenizer="/nonexistent/model",
-            tokenizer_revision=None,
+            revision=None,
             max_model_len=MAX_MODEL_LEN,
             get_vocab_size=lambda: VOCAB_SIZE,
         ),

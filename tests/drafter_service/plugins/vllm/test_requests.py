@@ -7,19 +7,13 @@ import pytest
 
 from drafter_service.client.identity import fingerprint
 from drafter_service.plugins.options import End
-from drafter_service.plugins.vllm.requests import Adapters, end_of, identity_of, options_of
+from drafter_service.plugins.vllm.requests import Adapters, end_of, model_identity_of, options_of
 from tests.drafter_service.plugins.vllm.fake_vllm import Request, RequestStatus
 
 
 @pytest.fixture
 def warnings():
     return []
-
-
-def model_config(model, tokenizer=None):
-    return SimpleNamespace(
-        model=str(model), tokenizer=str(tokenizer or model), tokenizer_revision=None, get_vocab_size=lambda: 4096
-    )
 
 
 def test_each_finished_status_has_an_end():
@@ -58,21 +52,9 @@ def test_an_adapter_is_identified_by_its_file(tmp_path, warnings):
 def test_a_model_is_identified_by_its_tokenizer_and_folder(tmp_path, warnings):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps({}))
-    identity = identity_of(model_config(folder), warnings.append)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
+    config = SimpleNamespace(model=str(folder), revision=None, get_vocab_size=lambda: 4096)
+    identity = model_identity_of(config, warnings.append)
     assert (identity.name, identity.tokenizer, identity.vocab_size) == ("model", fingerprint(folder), 4096)
     assert not warnings
-
-
-def test_a_model_of_the_hub_is_identified_by_its_cached_tokenizer(tmp_path, warnings, monkeypatch):
-    file = tmp_path / "tokenizer.json"
-    file.write_text("{}")
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file_name, revision: str(file))
-    identity = identity_of(model_config("owner/model"), warnings.append)
-    assert (identity.name, identity.tokenizer) == ("owner/model", fingerprint(file))
-
-
-@pytest.mark.parametrize("name", ["owner/never-downloaded", "/nonexistent/folder/model"])
-def test_a_model_without_tokenizer_file_is_identified_by_its_name(warnings, name):
-    assert identity_of(model_config(name), warnings.append).tokenizer == ""
-    assert "named after the model's name alone" in warnings[0]

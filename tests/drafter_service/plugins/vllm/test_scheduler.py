@@ -55,8 +55,7 @@ def tested_version(monkeypatch):
     """Let the fake be of a tested version, with an embedded drafter."""
     choice = Choice(Variant.SCHEDULER, "")
     monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.choose", lambda _: choice)
-    monkeypatch.setenv("SSD_ADDRESS", "embedded")
-    monkeypatch.setenv("SSD_CAPACITY", "20k")
+    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
 
 
 @pytest.fixture
@@ -219,13 +218,13 @@ def test_a_configuration_that_cannot_work_is_refused(monkeypatch):
 
 
 def test_invalid_settings_are_refused(monkeypatch):
-    monkeypatch.setenv("SSD_DEADLINE_MS", "soon")
-    with pytest.raises(UserError, match="SSD_DEADLINE_MS must be a number above 0, not 'soon'"):
+    monkeypatch.setenv("SSD_PLUGIN", '{"deadline_s": "soon"}')
+    with pytest.raises(UserError, match="SSD_PLUGIN: setting deadline_s"):
         Scheduler(vllm_config())
 
 
 def test_without_a_sidecar_requests_are_served_and_one_line_says_so(log, monkeypatch):
-    monkeypatch.setenv("SSD_ADDRESS", "unix:/nonexistent/drafter.sock")
+    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "unix:/nonexistent/drafter.sock"}')
     scheduler = Scheduler(vllm_config())
     scheduler.run(Request("a", PROMPT))
     assert scheduler.freed[0].output == output_of(PROMPT, 30)
