@@ -40,6 +40,7 @@ from engine.scheduling.request import Completion, FinishReason, Request, Samplin
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
+from engine.speculation.device_budget import DeviceBudget
 from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.speculation import Speculation
 from engine.speculation.token_budget import TokenBudget
@@ -93,25 +94,30 @@ class Engine:
         graph: GraphExecutor | None = None,
         depth: InFlightDepth | None = None,
         drafters: Collection[str] = (),
+        device_budget: DeviceBudget | None = None,
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
         draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
         `executor` runs all others. `depth`: by default created from `config.in_flight`.
-        `drafters`: names of the loaded kinds, from which requests may choose.
+        `drafters`: names of the loaded kinds, from which requests may choose. `device_budget`: decides when the device
+        drafts; without it, in every step with a request that wants drafts.
         """
         self.model = model
         self._config = config
         self._executor = executor
         self._graph = graph
         self._depth = InFlightDepth(config.in_flight) if depth is None else depth
-        self._speculation = Speculation(drafter, config, model.vocab_size, budget)
+        self._speculation = Speculation(drafter, config, model.vocab_size, budget, device_budget)
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead)
         self._decode = decode
         self._budget = budget
+        self._device_budget = device_budget
         self._drafters = drafters
         self._in_flight: deque[InFlightStep] = deque()
         """Launched steps, the oldest first."""
+        self._launched: list[StepPlan] = []
+        """Plans that the current call of `step` has launched."""
         self._next_id = 0
 
     @property
@@ -154,6 +160,7 @@ class Engine:
     def step(self) -> StepReport:
         """Run one step. Each running sequence advances by at least one token or by a chunk of its prompt."""
         watch = Stopwatch()
+        self._launched = []
         if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
             self._in_flight.popleft()
         if not self._in_flight and not self._launch(watch):
@@ -240,6 +247,7 @@ class Engine:
             self._speculation.propose(plan)
             watch.lap("draft")
         self._in_flight.append(executor.launch(plan))
+        self._launched.append(plan)
         watch.lap("forward")
         for entry in plan.entries:
             # The last committed token counts as computed once the next token is known.
@@ -282,6 +290,8 @@ class Engine:
                 if cut.reason is not None:
                     ended.append((each.plan.sequence, cut))
         watch.lap("commit")
+        if self._graph is not None and self._graph.chain is not None and result.plan.drafts_on_device:
+            self._graph.chain.observe(result)
         self._speculation.observe(result)
         watch.lap("draft")
         for sequence, cut in ended:
@@ -303,7 +313,11 @@ class Engine:
         # meaningful.
         is_on_graph = isinstance(step, GraphStep)
         seconds = times.total if is_on_graph else times.forward + times.verify
-        if self._budget is not None and not step.plan.drafts_on_device:
+        if step.plan.drafts_on_device:
+            # Without a launch, or with two, the duration is not that of one step.
+            if self._device_budget is not None and len(self._launched) == 1:
+                self._device_budget.record(step.plan, self._launched[0], report.committed, seconds)
+        elif self._budget is not None:
             self._budget.record(step.plan, step.plan.tokens, accepted, seconds)
         if is_on_graph:
             host_s = times.schedule + times.draft + times.commit
@@ -367,13 +381,14 @@ def build_engine(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, bind=bind
     )  # fmt: skip
     budget = None if executors.cost is None else TokenBudget(executors.cost)
+    device_budget = None if executors.plain_cost is None else DeviceBudget(executors.plain_cost)
     depth = None
     if executors.graph is not None and executors.graph.chain is not None and config.in_flight is None:
         # Drafts that the device makes lose nothing with a step in flight.
         depth = InFlightDepth(1)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph, depth,
-        drafters=drafters,
+        drafters=drafters, device_budget=device_budget,
     )  # fmt: skip
 
 

@@ -57,8 +57,8 @@ Layers in the target's KV pages
 A drafter with layers of its own declares them as `DraftLayers`. They have a cache of their own with the same pages:
 the target's page tables, slots and prefix cache apply to them, so the content of slot t must depend on tokens 0..t
 alone. A drafter that reads hidden states computes slot t from the pair (hidden state of t - 1, token t). When `observe`
-has returned, all slots of pages that are full of computed tokens must be written, because other sequences may share
-these pages from then on. Slots of rejected draft tokens are overwritten later and never read.
+has returned, all slots of pages that are full of computed tokens must be written, or known to be missing, because other
+sequences may share these pages from then on. Slots of rejected draft tokens are overwritten later and never read.
 
 After a prefix-cache hit of n tokens the first row in `observe` belongs to position n. Its pair needs the hidden state
 of n - 1, which is not computed again. Since n is a multiple of the page size, it suffices to keep the hidden state of
@@ -97,6 +97,8 @@ class DraftLayers(NamedTuple):
     """Number of layers, and the number and size of their heads."""
     first_slot: int = 0
     """Slots of a sequence before it are neither written nor attended to."""
+    state_size: int = 0
+    """Number of further values, in the target's dtype, that the drafter stores for each slot of the KV cache."""
 
 
 class TargetOutputs(NamedTuple):

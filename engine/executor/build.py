@@ -42,7 +42,9 @@ class Executors(NamedTuple):
     graph: GraphExecutor | None
     pages: PagePool
     cost: Cost | None
-    """Cost of steps, if it was measured."""
+    """Cost of steps whose drafts the host makes, if it was measured."""
+    plain_cost: Cost | None = None
+    """Cost of steps without drafts on the graph executor, if it was measured and the device makes drafts."""
 
 
 def build_executors(
@@ -69,12 +71,13 @@ def build_executors(
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
     shapes = [model.config, *(layers.config for layers in needs.layers)]
-    pages = PagePool(_page_count(shapes, config, kv_dtype), config.page_size)
+    state_bytes = sum(layers.state_size for layers in needs.layers) * dtype.itemsize
+    pages = PagePool(_page_count(shapes, config, kv_dtype, state_bytes), config.page_size)
     # One page beyond the pool's stores the keys and values of padding.
     cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
     own = tuple(
         make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
-        for shape, first_slot in needs.layers
+        for shape, first_slot, _ in needs.layers
     )
     ops = make_ops(backend)
     runner = Runner(model, cache, device, ops)
@@ -89,9 +92,9 @@ def build_executors(
     graph = build_graph_executor(model.config, config, runner, pages, device, chain)
     if is_cuda:
         graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
-    if chain is not None:
-        # The budget is used for eager steps only.
-        return Executors(eager, graph, pages, _measure(runner, model.config, config, pages) if measure else None)
+    if chain is not None and measure:
+        cost = _measure(runner, model.config, config, pages)
+        return Executors(eager, graph, pages, cost, graph.grid.measure())
     return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
 
 
@@ -119,7 +122,7 @@ def build_graph_executor(
         fixed_chain = None if chain is None else chain.fixed(state, shape)
         return FixedStep(runner.fixed(shape), state, shape, pages.page_size, copies, fixed_chain)
 
-    grid = StepGrid(make, state, config.max_sequences, max_draft)
+    grid = StepGrid(make, state, config.max_sequences, max_draft, drafts=chain is not None)
     return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, max_draft, chain)
 
 
@@ -150,14 +153,14 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
     return StepCost.measured(run, [*sizes, largest], config.max_sequences)
 
 
-def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype) -> int:
+def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype, state_bytes: int) -> int:
     """Return the number of pages that fit into the configured memory, at most one full context per sequence.
 
-    shapes: the target, and the drafter's layers if it has any. dtype: dtype of the cache. Raises UserError if no page
-    fits.
+    shapes: the target, and the drafter's layers if it has any. dtype: dtype of the cache. state_bytes: size of what the
+    drafter stores for each slot besides keys and values. Raises UserError if no page fits.
     """
     entries = sum(shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
-    page_bytes = 2 * entries * dtype.itemsize * config.page_size
+    page_bytes = (2 * entries * dtype.itemsize + state_bytes) * config.page_size
     granted = (config.kv_memory_mib << 20) // page_bytes
     if granted == 0:
         least = -(-page_bytes >> 20)

@@ -117,13 +117,9 @@ class RequestSlots:
         """Assigned slots by sequence id."""
 
     @property
-    def assigned(self) -> list[tuple[Sequence, int]]:
-        """Sequences that have a slot, with their slots."""
-        return [(each.sequence, each.slot) for each in self._assigned.values()]
-
-    def has(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has a slot."""
-        return sequence.sequence_id in self._assigned
+    def assigned(self) -> list[Sequence]:
+        """Sequences that have a slot."""
+        return [each.sequence for each in self._assigned.values()]
 
     def of(self, sequence: Sequence) -> int:
         """Return the slot of a sequence; if it has none, assign one and copy the sequence's state to it."""

@@ -45,6 +45,8 @@ class Kind(NamedTuple):
     """Whether any sequence samples; otherwise all are greedy."""
     max_ranked: int | None
     """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: no truncation."""
+    drafts: bool = False
+    """Whether the device drafts for the next step."""
 
 
 class HostInputs(NamedTuple):
@@ -95,7 +97,7 @@ class FixedStep:
         if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
         padding = [0] * (len(self._idle) - len(inputs.contexts))
-        self._plan([*inputs.contexts, *padding], [*inputs.rows, *padding])
+        self._plan([*inputs.contexts, *padding], [*inputs.rows, *padding], kind)
         # A new array, because an earlier copy may still be reading the previous one.
         rows = self._idle.copy()
         rows[: len(inputs.table)] = inputs.table
@@ -111,7 +113,7 @@ class FixedStep:
         """Capture the graph of a kind on a CUDA device, with idle slots only."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._plan([longest] * sequences, [0] * sequences)
+        self._plan([longest] * sequences, [0] * sequences, kind)
         self._table.copy_(on_device(self._idle, self._table.device))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
@@ -125,9 +127,9 @@ class FixedStep:
         self._graphs[kind] = graph, result
         self._pool = pool
 
-    def _plan(self, contexts: list[int], rows: list[int]) -> None:
+    def _plan(self, contexts: list[int], rows: list[int], kind: Kind) -> None:
         self._forward.plan(contexts, rows)
-        if self._chain is not None:
+        if self._chain is not None and kind.drafts:
             self._chain.plan(contexts, rows)
 
     def _step(self, kind: Kind) -> Tensor:
@@ -152,7 +154,10 @@ class FixedStep:
         results = torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
         if chain is None:
             return results
-        chain.draft(slots, inputs, hidden, chosen, verified.counts, choose)
+        if kind.drafts:
+            chain.draft(slots, inputs, hidden, chosen, verified.counts, choose)
+        else:
+            chain.keep_states(inputs, hidden)
         return torch.cat((results, drafts.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:

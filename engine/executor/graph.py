@@ -60,7 +60,7 @@ class GraphExecutor:
         self._slots.release_ended()
         producing = plan.producing
         if self.chain is not None:
-            self._prepare_drafts(self.chain, producing)
+            self.chain.prepare(plan, lambda sequence: self.grid.state.history[self._slots.of(sequence)])
         results = self._launch_step(plan, producing) if producing else None
         return GraphStep(plan, results, self._max_draft, None if self.chain is None else self.chain.source)
 
@@ -68,8 +68,8 @@ class GraphExecutor:
         """Release all request slots, because another executor runs the next step. No step may be in flight."""
         self._slots.release_ended()
         if self.chain is not None:
-            for sequence, slot in self._slots.assigned:
-                self.chain.end(sequence, slot)
+            for sequence in self._slots.assigned:
+                self.chain.end(sequence)
         self._slots.release_all()
 
     def _run_chunks(self, plan: StepPlan) -> None:
@@ -85,15 +85,8 @@ class GraphExecutor:
         if self.chain is None:
             self._runner.forward(batch)
         else:
-            self.chain.observe_chunks(chunks, self._runner.forward_with_states(batch, self.chain.head.hidden_layers)[1])
-
-    def _prepare_drafts(self, chain: DeviceChain, producing: list[SequencePlan]) -> None:
-        """Hand new sequences over to the device, and set the number of draft tokens of each entry."""
-        new = [entry.sequence for entry in producing if not self._slots.has(entry.sequence)]
-        chain.begin(new)
-        for entry in producing:
-            # Drafts are made at the end of the previous step.
-            entry.max_verified = 0 if entry.sequence in new else chain.room(entry)
+            hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)[1]
+            self.chain.observe_chunks(chunks, hidden, drafts=plan.asked)
 
     def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
         slots = [self._slots.of(entry.sequence) for entry in producing]
@@ -105,7 +98,7 @@ class GraphExecutor:
             _fill_outcomes(table[:, SEQUENCE_COLUMNS:].reshape(len(producing), OUTCOMES, -1), plan, producing)
         contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
         kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
-        return self.grid.run(HostInputs(table, contexts), kind)
+        return self.grid.run(HostInputs(table, contexts), kind._replace(drafts=plan.asked and self.chain is not None))
 
 
 class GraphStep:

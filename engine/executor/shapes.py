@@ -37,12 +37,21 @@ class StepGrid:
     """
 
     def __init__(
-        self, make: Callable[[int, int], FixedStep], state: DeviceState, max_sequences: int, max_draft: int
+        self,
+        make: Callable[[int, int], FixedStep],
+        state: DeviceState,
+        max_sequences: int,
+        max_draft: int,
+        *,
+        drafts: bool = False,
     ) -> None:
-        """make: returns the step on `state` for a number of sequences and a number of rows."""
+        """make: returns the step on `state` for a number of sequences and a number of rows. drafts: whether the device
+        drafts; steps that do not draft then have one row per sequence.
+        """
         self._make = make
         self.state = state
         self._max_draft = max_draft
+        self._drafts = drafts
         self.sequences = doubled(1, max_sequences)
         """Numbers of sequences that steps may have, ascending."""
         self.captured = Captured(0, 0.0)
@@ -88,7 +97,12 @@ class StepGrid:
         the greedy one; other kinds are captured on first use.
         """
         kinds = dict.fromkeys((self.greedy, common))
-        shapes = [(*shape, kind) for shape in reversed(self.shapes) for kind in kinds]
+        shapes = [
+            (sequences, rows, kind._replace(drafts=drafts))
+            for sequences, rows in reversed(self.shapes)
+            for kind in kinds
+            for drafts in ((True, False) if self._drafts and rows == sequences else (self._drafts,))
+        ]
         notify(f"capturing {len(shapes)} CUDA graphs ... (the first time ever, kernels are compiled before)")
         began = perf_counter()
         pool = torch.cuda.graph_pool_handle()
@@ -111,8 +125,8 @@ class StepGrid:
         return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)
 
     def measure(self) -> PaddedCost:
-        """Measure the cost of steps by running steps without sequences."""
-        shapes = {rows: sequences for sequences, rows in self.shapes}
+        """Measure the cost of steps that do not draft, by running steps without sequences."""
+        shapes = {rows: sequences for sequences, rows in self.shapes if rows == sequences or not self._drafts}
         nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
 
         def run(rows: int, _sequences: int) -> None:

@@ -16,6 +16,7 @@ from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
+from engine.speculation.device_budget import DeviceBudget
 from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
@@ -30,12 +31,20 @@ class Speculation:
     """Calls the drafter for each step, and selects which draft tokens are verified."""
 
     def __init__(
-        self, drafter: AnyDrafter, config: EngineConfig, vocab_size: int, budget: TokenBudget | None = None
+        self,
+        drafter: AnyDrafter,
+        config: EngineConfig,
+        vocab_size: int,
+        budget: TokenBudget | None = None,
+        device_budget: DeviceBudget | None = None,
     ) -> None:
-        """Without a `budget` all draft tokens are verified."""
+        """Without a `budget` all draft tokens are verified. Without a `device_budget` the device drafts in every step
+        with a request that wants drafts.
+        """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
         self._has_trees = config.draft_shape == "tree"
         self._budget = budget
+        self._device_budget = device_budget
         self._rates = DepthRates(config.max_draft)
         self._started: set[int] = set()
         """Ids of the sequences that the drafter has started."""
@@ -69,9 +78,12 @@ class Speculation:
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
 
     def leave_to_device(self, plan: StepPlan) -> None:
-        """Start new sequences of a plan whose drafts the device makes. The token budget has no part in them."""
+        """Start new sequences of a plan whose drafts the device makes, and decide whether it drafts in this step."""
         self._start(plan)
         plan.drafts_on_device = True
+        if any(entry.sequence.request.is_drafted for entry in plan.entries):
+            plan.is_backing_off = self._device_budget is not None and self._device_budget.is_backing_off
+            plan.asked = not plan.is_backing_off
 
     def propose_ahead(self, plan: StepPlan) -> None:
         """Set the producing entries' drafts for likely outcomes of the step in flight."""

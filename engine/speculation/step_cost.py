@@ -73,7 +73,9 @@ class StepCost:
 
     def seconds(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
         """Return the time of steps with these numbers of tokens, float64 of the shape of `tokens`."""
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
+        slope = 0.0
+        if len(self._sizes) > 1:
+            slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
         beyond = np.maximum(0, np.asarray(tokens, np.float64) - self._sizes[-1]) * slope
         return np.interp(tokens, self._sizes, self._seconds) + beyond + self._per_sequence * (sequences - 1)
 

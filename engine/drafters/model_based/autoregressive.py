@@ -50,7 +50,8 @@ class AutoregressiveDrafter:
         self.head = head
         layers: tuple[DraftLayers, ...] = ()
         if not head.shares_target_cache:
-            layers = (DraftLayers(replace(head.config, num_layers=head.num_layers), head.first_slot),)
+            shape = replace(head.config, num_layers=head.num_layers)
+            layers = (DraftLayers(shape, head.first_slot, head.state_size),)
         self.needs = TargetOutputs(hidden_layers=head.hidden_layers, layers=layers)
         self._depth = depth
         self._has_trees = has_trees

@@ -5,6 +5,10 @@ and the target's token after it. This writes the slots of all committed tokens, 
 once; the slots of rejected rows are overwritten later. The draft for the next step follows the last committed token,
 one forward pass per further position, and is sampled with the target's own noise. All inputs are computed on the
 device, so that the next step can be launched before the host knows the outcome of this one.
+
+Plain steps, which neither verify nor draft, only store the target's states. The slots of their tokens are written
+before the next step that drafts. A plain step commits one token per sequence, so the host knows their positions without
+its outcome.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from torch import Tensor
 
 from engine.attention.base import FixedAttention, RaggedRows, StepShape
 from engine.drafters.draft_forward import DraftForward
-from engine.drafters.model_based.slots import SlotWriter
+from engine.drafters.model_based.slots import RunSpan, SlotWriter
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.tensors import StepInputs
 from engine.models.heads.head import DraftHead, HeadOutput
-from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult
+from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 
 Choose = Callable[[StepInputs, Tensor], Tensor]
@@ -42,12 +46,10 @@ class DeviceChain:
         self.forward = forward
         self.depth = depth
         self.source = source
-        self.page_states = writer.page_states
+        self.states = writer.states
         """See `SlotWriter`."""
         self.drafts = torch.zeros(slots + 1, depth, dtype=torch.int32, device=forward.device)
         """int32 [slots + 1, depth]: draft of each request slot for its next step; the last slot is the idle one."""
-        self.states = self.page_states.new_zeros(slots + 1, head.state_size)
-        """[slots + 1, S]: the target's state of the last committed token but one."""
         self._writer = writer
 
     def fixed(self, state: DeviceState, shape: StepShape) -> FixedChain:
@@ -55,22 +57,48 @@ class DeviceChain:
         return FixedChain(self, state, shape)
 
     @torch.inference_mode()
-    def observe_chunks(self, chunks: SequenceOf[SequencePlan], hidden: Tensor) -> None:
-        """Process prompt chunks that run before a step. hidden: [N, layers, hidden size], of all their tokens."""
+    def observe_chunks(self, chunks: SequenceOf[SequencePlan], hidden: Tensor, *, drafts: bool) -> None:
+        """Process prompt chunks that run before a step.
+
+        hidden: [N, layers, hidden size], of all their tokens. drafts: whether the step drafts.
+        """
         parts = hidden.split([chunk.scheduled for chunk in chunks])
         self._writer.observe(
-            [SequenceResult(chunk, NO_TOKENS, NO_ROWS, hidden=part) for chunk, part in zip(chunks, parts, strict=True)]
+            [SequenceResult(chunk, NO_TOKENS, NO_ROWS, hidden=part) for chunk, part in zip(chunks, parts, strict=True)],
+            fills_pages=drafts,
         )
 
     @torch.inference_mode()
-    def begin(self, sequences: SequenceOf[Sequence]) -> None:
-        """Prepare sequences for their first step on the device; all of their tokens but the last one are computed."""
-        self._writer.hand_over(sequences)
+    def prepare(self, plan: StepPlan, text_of: Callable[[Sequence], Tensor]) -> None:
+        """Set the number of draft tokens of each producing entry, and write missing slots if the step drafts.
 
-    @torch.inference_mode()
-    def end(self, sequence: Sequence, slot: int) -> None:
+        All tokens of the sequences but the last one are computed. text_of: returns the tokens of a sequence on the
+        device, int32 [at least its length].
+        """
+        missing = []
+        for entry in plan.producing:
+            sequence = entry.sequence
+            slots = self._writer.current(sequence)
+            # Drafts are made at the end of the previous step.
+            entry.max_verified = self.room(entry) if plan.asked and slots.follows_step else 0
+            if plan.asked and not slots.follows_step:
+                slots.keep_drafted(sequence.tokens)
+                # A step in flight is a plain one.
+                missing.append(RunSpan(sequence, slots, len(sequence) + sequence.in_flight, text_of(sequence)))
+            slots.follows_step = plan.asked
+        self._writer.fill(missing)
+
+    def observe(self, result: StepResult) -> None:
+        """Process the results of a step whose tokens are committed."""
+        for each in result.results:
+            if each.plan.produces:
+                self._writer.observe_step(each.plan.sequence, is_filled=result.plan.asked)
+
+    def end(self, sequence: Sequence) -> None:
         """Let the eager executor continue a sequence; no step is in flight."""
-        self._writer.take_back(sequence, self.states[slot].clone())
+        slots = self._writer.of(sequence)
+        if slots is not None:
+            slots.follows_step = False
 
     def room(self, entry: SequencePlan) -> int:
         """Return the largest number of draft tokens for an entry, limited by the head's context window."""
@@ -109,6 +137,15 @@ class FixedChain:
         """Return the drafts that the previous step made, int32 [B, depth]. slots: int64 [B], request slots."""
         return self._chain.drafts[slots]
 
+    def keep_states(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        """Store the target's states of all rows and return them, [N, S]. hidden: as for `draft`."""
+        chain = self._chain
+        if not chain.head.state_size:
+            return chain.states[inputs.cache_slots]
+        states = chain.head.target_states(hidden)
+        chain.states[inputs.cache_slots] = states
+        return states
+
     def draft(
         self, slots: Tensor, inputs: StepInputs, hidden: Tensor, tokens: Tensor, counts: Tensor, choose: Choose
     ) -> None:
@@ -118,11 +155,10 @@ class FixedChain:
         target's token after each row. counts: int32 [B], number of tokens that each sequence committed.
         """
         head, chain = self._chain.head, self._chain
-        states = self._keep_states(inputs, hidden) if head.state_size else chain.states[inputs.request_slots]
+        states = self.keep_states(inputs, hidden)
         pairs = self._pairs(inputs, tokens)
         output = self._run(self._rows, slots, pairs, states)
         last = (inputs.starts[:-1] + (counts - 1).clamp(min=0)).clamp(max=len(tokens) - 1).long()
-        chain.states[slots] = states[last]
         row = self._single_rows(slots, 0, pairs.tokens[last])
         output = HeadOutput(output.hidden[last], output.state[last])
         drafts = [choose(row, head.target_logits(output.hidden))]
@@ -132,15 +168,6 @@ class FixedChain:
             output = self._run(self._single, slots, row, output.state)
             drafts.append(choose(row, head.target_logits(output.hidden)))
         chain.drafts[slots] = torch.stack(drafts, dim=1).int()
-
-    def _keep_states(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """Return the target's states of all rows, [N, S], and keep those of last positions of pages."""
-        states = self._chain.head.target_states(hidden)
-        size = self._chain.forward.page_size
-        is_last = inputs.cache_slots % size == size - 1
-        pages = torch.where(is_last, inputs.cache_slots // size, self._state.scratch_page)
-        self._chain.page_states[pages] = states
-        return states
 
     def _pairs(self, inputs: StepInputs, tokens: Tensor) -> StepInputs:
         """Return the rows of the head: the token after each of the step's rows, one position later."""

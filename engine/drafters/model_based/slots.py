@@ -1,8 +1,8 @@
 """Keep the slots of a drafter's layers up to date with the committed tokens.
 
-After a step the target's states of its committed tokens are known. The slots that depend on them are written together
-with the next draft, in the same forward pass, or at the latest when they fill a page, because then other sequences may
-share it.
+After a step the target's states of its committed tokens are stored. The slots that depend on them are written together
+with the next draft, in the same forward pass. While nothing is drafted they may be missing, also in pages that other
+sequences share; such pages are marked, and their slots are written before the next draft.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from engine.models.heads.head import DraftHead, HeadOutput
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.sequence import Sequence
 
+MAX_ROWS = 2048
+"""Largest number of tokens in a forward pass that writes missing slots, which limits its memory."""
+
 
 class Slots:
-    """Slots of one sequence: which are written, and the states from which the next ones are computed."""
+    """Slots of one sequence."""
 
-    def __init__(self, filled: int, states: Tensor) -> None:
-        """filled: number of leading slots that are written. states: [1 or 0, S], of position `filled` - 1."""
+    def __init__(self, filled: int, computed: int, preemptions: int, complete_pages: int) -> None:
         self.filled = filled
-        self.states = states
-        """[n, S]: the target's states of positions `filled` - 1 .. `computed` - 1; without rows if the head needs
-        none."""
-        self.computed = filled
+        """Number of leading slots that are written."""
+        self.computed = computed
         """Number of leading positions that the target has computed."""
+        self.preemptions = preemptions
+        """Number of preemptions of the sequence; a later one frees its pages."""
+        self.complete_pages = complete_pages
+        """Number of leading pages whose slots are all written and that are marked so."""
         self.drafted = np.empty(0, np.uint32)
         """uint32 [n]: draft tokens in the slots from `filled` on."""
+        self.follows_step = False
+        """Whether the last launched step of the graph executor writes the slots of the tokens that it commits."""
 
     def keep_drafted(self, tokens: np.ndarray) -> None:
         """Count slots of draft tokens that were committed as written; tokens: uint32, all tokens of the sequence."""
@@ -53,6 +59,8 @@ class RunSpan(NamedTuple):
     slots: Slots
     end: int
     """Slot after the last one."""
+    text: Tensor | None = None
+    """int32 [at least `end`]: tokens of the sequence on the device, if a step in flight commits some of them."""
 
 
 class SlotWriter:
@@ -63,11 +71,11 @@ class SlotWriter:
         self._forward = forward
         self._slots: dict[int, Slots] = {}
         weight = next(head.parameters())
-        size = head.state_size
-        self._nothing = weight.new_empty(0, size)
-        self.page_states = weight.new_zeros(forward.page_count + 1 if size else 0, size)
-        """[pages + 1, S]: the target's state of the last position of every page, for sequences that share the page. The
-        last row belongs to the page of padding."""
+        self.states = weight.new_zeros((forward.page_count + 1) * forward.page_size, head.state_size)
+        """[cache slots, S]: the target's state of the position in each slot of the KV cache. The last page is that of
+        padding."""
+        self._is_complete = np.zeros(forward.page_count, np.bool_)
+        """bool [pages]: whether all slots of a page that is full of computed tokens are written."""
 
     def run_committed(self, sequences: SequenceOf[Sequence]) -> HeadOutput:
         """Run all committed tokens whose slots are not written yet; return the output after each sequence's last."""
@@ -87,104 +95,122 @@ class SlotWriter:
         """Return the slots of a sequence, None before the first result of the sequence."""
         return self._slots.get(sequence.sequence_id)
 
-    def observe(self, results: SequenceOf[SequenceResult]) -> None:
-        """Take over the states of computed tokens, and fill complete pages."""
+    def current(self, sequence: Sequence) -> Slots:
+        """Return the slots of a sequence of which the target has computed all known tokens but the last."""
+        return self._at(sequence, len(sequence) - 1)
+
+    def observe(self, results: SequenceOf[SequenceResult], *, fills_pages: bool = True) -> None:
+        """Store the states of computed tokens. fills_pages: whether to write all slots of pages that became full."""
         size = self._forward.page_size
         full = []
-        for result, states in zip(results, self._target_states(results), strict=True):
-            sequence, slots = result.plan.sequence, self._advance(result, states)
+        self._keep_states(results)
+        for result in results:
+            sequence, slots = result.plan.sequence, self._advance(result)
             computed = min(slots.computed, len(sequence) - 1)
-            if not self._head.shares_target_cache and computed // size > slots.filled // size:
+            if fills_pages and not self._head.shares_target_cache and computed // size > slots.filled // size:
                 slots.keep_drafted(sequence.tokens)
                 full.append(RunSpan(sequence, slots, max(slots.filled, computed)))
-        full = [span for span in full if span.end > span.slots.filled]
-        if full:
-            self._write(full)
+            self._mark_pages(sequence, slots)
+        self.fill(full)
+
+    def observe_step(self, sequence: Sequence, *, is_filled: bool) -> None:
+        """Count the tokens that a step of the graph executor committed. is_filled: whether it wrote their slots."""
+        slots = self._slots[sequence.sequence_id]
+        slots.computed = len(sequence) - 1
+        if is_filled:
+            slots.filled = len(sequence)
+        self._mark_pages(sequence, slots)
+
+    def fill(self, spans: SequenceOf[RunSpan]) -> None:
+        """Write the slots from `Slots.filled` to the end of each span."""
+        while spans := [span for span in spans if span.slots.filled < span.end]:
+            share = max(1, MAX_ROWS // len(spans))
+            self._write([span._replace(end=min(span.end, span.slots.filled + share)) for span in spans])
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self._slots.pop(sequence.sequence_id, None)
 
     def _write(self, spans: SequenceOf[RunSpan]) -> HeadOutput:
         """Run the head for the slots from `Slots.filled` to the end of each span; return its output for all rows."""
         forward, begin = self._forward, self._forward.begin
         if self._head.shares_target_cache:
             begin = forward.begin_on_target
-        counts = [span.end - span.slots.filled for span in spans]
-        rows = begin(
-            [
-                DraftSpan(span.sequence.pages, span.slots.filled, count)
-                for span, count in zip(spans, counts, strict=True)
-            ]
-        )
-        tokens = np.concatenate([span.sequence.tokens[span.slots.filled : span.end] for span in spans])
-        states = torch.cat([span.slots.states[:count] for span, count in zip(spans, counts, strict=True)])
-        tokens_on_device = on_device(tokens.astype(np.int64), forward.device)
-        output = self._head(tokens_on_device, states, rows.positions, rows.attend, forward.ops)
-        for span, count in zip(spans, counts, strict=True):
+        runs = [DraftSpan(span.sequence.pages, span.slots.filled, span.end - span.slots.filled) for span in spans]
+        rows = begin(runs)
+        states = self.states[:0]
+        if self._head.state_size:
+            # The state of a slot is that of the position before it.
+            states = self.states[self._cache_slots([(run.pages, run.start - 1, run.length) for run in runs])]
+        output = self._head(self._tokens(spans), states, rows.positions, rows.attend, forward.ops)
+        for span in spans:
             span.slots.filled = span.end
-            span.slots.states = span.slots.states[count:]
+            self._mark_pages(span.sequence, span.slots)
         return output
 
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
-        self._slots.pop(sequence.sequence_id, None)
+    def _tokens(self, spans: SequenceOf[RunSpan]) -> Tensor:
+        """Return the tokens of the rows of `_write`, int64."""
+        if all(span.text is None for span in spans):
+            tokens = np.concatenate([span.sequence.tokens[span.slots.filled : span.end] for span in spans])
+            return on_device(tokens.astype(np.int64), self._forward.device)
+        return torch.cat([span.text[span.slots.filled : span.end] for span in spans if span.text is not None]).long()
 
-    def hand_over(self, sequences: SequenceOf[Sequence]) -> None:
-        """Write the slots of all committed tokens and forget the sequences, whose slots the device writes from now on.
-
-        The target has computed all tokens but the last of each sequence.
-        """
-        spans = []
-        for sequence in sequences:
-            computed = len(sequence) - 1
-            slots = self._slots.pop(sequence.sequence_id, None)
-            if slots is None or slots.computed != computed:  # no token was computed since a prefix-cache hit
-                slots = self._restarted(sequence, computed)
-            if slots.filled <= computed:
-                slots.keep_drafted(sequence.tokens)
-                spans.append(RunSpan(sequence, slots, len(sequence)))
-        if spans:
-            self._write(spans)
-
-    def take_back(self, sequence: Sequence, state: Tensor) -> None:
-        """Continue a sequence whose slots the device has written. state: [S], the target's of the last token but one,
-        after which nothing was computed.
-        """
-        self._slots[sequence.sequence_id] = Slots(len(sequence) - 1, state[None])
-
-    def _target_states(self, results: SequenceOf[SequenceResult]) -> list[Tensor]:
-        """Return the target's states of each result's committed tokens, [n, S] each."""
-        parts = []
+    def _keep_states(self, results: SequenceOf[SequenceResult]) -> None:
+        """Store the target's states of the committed tokens that steps have computed."""
+        runs, hidden = [], []
         for result in results:
             if result.hidden is not None and self._head.state_size:
+                sequence, start = result.plan.sequence, result.plan.computed
                 # Rows after the end of an output are not committed.
-                parts.append(result.hidden[: len(result.plan.sequence) - result.plan.computed])
-        if not parts:
-            return [self._nothing] * len(results)
-        return list(self._head.target_states(torch.cat(parts)).split([len(part) for part in parts]))
+                hidden.append(result.hidden[: len(sequence) - start])
+                runs.append((sequence.pages, start, len(hidden[-1])))
+        if runs:
+            self.states[self._cache_slots(runs)] = self._head.target_states(torch.cat(hidden))
 
-    def _advance(self, result: SequenceResult, states: Tensor) -> Slots:
-        """Return the slots of a sequence after a step; states: [n, S], of the committed tokens that it computed."""
-        sequence, start = result.plan.sequence, result.plan.computed
-        slots = self._slots.get(sequence.sequence_id)
-        if slots is None or slots.computed != start:  # a new sequence, or one that was preempted
-            slots = self._slots[sequence.sequence_id] = self._restarted(sequence, start)
-        if not self._head.state_size:
-            # In a combination the accepted tokens may come from another drafter, so the text tells how many there are.
-            slots.computed = len(sequence) - 1 if result.plan.produces else start + result.plan.scheduled
-            return slots
+    def _cache_slots(self, runs: SequenceOf[tuple[list[int], int, int]]) -> Tensor:
+        """Return the slots in the KV cache of consecutive positions of sequences, int64 [sum of counts].
+
+        runs: page table, first position and number of positions of each sequence.
+        """
         size = self._forward.page_size
-        if (start + len(states)) // size > start // size:
-            lasts = np.arange(start + (-start - 1) % size, start + len(states), size)
-            pages = np.array(sequence.pages, np.int64)[lasts // size]
-            self.page_states[on_device(pages, states.device)] = states[on_device(lasts - start, states.device)]
-        slots.states = torch.cat((slots.states, states)) if len(slots.states) else states
-        slots.computed = start + len(states)
+        slots = [
+            pages[position // size] * size + position % size
+            for pages, first, count in runs
+            for position in range(first, first + count)
+        ]
+        return on_device(np.array(slots, np.int64), self._forward.device)
+
+    def _advance(self, result: SequenceResult) -> Slots:
+        """Return the slots of a sequence after a step; the states of its committed tokens are stored."""
+        sequence, start = result.plan.sequence, result.plan.computed
+        slots = self._at(sequence, start)
+        slots.computed = sequence.computed if result.plan.produces else start + result.plan.scheduled
+        return slots
+
+    def _at(self, sequence: Sequence, computed: int) -> Slots:
+        """Return the slots of a sequence of which `computed` tokens are computed.
+
+        After a prefix-cache hit or a preemption they are those of the pages in its table.
+        """
+        slots = self._slots.get(sequence.sequence_id)
+        if slots is None or slots.computed != computed or slots.preemptions != sequence.preemptions:
+            slots = self._slots[sequence.sequence_id] = self._restarted(sequence, computed)
         return slots
 
     def _restarted(self, sequence: Sequence, start: int) -> Slots:
         """Return the slots of a sequence whose first `start` tokens were found in the prefix cache."""
+        size = self._forward.page_size
         if self._head.shares_target_cache or start == 0:
-            return Slots(max(start, self._head.first_slot), self._nothing)
-        assert start % self._forward.page_size == 0, "the prefix cache returns whole pages"
-        if not self._head.state_size:
-            return Slots(start, self._nothing)
-        page = sequence.pages[start // self._forward.page_size - 1]
-        return Slots(start, self.page_states[page][None])
+            return Slots(max(start, self._head.first_slot), start, sequence.preemptions, 0)
+        assert start % size == 0, "the prefix cache returns whole pages"
+        is_complete = self._is_complete[sequence.pages[: start // size]]
+        complete = int(np.append(is_complete, False).argmin())
+        return Slots(max(complete * size, self._head.first_slot), start, sequence.preemptions, complete)
+
+    def _mark_pages(self, sequence: Sequence, slots: Slots) -> None:
+        """Mark the pages of computed tokens after the first ones that are complete."""
+        size, done = self._forward.page_size, slots.complete_pages
+        full = slots.computed // size
+        if full > done:
+            self._is_complete[sequence.pages[done:full]] = np.arange(done, full) < slots.filled // size
+            slots.complete_pages = min(full, max(done, slots.filled // size))

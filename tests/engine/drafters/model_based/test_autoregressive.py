@@ -174,12 +174,12 @@ def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatc
 
 def of_the_same_position(monkeypatch):
     """Planted fault: pair token t with the hidden state of t instead of t - 1."""
-    advance = SlotWriter._advance
+    keep = SlotWriter._keep_states
 
-    def shifted(writer, result, states):
-        return advance(writer, result, states.roll(-1, dims=0))
+    def shifted(writer, results):
+        keep(writer, [replace(each, hidden=each.hidden.roll(-1, dims=0)) for each in results])
 
-    monkeypatch.setattr(SlotWriter, "_advance", shifted)
+    monkeypatch.setattr(SlotWriter, "_keep_states", shifted)
 
 
 def without_page_states(monkeypatch):
@@ -187,7 +187,7 @@ def without_page_states(monkeypatch):
     restarted = SlotWriter._restarted
 
     def missing(writer, sequence, start):
-        writer.page_states.zero_()
+        writer.states.zero_()
         return restarted(writer, sequence, start)
 
     monkeypatch.setattr(SlotWriter, "_restarted", missing)

@@ -91,11 +91,35 @@ class Alternating:
         pass
 
 
-def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None):
+class Switching:
+    """A device budget that allows drafts in random runs of steps, or in those of a list."""
+
+    def __init__(self, allowed=None):
+        self._allowed = None if allowed is None else iter(allowed)
+        self._rng = np.random.default_rng(6)
+        self._is_allowed = True
+        self.asked = []
+
+    @property
+    def is_backing_off(self):
+        if self._allowed is not None:
+            self._is_allowed = next(self._allowed, True)
+        elif self._rng.random() < 0.2:
+            self._is_allowed = not self._is_allowed
+        self.asked.append(self._is_allowed)
+        return not self._is_allowed
+
+    def record(self, committed, launched, tokens, seconds):
+        assert seconds > 0
+        assert tokens <= sum(1 + entry.max_verified for entry in committed.producing)
+
+
+def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None, budget=None):
     """An engine with a graph executor whose drafts are made on the device, and the drafter's head."""
     head = make_head(kind, model)
     engine = build_engine(model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=2))
     engine._depth = Alternating(in_flight)
+    engine._device_budget = engine._speculation._device_budget = budget
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size), draft_ahead=depth)
     return engine, head
@@ -169,12 +193,13 @@ def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
 @pytest.mark.parametrize("temperature", [0.8, COUPLED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch, kind, temperature):
-    """Requests arrive at random, and some need the host, so that the executors alternate; so does the depth."""
+    """Requests arrive at random, and some need the host, so that the executors alternate; so do the depth, and steps
+    that draft and plain ones."""
     on_device, eager = Recorder(monkeypatch), EagerRecorder(monkeypatch)
     rng = np.random.default_rng(4)
     asked = requests(temperature, 24, penalised=0.15)
     config = replace(CONFIG, watermark=0.0)
-    engine, head = engine_of(model, kind, "any", config=config, pages=9)
+    engine, head = engine_of(model, kind, "any", config=config, pages=9, budget=(budget := Switching()))
     waiting, added, finished = iter(range(len(asked))), {}, {}
     while engine.scheduler.has_work or len(added) < len(asked):
         if len(added) < len(asked) and rng.random() < 0.5:
@@ -197,6 +222,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
         is_whole = finished[sequence_id].finish_reason is not FinishReason.ABORT
         assert produced == (expected if is_whole else expected[: len(produced)])
     assert min(len(on_device.drafts), len(eager.calls)) > 20
+    assert min(budget.asked.count(True), budget.asked.count(False)) > 4
     found = list(on_device.right(head, model))
     # Drafts that reach the next page are worse if no page is free.
     assert all(right for right, _ in found)
@@ -218,6 +244,50 @@ def test_sequences_can_share_pages_that_the_device_filled(model, monkeypatch):
         assert completion.tokens[: 60 + 11 - cached - 1].tolist() == first.tokens[cached - 10 :][:20].tolist()
     assert len(recorder.drafts) > 30
     assert recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, monkeypatch, kind, in_flight):
+    """Runs of plain steps begin and end at any place in a page."""
+    recorder = Recorder(monkeypatch)
+    engine, head = engine_of(model, kind, in_flight, budget=(budget := Switching()))
+    completions = engine.generate(requests(0.8, 16))
+    assert tokens_of(completions) == plain(0.8, 16)
+    assert min(budget.asked.count(True), budget.asked.count(False)) > 20
+    assert any(each.cached_tokens for each in completions)
+    assert len(recorder.drafts) > 50
+    assert recorder.are_right(head, model)
+
+
+@pytest.mark.parametrize("fault", [None, SlotWriter.fill, SlotWriter._mark_pages])
+@pytest.mark.parametrize("kind", ["mtp", "draft-model"])
+def test_pages_that_plain_steps_filled_can_be_shared(model, monkeypatch, kind, fault):
+    """Planted faults: slots that plain steps left are not written, or pages that lack them are not marked."""
+    recorder = Recorder(monkeypatch)
+    engine, head = engine_of(model, kind, 1, budget=Switching([False] * 60))
+    prompt = np.arange(1, 12, dtype=np.uint32)
+    [first] = engine.generate([Request(prompt, SamplingParams(60, ignore_eos=True))])
+    assert not recorder.drafts
+    if fault is not None:
+        monkeypatch.setattr(SlotWriter, fault.__name__, lambda *_: None)
+        for slots in engine.drafter._writer._slots.values():
+            slots.complete_pages = 0
+        engine.drafter._writer._is_complete[:] = True
+    text = np.concatenate((prompt, first.tokens))[:65]
+    [completion] = engine.generate([Request(text, SamplingParams(20, ignore_eos=True))])
+    assert completion.cached_tokens == 64
+    assert completion.tokens[:6].tolist() == first.tokens[54:].tolist()
+    assert len(recorder.drafts) > 10
+    assert recorder.are_right(head, model) == (fault is None)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_the_head_does_not_run_if_no_request_wants_drafts(model, plain, monkeypatch, in_flight):
+    engine, head = engine_of(model, "mtp", in_flight)
+    monkeypatch.setattr(type(head), "forward", None)
+    asked = [replace(each, max_draft=0) for each in requests(0.8)]
+    assert tokens_of(engine.generate(asked)) == plain(0.8)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -265,16 +335,16 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     chain = drafter.device_chain(replace(CONFIG, max_sequences=8)).fixed(state, shape)
     runner = Runner(model, target, "meta")
     step = FixedStep(runner.fixed(shape), state, shape, 16, CopyStream(torch.device("cpu")), chain)
-    step._plan([longest - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        for kind in (Kind(False, None), Kind(True, None), Kind(True, 32)):
+        for kind in (Kind(False, None, True), Kind(True, None, True), Kind(True, 32, True), Kind(True, None, False)):
+            step._plan([longest - 1] * 4, [0] * 4, kind)
             assert step._step(kind).shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
 
 
 def of_the_same_position(monkeypatch):
     """Planted fault: the head reads the state of each token instead of the one before it."""
-    keep = FixedChain._keep_states
-    monkeypatch.setattr(FixedChain, "_keep_states", lambda *arguments: keep(*arguments).roll(-1, dims=0))
+    keep = FixedChain.keep_states
+    monkeypatch.setattr(FixedChain, "keep_states", lambda *arguments: keep(*arguments).roll(-1, dims=0))
 
 
 def without_page_states(monkeypatch):
@@ -282,7 +352,7 @@ def without_page_states(monkeypatch):
     restarted = SlotWriter._restarted
 
     def missing(writer, sequence, start):
-        writer.page_states.zero_()
+        writer.states.zero_()
         return restarted(writer, sequence, start)
 
     monkeypatch.setattr(SlotWriter, "_restarted", missing)

@@ -1,0 +1,82 @@
+"""Decide in which steps of the graph executor the device drafts.
+
+A step that drafts gains the time that plain steps would have taken for the tokens that it committed, less its own time.
+The sum of gains is limited, so that drafting stops soon after it no longer pays. While it is stopped, a small fraction
+of the time is added to the sum, until it suffices to try again. Drafting therefore takes at most that fraction of the
+time, whatever the drafter costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from engine.scheduling.plan import StepPlan
+from engine.speculation.step_cost import Cost
+
+MAX_LOSS = 0.02
+"""Largest fraction of the time that drafting takes in the long run while it does not pay."""
+PROBE = 4.0
+"""Loss, in durations of plain steps, at which drafting is stopped again if it does not gain."""
+MAX_GAIN = 20.0
+"""Largest sum of gains, in durations of plain steps: the loss after which a drafter that no longer pays is stopped."""
+MAX_DEBT = 200.0
+"""Largest negative sum, in durations of plain steps, so that one very slow step does not stop drafting for long."""
+PLAIN_STEPS = 8
+"""Smallest number of consecutive plain steps, from which their duration is known."""
+DRAFTING_STEPS = 256
+"""Largest number of consecutive steps that draft, after which the duration of plain steps is measured again."""
+
+
+class DeviceBudget:
+    """Stops drafting on the device while it does not pay."""
+
+    def __init__(self, cost: Cost) -> None:
+        """cost: measured cost of plain steps."""
+        self._cost = cost
+        self._measured: dict[int, float] = {}
+        """Measured seconds of a plain step by number of sequences."""
+        self._ratios = deque([1.0], maxlen=2 * PLAIN_STEPS - 1)
+        """Actual durations of the last plain steps, as a fraction of the measured ones."""
+        self._sum = PROBE
+        """Sum of gains, in durations of plain steps."""
+        self._is_stopped = True
+        self._steps = 0
+        """Number of consecutive steps of the current kind."""
+
+    @property
+    def is_backing_off(self) -> bool:
+        """Whether the next step does not draft."""
+        return self._is_stopped
+
+    def record(self, committed: StepPlan, launched: StepPlan, tokens: int, seconds: float) -> None:
+        """Learn from the time in which one step was launched and another or the same one was committed.
+
+        tokens: number of tokens that it committed. Steps with prompts are not counted.
+        """
+        plans = (committed, launched)
+        sequences = len(committed.producing)
+        if any(entry.scheduled > 1 or not entry.produces for plan in plans for entry in plan.entries):
+            return
+        if sequences not in self._measured:
+            self._measured[sequences] = float(self._cost.seconds(sequences, sequences))
+        steps = seconds / self._measured[sequences]
+        if any(plan.asked for plan in plans):
+            self._record_draft(tokens / sequences - steps / median(self._ratios))
+        else:
+            self._record_plain(steps)
+
+    def _record_draft(self, gain: float) -> None:
+        self._sum = min(max(self._sum + gain, -MAX_DEBT), MAX_GAIN)
+        self._steps += 1
+        if self._sum < 0 or self._steps >= DRAFTING_STEPS:
+            self._is_stopped, self._steps = True, 0
+
+    def _record_plain(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        if not self._is_stopped:  # no request wanted drafts
+            return
+        self._sum = max(self._sum, min(self._sum + MAX_LOSS, PROBE))
+        self._steps += 1
+        if self._steps >= PLAIN_STEPS and self._sum >= PROBE:
+            self._is_stopped, self._steps = False, 0

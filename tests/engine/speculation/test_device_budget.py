@@ -1,0 +1,104 @@
+"""Which steps draft on the device, with durations that do not depend on the machine."""
+
+import numpy as np
+import pytest
+
+from engine.scheduling.plan import SequencePlan, StepPlan
+from engine.speculation.device_budget import DRAFTING_STEPS, DeviceBudget
+from engine.speculation.step_cost import StepCost
+
+PLAIN_S = 0.005
+
+
+class Device:
+    """Runs steps with one in flight, or none."""
+
+    def __init__(self, *, sequences=1, in_flight=1, measured_s=PLAIN_S, seed=0):
+        self.budget = DeviceBudget(StepCost([sequences], [measured_s]))
+        self.seconds = self.plain_s = 0.0
+        self.asked = []
+        self._sequences = sequences
+        self._in_flight = [None] * in_flight
+        self._rng = np.random.default_rng(seed)
+
+    def run(self, steps, *, step_s, accepted, wants=True):
+        """step_s: duration of a step that drafts. accepted: mean number of accepted tokens of a draft."""
+        for _ in range(steps):
+            asked = wants and not self.budget.is_backing_off
+            self.asked.append(asked)
+            # A draft that the step before made is verified.
+            accepts = asked and len(self.asked) > 1 and self.asked[-2]
+            tokens = self._sequences + (int(self._rng.poisson(accepted, self._sequences).sum()) if accepts else 0)
+            plan = StepPlan([SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], asked=asked)
+            self._in_flight.append((plan, tokens))
+            committed = self._in_flight.pop(0)
+            seconds = step_s if asked else PLAIN_S
+            self.seconds += seconds
+            self.plain_s += PLAIN_S * tokens / self._sequences
+            if committed is not None:
+                self.budget.record(committed[0], plan, committed[1], seconds)
+
+    @property
+    def speed(self):
+        """Tokens per second, as a fraction of those of plain steps."""
+        return self.plain_s / self.seconds
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("sequences", [1, 16])
+@pytest.mark.parametrize(("cost", "accepted"), [(1.1, 0), (1.5, 0.3), (3, 1.5), (6, 4), (20, 1)])
+def test_a_drafter_that_does_not_pay_takes_little_time(cost, accepted, sequences, in_flight):
+    device = Device(sequences=sequences, in_flight=in_flight)
+    device.run(4000, step_s=cost * PLAIN_S, accepted=accepted)
+    assert 0.97 < device.speed < 1
+    assert sum(device.asked[2000:]) > 0
+
+
+@pytest.mark.parametrize(("cost", "accepted"), [(1.2, 0.5), (1.5, 1), (2, 2)])
+def test_a_drafter_that_pays_is_not_stopped(cost, accepted):
+    device = Device()
+    device.run(4000, step_s=cost * PLAIN_S, accepted=accepted)
+    assert device.speed > 0.97 * (1 + accepted) / cost
+    # Plain steps are run now and then, so that their duration stays known.
+    assert device.asked[-DRAFTING_STEPS - 20 :].count(False) > 0
+
+
+def test_drafting_follows_a_change_of_the_text():
+    device = Device()
+    for accepted, drafts in ((2, True), (0, False), (2, True)):
+        device.run(1500, step_s=1.5 * PLAIN_S, accepted=accepted)
+        assert (np.mean(device.asked[-500:]) > 0.9) == drafts
+    assert device.speed > 1
+
+
+@pytest.mark.parametrize("factor", [0.5, 2])
+@pytest.mark.parametrize(("accepted", "drafts"), [(0.3, False), (1, True)])
+def test_a_wrong_measurement_is_corrected(factor, accepted, drafts):
+    device = Device(measured_s=factor * PLAIN_S)
+    device.run(2000, step_s=1.5 * PLAIN_S, accepted=accepted)
+    assert (np.mean(device.asked[-500:]) > 0.9) == drafts
+    assert device.speed > 0.97
+
+
+def test_one_slow_step_does_not_change_the_duration_of_plain_steps():
+    device = Device()
+    device.run(4, step_s=PLAIN_S, accepted=0)
+    device.budget.record(*[StepPlan([SequencePlan(None, 9, 1, produces=True)])] * 2, 1, 100.0)
+    device.run(3000, step_s=1.5 * PLAIN_S, accepted=0)
+    assert device.speed > 0.97
+
+
+def test_steps_with_prompts_are_not_counted():
+    device = Device()
+    prompt = StepPlan([SequencePlan(None, 0, 64, produces=False)], asked=True)
+    for _ in range(50):
+        device.budget.record(prompt, prompt, 0, 100.0)
+    device.run(100, step_s=1.5 * PLAIN_S, accepted=2)
+    assert device.speed > 1
+
+
+def test_plain_steps_of_requests_without_drafts_do_not_stop_others():
+    device = Device()
+    device.run(500, step_s=2 * PLAIN_S, accepted=3, wants=False)
+    device.run(100, step_s=2 * PLAIN_S, accepted=3)
+    assert all(device.asked[500:])
