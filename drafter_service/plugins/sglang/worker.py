@@ -1,0 +1,90 @@
+"""SGLang's worker for NGRAM with the drafts of a session."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import identity_of, settings_from_environment
+from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, path_mask
+
+LOG = logging.getLogger("sglang.srt.ssd_drafter")
+"""Below the host's loggers, so that its handlers and its level apply."""
+
+
+def worker_class() -> type:
+    """Return the host's worker for NGRAM with the drafts of this module."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative import ngram_worker
+
+    class SsdWorker(ngram_worker.NGRAMWorker):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            own_corpus = ngram_worker.NgramCorpus
+            ngram_worker.NgramCorpus = NoCorpus
+            try:
+                super().__init__(*args, **kwargs)
+            finally:
+                ngram_worker.NgramCorpus = own_corpus
+            self._ssd_group = get_parallel().tp_group
+            self._ssd_drafts: BatchDrafts | None = None
+            # A late answer must not make ranks verify different drafts, so one of them drafts for all.
+            if self._ssd_group.rank_in_group == 0:
+                session = open_session(self.server_args, self.model_runner.model_config, self.draft_token_num)
+                self._ssd_drafts = BatchDrafts(session, self.draft_token_num)
+
+        def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+            """Return the tokens int64 [batch * K] and the ancestors bool [batch * K * K] of all nodes."""
+            nodes = np.zeros((len(batch.reqs), self.draft_token_num), np.int64)
+            if self._ssd_drafts is not None:
+                nodes = self._ssd_drafts.nodes(batch.reqs, accepted_tokens(batch, self.enable_overlap))
+            if self._ssd_group.world_size > 1:
+                broadcast(nodes, self._ssd_group)
+            return nodes.reshape(-1), path_mask(len(nodes), self.draft_token_num)
+
+        def _update_ngram_corpus(self, batch: Any) -> None:
+            """Do nothing: the drafter learns from the texts in `_prepare_draft_tokens`."""
+
+        def clear_cache_pool(self) -> None:
+            """Do nothing: the corpus is shared, and does not depend on the host's KV cache."""
+
+        def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+            super().note_request_finished(rid=rid, natural_stop=natural_stop)
+            if self._ssd_drafts is not None:
+                self._ssd_drafts.finish(rid)
+
+    return SsdWorker
+
+
+class NoCorpus:
+    """Takes the place of the host's own n-gram corpus, which would be compiled and would take memory."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def erase_match_state(self, request_ids: list[str]) -> None:
+        """Do nothing. Requests that left the batch may have been retracted; they have not ended."""
+
+
+def open_session(server_args: Any, model_config: Any, nodes: int) -> HostSession:
+    """Open the session of a scheduler; the connection is opened by its first request."""
+    identity = identity_of(
+        server_args.model_path, model_config.vocab_size, warn, revision=getattr(server_args, "revision", None) or ""
+    )
+    limits = HostLimits(nodes - 1, model_config.vocab_size, model_config.context_len)
+    return HostSession(settings_from_environment(identity), limits, warn)
+
+
+def broadcast(nodes: np.ndarray, group: Any) -> None:
+    """Overwrite `nodes` with those of the group's first rank."""
+    import torch
+
+    torch.distributed.broadcast(torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group)
+
+
+def warn(sentence: str) -> None:
+    """Write a line to the host's log."""
+    LOG.warning("ssd-drafter: %s", sentence)
