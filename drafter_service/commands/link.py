@@ -16,6 +16,14 @@ DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+ACCESS_OPTIONS = (
+    click.option("--token-file", type=_FILE, help="File with a bearer token."),
+    click.option("--key", type=_FILE, help="Private key of --certificate."),
+    click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
+    click.option("--ca", type=_FILE, help="CAs of the service's certificate; enables TLS."),
+)
+
+
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the connection options to a command, passed as one argument `link`."""
 
@@ -31,15 +39,15 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return command(*args, link=Link(address, ca, certificate, key, token_file), **options)
 
-    for option in (
-        click.option("--token-file", type=_FILE, help="File with a bearer token."),
-        click.option("--key", type=_FILE, help="Private key of --certificate."),
-        click.option("--certificate", type=_FILE, help="Certificate of the caller, for mutual TLS."),
-        click.option("--ca", type=_FILE, help="CAs of the service's certificate; enables TLS."),
-        click.option("--address", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service."),
-    ):
-        with_link = option(with_link)
-    return with_link
+    address = click.option("--address", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="Address of the service.")
+    return address(access_options(with_link))
+
+
+def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of authentication to a command."""
+    for option in ACCESS_OPTIONS:
+        command = option(command)
+    return command
 
 
 class Link:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import grpc
 
-from drafter_service.server.stream import DraftStreams
+from drafter_service.auth.control import Context
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import HEADER, MAGIC, framed, last_frame, read_header
 from drafter_service.transport.wire import WireError
@@ -34,10 +35,17 @@ MAX_AUTHORIZATION_BYTES = 8 << 10
 """Maximum size of the authorization: that of gRPC's metadata."""
 
 
+class Streams(Protocol):
+    """Answers Draft streams."""
+
+    def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
+        """Serve one stream."""
+
+
 class StepSocket:
     """Serves Draft streams at one Unix socket. Used by the event loop alone."""
 
-    def __init__(self, streams: DraftStreams, max_connections: int) -> None:
+    def __init__(self, streams: Streams, max_connections: int) -> None:
         self._streams = streams
         self._max_connections = max_connections
         self._connections: set[asyncio.Task[object]] = set()

@@ -1,0 +1,72 @@
+"""Named checks, their outcomes, and the list that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass
+class Check:
+    """One rule of the protocol."""
+
+    name: str
+    claim: str
+    """What must hold, as a sentence."""
+    advice: str = ""
+    """How to bring about the situation that the check is about."""
+    is_seen: bool = False
+    """Whether there was a situation that the check is about."""
+    failure: str | None = None
+    """What was wrong first, as a sentence."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the rule was tested and always followed."""
+        return self.is_seen and self.failure is None
+
+    @property
+    def line(self) -> str:
+        """Return the outcome as a line."""
+        if self.failure is not None:
+            return f"FAIL  {self.name}: {self.failure}"
+        if not self.is_seen:
+            return f"FAIL  {self.name}: not tested; {self.advice}"
+        return f"pass  {self.name}: {self.claim}"
+
+
+class Checks:
+    """A list of checks."""
+
+    def __init__(self, checks: Iterable[Check]) -> None:
+        self._checks = {check.name: check for check in checks}
+
+    def see(self, name: str) -> None:
+        """Record that a rule was followed."""
+        self._checks[name].is_seen = True
+
+    def fail(self, name: str, failure: str) -> None:
+        """Record that a rule was broken; the first failure is kept."""
+        check = self._checks[name]
+        check.is_seen = True
+        check.failure = check.failure or failure
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether all rules were tested."""
+        return all(check.is_seen for check in self._checks.values())
+
+    @property
+    def have_passed(self) -> bool:
+        """Whether all rules were tested and followed."""
+        return all(check.has_passed for check in self._checks.values())
+
+    @property
+    def failures(self) -> dict[str, str | None]:
+        """The checks that have not passed: what was wrong, by name; None for rules that were not tested."""
+        return {check.name: check.failure for check in self._checks.values() if not check.has_passed}
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the outcomes, a line each."""
+        return [check.line for check in self._checks.values()]

@@ -1,0 +1,422 @@
+"""A service that checks the engine which uses it: every request is checked, and drafts, delays and losses are planned.
+
+The first run of a prompt has no drafts. Later runs have drafts that are known to be right or wrong, so that the counts
+of the engine can be checked: a step commits the accepted tokens of the draft that it verified, and one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+
+from drafter_service.commands.conformance.checks import Check, Checks
+from drafter_service.commands.conformance.observed import EVENT_AT, EVENTS, MAX_DRAFT, Predictions, Scenario, Sequence
+from drafter_service.server.requests import (
+    MAX_FIELDS,
+    FinishedSequence,
+    StartedSequence,
+    has_few_fields,
+    read_finish,
+    read_start,
+)
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import PROTOCOL, WireError, drafts_message, pack, read_batch, read_outcomes
+from ssd.corpus.ring import MAX_TOKEN_ID
+from ssd.types import DraftBatch, Outcomes, Path, Progress
+
+RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
+LOST_REPORTS = 8
+"""Number of batches that may name a lost sequence, since requests may have been in flight."""
+
+
+def engine_checks() -> Checks:
+    """Return the checks of an engine's side."""
+    return Checks(
+        (
+            Check("hello", "the first request introduces the client and its model", "no engine has connected"),
+            Check("requests", "requests are well formed", "no engine has sent a batch"),
+            Check("vocabulary", "token ids are below vocab_size", "no engine has sent tokens"),
+            Check("starts", "sequences start once, and before batches and finishes name them", "no sequence started"),
+            Check("finishes", "every sequence finishes", "no sequence finished"),
+            Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
+            Check("drafts used", "drafts are verified and accepted", RUN_AGAIN),
+            Check("output", "drafts do not change the output", RUN_AGAIN),
+            Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
+            Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
+            Check("error", "tokens of a request that was answered with an error are sent again", RUN_AGAIN),
+            Check("broken stream", "after a broken stream, sequences start again with all of their tokens", RUN_AGAIN),
+        )
+    )
+
+
+@dataclass
+class Reply:
+    """What to do after a request."""
+
+    response: pb.DraftResponse | None
+    """None: break the stream."""
+    is_late: bool = False
+
+
+@dataclass(eq=False)
+class EngineStream:
+    """A stream of the engine."""
+
+    vocab_size: int | None = None
+    """From the hello; None before it, 0 if the engine does not say."""
+    running: dict[int, Sequence] = field(default_factory=dict)
+    lost: dict[int, int] = field(default_factory=dict)
+    """Number of batches that named a lost sequence, by its id."""
+    failed: str = ""
+    """Name of the check that the end of the stream is about; empty: this side has not caused it."""
+
+
+class EngineExam:
+    """Answers the requests of an engine, and checks them."""
+
+    def __init__(self) -> None:
+        self.checks = engine_checks()
+        self._predictions = Predictions()
+        self._streams: set[EngineStream] = set()
+        self._missing: list[tuple[Sequence, str]] = []
+        """Sequences that the engine must start again, each with the name of the check for it."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything was tested and no sequence has to start again."""
+        return self.checks.are_seen and not self._missing
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was tested and the engine is done."""
+        return self.is_settled and not self._streams
+
+    def opened(self) -> EngineStream:
+        """Begin a stream."""
+        stream = EngineStream()
+        self._streams.add(stream)
+        return stream
+
+    def closed(self, stream: EngineStream) -> None:
+        """End a stream, from either side."""
+        self._streams.discard(stream)
+        for sequence in stream.running.values():
+            self._lose(sequence, stream.failed or "finishes")
+
+    def conclude(self) -> None:
+        """Check that nothing is left."""
+        for stream in list(self._streams):
+            self.closed(stream)
+        for sequence, check in self._missing:
+            if not sequence.is_over:
+                tokens = len(sequence.output)
+                again = "finished" if check == "finishes" else "started again; if it had ended, use longer outputs"
+                self.checks.fail(check, f"{sequence.label}, with {tokens} output tokens, was never {again}")
+        self._missing.clear()
+
+    def answer(self, stream: EngineStream, data: bytes) -> Reply:
+        """Check a request, and return what to do."""
+        request = pb.DraftRequest()
+        try:
+            self._parse(request, data)
+            self._check_hello(stream, request)
+            return self._apply(stream, request)
+        except WireError as problem:
+            self.checks.fail("requests", str(problem))
+            return Reply(error(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem)))
+
+    def _parse(self, request: pb.DraftRequest, data: bytes) -> None:
+        try:
+            request.ParseFromString(data)
+        except Exception:
+            raise WireError("a message is not a DraftRequest of ssd.drafter.v1") from None
+        if not has_few_fields(data, MAX_FIELDS):
+            raise WireError(f"a request has more than {MAX_FIELDS} fields")
+
+    def _check_hello(self, stream: EngineStream, request: pb.DraftRequest) -> None:
+        hello = request.hello
+        if stream.vocab_size is not None:
+            if request.HasField("hello"):
+                self.checks.fail("hello", "a request other than the first of a stream has a hello")
+            return
+        stream.vocab_size = hello.model.vocab_size
+        if not request.HasField("hello"):
+            self.checks.fail("hello", "the first request of a stream has no hello")
+        elif hello.protocol != PROTOCOL:
+            self.checks.fail("hello", f"hello.protocol is {hello.protocol}; this command tests protocol {PROTOCOL}")
+        elif not hello.client:
+            self.checks.fail("hello", "hello.client is empty; it is the name and version of the client")
+        self.checks.see("hello")
+
+    def _apply(self, stream: EngineStream, request: pb.DraftRequest) -> Reply:
+        starts = [read_start(message, index) for index, message in enumerate(request.starts)]
+        finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
+        batch = read_batch(request.batch) if request.HasField("batch") else None
+        outcomes = read_outcomes(request.outcomes) if request.HasField("outcomes") else None
+        self._check_tokens(stream, [each.tokens for each in (*finishes, batch) if each is not None])
+        self._check_tokens(stream, [tokens for each in starts for tokens in (each.hints, each.prompt, each.committed)])
+        event = None if batch is None else self._event(stream, batch)
+        if event in (Scenario.ERROR, Scenario.BROKEN):
+            return self._refuse(stream, request.step, event)
+        for start in starts:
+            self._start(stream, start)
+        lost = [each.sequence_id for each in finishes if not self._finish(stream, each)]
+        paths: list[list[int]] = []
+        if batch is not None:
+            self.checks.see("requests")
+            paths, lost_in_batch = self._draft(stream, batch, event)
+            lost += lost_in_batch
+        elif outcomes is not None:
+            paths = self._draft_after(stream, outcomes)
+        response = pb.DraftResponse(
+            step=request.step,
+            drafts=drafts_message(batch_of(paths)),
+            lost_ids=pack(np.array(lost, np.uint64), "u8"),
+        )
+        if request.HasField("hello"):
+            name = request.hello.namespace or "conformance"
+            response.welcome.CopyFrom(
+                pb.Welcome(protocol=PROTOCOL, namespace=name, policy="suffix", may_learn=True, max_draft=MAX_DRAFT)
+            )
+        return Reply(response, is_late=event is Scenario.LATE)
+
+    # Starts and ends of sequences.
+
+    def _start(self, stream: EngineStream, start: StartedSequence) -> None:
+        label = f"sequence {start.sequence_id}"
+        if start.sequence_id in stream.running:
+            self.checks.fail("starts", f"{label} started while it was running")
+            return
+        prompt = (*start.hints.tolist(), *start.prompt.tolist())
+        committed = start.committed.tolist()
+        sequence = self._found(prompt, start.request_id or "")
+        if sequence is None:
+            scenario = self._predictions.assign(prompt) if not committed else Scenario.RIGHT
+            sequence = Sequence(start.sequence_id, prompt, start.request_id or "", scenario, committed)
+        else:
+            self._check_restart(sequence, committed)
+        sequence.sequence_id, sequence.draft = start.sequence_id, []
+        stream.running[start.sequence_id] = sequence
+        stream.lost.pop(start.sequence_id, None)
+        self.checks.see("starts")
+
+    def _found(self, prompt: tuple[int, ...], request_id: str) -> Sequence | None:
+        """Return the missing sequence that starts again, and whose name and prompt are these."""
+        for each in self._missing:
+            sequence, _ = each
+            if sequence.prompt == prompt and sequence.request_id == request_id:
+                self._missing.remove(each)
+                return sequence
+        return None
+
+    def _check_restart(self, sequence: Sequence, committed: list[int]) -> None:
+        known = len(sequence.output)
+        check = sequence.event or "finishes"
+        if committed[:known] != sequence.output:
+            kept = common_length(committed, sequence.output)
+            self.checks.fail(
+                check,
+                f"{sequence.label} had {known} output tokens, and started again with {len(committed)}, of which the "
+                f"first {kept} are the same; a start has all committed tokens",
+            )
+        sequence.output, sequence.event = committed, None
+        sequence.is_over = False
+        self._check_output(sequence, check)
+        self.checks.see(check)
+
+    def _finish(self, stream: EngineStream, finish: FinishedSequence) -> bool:
+        """End a sequence; return whether it was running."""
+        sequence = stream.running.pop(finish.sequence_id, None)
+        if sequence is None:
+            self._unknown(stream, finish.sequence_id, is_over=True)
+            return False
+        self._commit(sequence, finish.tokens.tolist(), finish.verified, finish.steps)
+        self.checks.see("finishes")
+        self._check_use(sequence)
+        if sequence.scenario is Scenario.NONE:
+            self._predictions.record(sequence)
+        elif sequence.scenario in EVENTS:
+            self._predictions.give_back(sequence.scenario)
+        return True
+
+    def _check_use(self, sequence: Sequence) -> None:
+        if sequence.scenario is Scenario.RIGHT and sequence.offered > 2 * MAX_DRAFT:
+            if sequence.accepted == 0 and not sequence.has_outcomes:
+                self.checks.fail(
+                    "drafts used", f"{sequence.label} got {sequence.offered} right draft tokens, and accepted none"
+                )
+            self.checks.see("drafts used")
+
+    def _lose(self, sequence: Sequence, check: str) -> None:
+        sequence.event = check
+        self._missing.append((sequence, check))
+
+    def _unknown(self, stream: EngineStream, sequence_id: int, *, is_over: bool = False) -> None:
+        """Check a request that names a sequence which is not running."""
+        if sequence_id not in stream.lost:
+            self.checks.fail("starts", f"a request names sequence {sequence_id}, which is not running")
+            return
+        stream.lost[sequence_id] += 1
+        for sequence, _ in self._missing:
+            sequence.is_over |= is_over and sequence.sequence_id == sequence_id
+        if stream.lost[sequence_id] > LOST_REPORTS:
+            self.checks.fail(
+                "lost sequence",
+                f"sequence {sequence_id} was reported as lost {LOST_REPORTS} times, and has not started again",
+            )
+
+    # Steps.
+
+    def _event(self, stream: EngineStream, batch: Progress) -> Scenario | None:
+        """Return the event of this batch, the planned one of its first sequence that is due."""
+        for index, sequence_id in enumerate(batch.sequence_ids.tolist()):
+            sequence = stream.running.get(sequence_id)
+            if sequence is None or sequence.scenario not in EVENTS or sequence.batches < EVENT_AT:
+                continue
+            output = [*sequence.output, *tokens_of(batch, index)]
+            left = self._predictions.after(sequence.prompt, output)
+            if len(left) > MAX_DRAFT and int(batch.max_draft[index]):
+                event, sequence.scenario = sequence.scenario, Scenario.RIGHT
+                sequence.event = None if event is Scenario.LATE else EVENTS[event]
+                return event
+        return None
+
+    def _refuse(self, stream: EngineStream, step: int, event: Scenario) -> Reply:
+        """Answer a batch with an error, or break the stream; the batch has no effect."""
+        stream.failed = EVENTS[event]
+        if event is Scenario.BROKEN:
+            return Reply(None)
+        return Reply(error(step, grpc.StatusCode.INTERNAL, "the conformance test refuses this request"))
+
+    def _draft(
+        self, stream: EngineStream, batch: Progress, event: Scenario | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """Return the drafts of a batch, and its unknown sequences."""
+        steps = [1] * len(batch.verified) if batch.steps is None else batch.steps.tolist()
+        limits, verified = batch.max_draft.tolist(), batch.verified.tolist()
+        paths, lost = [], []
+        for index, sequence_id in enumerate(batch.sequence_ids.tolist()):
+            sequence = stream.running.get(sequence_id)
+            path: list[int] = []
+            if sequence is None:
+                self._unknown(stream, sequence_id)
+                lost.append(sequence_id)
+            elif sequence.event == "lost sequence":
+                self._lose(stream.running.pop(sequence_id), sequence.event)
+                stream.lost[sequence_id] = 0
+                lost.append(sequence_id)
+            else:
+                self._commit(sequence, tokens_of(batch, index), verified[index], steps[index])
+                path = self._path(stream, sequence, sequence.output, min(limits[index], MAX_DRAFT))
+                sequence.draft = path
+                sequence.offered += len(path)
+                sequence.batches += 1
+                if event is Scenario.LATE and path:
+                    sequence.event = EVENTS[event]
+            paths.append(path)
+        return paths, lost
+
+    def _draft_after(self, stream: EngineStream, outcomes: Outcomes) -> list[list[int]]:
+        """Return the drafts after possible outcomes."""
+        paths: list[list[int]] = []
+        for index, sequence_id in enumerate(outcomes.sequence_ids.tolist()):
+            sequence = stream.running.get(sequence_id)
+            for each in range(int(outcomes.offsets[index]), int(outcomes.offsets[index + 1])):
+                if sequence is None:
+                    paths.append([])
+                    continue
+                sequence.has_outcomes = True
+                output = [*sequence.output, *sequence.draft[: int(outcomes.accepted[each])], int(outcomes.bonus[each])]
+                paths.append(self._path(stream, sequence, output, min(int(outcomes.max_draft[index]), MAX_DRAFT)))
+        return paths
+
+    def _path(self, stream: EngineStream, sequence: Sequence, output: list[int], limit: int) -> list[int]:
+        """Return the draft after an output."""
+        path = self._predictions.after(sequence.prompt, output)[:limit]
+        wrong = [(token + 1) % (stream.vocab_size or MAX_TOKEN_ID) for token in path]
+        if sequence.scenario is Scenario.WRONG:
+            return wrong
+        is_partly_wrong = sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1
+        return [*path[:-1], wrong[-1]] if is_partly_wrong else path
+
+    def _commit(self, sequence: Sequence, tokens: list[int], verified: int, steps: int) -> None:
+        """Check the tokens of some steps, and what the engine says of them."""
+        check, sequence.event = sequence.event or "counts", None if tokens else sequence.event
+        if not sequence.has_outcomes:
+            self._check_counts(sequence, tokens, verified, max(1, steps), check)
+        sequence.output = [*sequence.output, *tokens]
+        if tokens:
+            sequence.draft = []
+            self._check_output(sequence, check if check == "error" else "output")
+            self._see_steps(sequence, check)
+
+    def _see_steps(self, sequence: Sequence, check: str) -> None:
+        if sequence.accepted or sequence.has_outcomes or check != "counts":
+            self.checks.see(check)
+        if sequence.offered > MAX_DRAFT:
+            self.checks.see("output")
+
+    def _check_counts(self, sequence: Sequence, tokens: list[int], verified: int, steps: int, check: str) -> None:
+        """Check that tokens are the accepted ones of the verified ones, and one for each step."""
+        label, drafted = sequence.label, len(sequence.draft)
+        if verified > drafted:
+            self.checks.fail(check, f"{label} verified {verified} tokens of a draft of {drafted}")
+        if not tokens:
+            return
+        if sequence.shortfall is not None:
+            self.checks.fail(*sequence.shortfall)
+        accepted = common_length(sequence.draft[:verified], tokens)
+        sequence.accepted += accepted
+        says = (
+            f"{label} committed {len(tokens)} tokens in steps={steps} with verified={verified}; its draft agrees in "
+            f"{accepted} of the verified tokens, which makes {accepted + steps} tokens"
+        )
+        if len(tokens) > accepted + steps:
+            self.checks.fail(check, says)
+        # The end of an output may be cut, at a stop token or at the maximum length.
+        sequence.shortfall = (check, says) if len(tokens) < accepted + steps else None
+
+    def _check_output(self, sequence: Sequence, check: str) -> None:
+        index = self._predictions.difference(sequence)
+        if index is not None:
+            self.checks.fail(
+                check,
+                f"output token {index} of {sequence.label} is {sequence.output[index]}, another one than in the run of "
+                "the same prompt without drafts; run greedily, and send each committed token once",
+            )
+
+    def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
+        for tokens in runs:
+            if stream.vocab_size and len(tokens) and int(tokens.max()) >= stream.vocab_size:
+                self.checks.fail(
+                    "vocabulary", f"a request holds the token {tokens.max()}; vocab_size is {stream.vocab_size}"
+                )
+            if len(tokens):
+                self.checks.see("vocabulary")
+
+
+def error(step: int, code: grpc.StatusCode, message: str) -> pb.DraftResponse:
+    """Return an error as the response to a request."""
+    return pb.DraftResponse(step=step, error=pb.Error(code=code.value[0], message=message))
+
+
+def batch_of(paths: list[list[int]]) -> DraftBatch:
+    """Return drafts."""
+    return DraftBatch.from_paths(
+        [Path(np.array(path, np.uint32), np.full(len(path), 0.9, np.float32)) for path in paths]
+    )
+
+
+def tokens_of(batch: Progress, index: int) -> list[int]:
+    """Return the tokens of one sequence of a batch."""
+    tokens: list[int] = batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].tolist()
+    return tokens
+
+
+def common_length(one: list[int], other: list[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))

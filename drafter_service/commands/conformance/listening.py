@@ -1,0 +1,76 @@
+"""Serves the checks of an engine at an address, over gRPC and the step socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import grpc
+
+from drafter_service.auth.control import Context
+from drafter_service.auth.listening import listen
+from drafter_service.commands.conformance.engine_side import EngineExam
+from drafter_service.server.step_socket import StepSocket
+from drafter_service.settings.tree import AccessConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.address import Address
+from drafter_service.transport.wire import MESSAGE_SIZES
+
+SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
+LATE_S = 0.3
+"""Delay of a late answer; longer than the deadline of an engine that waits for drafts at all."""
+POLL_S = 0.05
+MAX_CONNECTIONS = 64
+
+
+class ExamStreams:
+    """Draft streams whose requests an `EngineExam` answers. Used by one event loop."""
+
+    def __init__(self, exam: EngineExam) -> None:
+        self._exam = exam
+        self.last_request = asyncio.get_running_loop().time()
+        """Time of the last request, by the event loop's clock."""
+
+    async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
+        """Serve one stream."""
+        stream = self._exam.opened()
+        try:
+            async for data in requests:
+                self.last_request = asyncio.get_running_loop().time()
+                reply = self._exam.answer(stream, data)
+                if reply.response is None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
+                    return
+                await asyncio.sleep(LATE_S if reply.is_late else 0)
+                yield reply.response
+        finally:
+            self._exam.closed(stream)
+
+
+async def examine_engine(address: Address, exam: EngineExam, idle_s: float, ready: Callable[[str], None]) -> None:
+    """Serve at an address until everything was tested, or no request has come for `idle_s` seconds.
+
+    ready: called with the address once streams are accepted. Raises UserError for an address that cannot be used.
+    """
+    streams = ExamStreams(exam)
+    steps = StepSocket(streams, MAX_CONNECTIONS)
+    server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
+    handler = grpc.stream_stream_rpc_method_handler(
+        streams.draft, response_serializer=lambda message: message.SerializeToString()
+    )
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Draft": handler})])
+    try:
+        address.claim()
+        if address.steps is not None:
+            steps.bind(address.steps, AccessConfig().socket_permissions)
+        address = listen(server, address, AccessConfig())
+        await steps.start()
+        await server.start()
+        ready(address.text)
+        while not exam.is_complete and asyncio.get_running_loop().time() < streams.last_request + idle_s:
+            await asyncio.sleep(POLL_S)
+    finally:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(server.stop(0), steps.stop(0))
+    exam.conclude()

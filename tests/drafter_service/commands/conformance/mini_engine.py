@@ -1,0 +1,145 @@
+"""An engine that calls the conformance checks directly, one sequence at a time; its methods can be made wrong."""
+
+from __future__ import annotations
+
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import batch_message, pack, read_drafts
+from ssd.types import Progress
+from tests.strategies import array
+
+VOCAB_SIZE = 100
+PROMPT = [1, 2, 3]
+LENGTH = 33
+"""Number of output tokens; full steps are cut at the end."""
+
+
+class MiniEngine:
+    """The engine's side of the protocol in its simplest form."""
+
+    def __init__(self, exam):
+        self.exam = exam
+        self.stream = None
+        self.step = 0
+        self.last_id = 0
+
+    # Parts that tests replace.
+
+    protocol = 3
+    steps_after_late = 2
+    """Number of steps without a draft before the next batch, after a late answer."""
+
+    def target(self, text):
+        return (7 * text[-1] + 3 * len(text)) % 90
+
+    def counts(self, draft, verified, steps):
+        """Return the verified tokens and the steps to report."""
+        return verified, steps
+
+    def cut(self, draft):
+        """Return the part of the draft that is verified."""
+        return draft
+
+    def committed(self, output):
+        """Return the tokens with which a lost sequence starts again."""
+        return output
+
+    def dropped(self, drafts):
+        """Return the draft that is verified after a late answer."""
+        return []
+
+    def after_error(self, unsent):
+        """Return the tokens to send again after an error."""
+        return unsent
+
+    def starts_again(self):
+        return True
+
+    def finishes(self):
+        return True
+
+    # The engine.
+
+    def connect(self):
+        self.stream = self.exam.opened()
+        model = pb.Model(vocab_size=VOCAB_SIZE)
+        self.send(hello=pb.Hello(protocol=self.protocol, client="mini/1", model=model))
+
+    def send(self, **fields):
+        self.step += 1
+        request = pb.DraftRequest(step=self.step, **fields)
+        reply = self.exam.answer(self.stream, request.SerializeToString())
+        if reply.response is None:
+            self.exam.closed(self.stream)
+        return reply
+
+    def start(self, prompt, committed=()):
+        self.last_id += 1
+        start = pb.Start(
+            sequence_id=self.last_id,
+            prompt=pack(array(prompt), "u4"),
+            committed=pack(array(list(committed)), "u4"),
+            request_id=f"request {len(prompt)}",
+        )
+        self.send(starts=[start])
+
+    def again(self, prompt, output):
+        if self.starts_again():
+            self.start(prompt, self.committed(output))
+
+    def verify(self, text, draft):
+        """Return the tokens of one step."""
+        tokens = []
+        for token in [*draft, None]:
+            tokens.append(self.target([*text, *tokens]))
+            if tokens[-1] != token:
+                break
+        return tokens
+
+    def run(self, prompt=PROMPT, length=LENGTH):
+        """Run one request."""
+        if self.stream is None:
+            self.connect()
+        self.start(prompt)
+        output, draft, unsent, verified, steps, extra = [], [], [], 0, 0, 0
+        while len(output) < length:
+            tried = self.cut(draft)
+            tokens = self.verify([*prompt, *output], tried)[: length - len(output)]
+            verified, steps = verified + len(tried), steps + 1
+            output, unsent, last, draft = [*output, *tokens], [*unsent, *tokens], draft, []
+            if extra or len(output) == length:
+                extra = max(0, extra - 1)
+                continue
+            said = self.counts(last, verified, steps)
+            progress = Progress.of_one(
+                self.last_id, array(unsent), verified=said[0], steps=said[1], max_draft=length - len(output) - 1
+            )
+            reply = self.send(batch=batch_message(progress))
+            if reply.response is None:
+                self.connect()
+                self.again(prompt, output)
+                unsent, verified, steps = [], 0, 0
+            elif reply.response.HasField("error"):
+                unsent = self.after_error(unsent)
+                steps = steps if unsent else 0
+            else:
+                drafts = read_drafts(reply.response.drafts, 1).tokens.tolist()
+                unsent, verified, steps = [], 0, 0
+                draft = drafts
+                if reply.is_late:
+                    draft, extra = self.dropped(drafts), self.steps_after_late - 1
+                if reply.response.lost_ids:
+                    self.again(prompt, output)
+        if self.finishes():
+            said = self.counts([], verified, steps)
+            finish = pb.Finish(
+                sequence_id=self.last_id, tokens=pack(array(unsent), "u4"), verified=said[0], steps=said[1]
+            )
+            self.send(finishes=[finish])
+
+    def run_all(self, times=7):
+        """Run the prompt often enough for all scenarios, and end the stream."""
+        for _ in range(times):
+            self.run()
+        self.exam.closed(self.stream)
+        self.exam.conclude()
+        return self.exam.checks.failures

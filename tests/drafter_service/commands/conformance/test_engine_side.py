@@ -1,0 +1,144 @@
+"""The checks of an engine: a correct engine passes, and each planted fault fails the check that is about it."""
+
+import pytest
+
+from drafter_service.commands.conformance.engine_side import EngineExam
+from drafter_service.stubs import drafter_pb2 as pb
+from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
+
+
+def failures(**wrong):
+    """Return the failures of an engine with these methods and attributes."""
+    engine = type("FaultyEngine", (MiniEngine,), wrong)(EngineExam())
+    return engine.run_all()
+
+
+def test_a_correct_engine_passes():
+    engine = MiniEngine(EngineExam())
+    assert engine.run_all() == {}
+    assert engine.exam.checks.have_passed
+    assert engine.exam.is_complete
+
+
+def test_an_engine_that_verifies_a_part_of_each_draft_passes():
+    assert failures(cut=lambda _, draft: draft[:2]) == {}
+
+
+def test_an_engine_that_waits_for_late_answers_passes():
+    assert failures(dropped=lambda _, drafts: drafts, steps_after_late=1) == {}
+
+
+def keep_late_draft(engine, drafts):
+    engine.late = drafts
+    return []
+
+
+def replace_by_late_draft(engine, draft):
+    late, engine.late = getattr(engine, "late", None), None if draft else getattr(engine, "late", None)
+    return late if late and draft else draft
+
+
+FAULTS = {
+    "never finishes": ("finishes", {"finishes": lambda _: False}, "was never finished"),
+    "counts the whole draft as verified": (
+        "counts",
+        {"cut": lambda _, draft: draft[:2], "counts": lambda _, draft, verified, steps: (len(draft), steps)},
+        "verified=4",
+    ),
+    "counts no token as verified": (
+        "counts",
+        {"counts": lambda _, draft, verified, steps: (0, steps)},
+        "committed 5 tokens in steps=1 with verified=0",
+    ),
+    "counts more than was drafted": (
+        "counts",
+        {"counts": lambda _, draft, verified, steps: (verified + 1, steps)},
+        "verified 1 tokens of a draft of 0",
+    ),
+    "counts one step for all": (
+        "late answer",
+        {"counts": lambda _, draft, verified, steps: (verified, 1)},
+        "committed 2 tokens in steps=1 with verified=0",
+    ),
+    "counts the draft of a late answer": (
+        "late answer",
+        {"counts": lambda _, draft, verified, steps: (4 if steps == 2 and not verified else verified, steps)},
+        "verified=4",
+    ),
+    "verifies a late draft one step too late": (
+        "counts",
+        {"dropped": keep_late_draft, "cut": replace_by_late_draft, "steps_after_late": 1},
+        "which makes 2 tokens",
+    ),
+    "uses no drafts": ("drafts used", {"cut": lambda _, draft: []}, "accepted none"),
+    "text that shrinks when a sequence is lost": (
+        "lost sequence",
+        {"committed": lambda _, output: output[:3]},
+        "a start has all committed tokens",
+    ),
+    "other tokens when a sequence is lost": (
+        "broken stream",
+        {"committed": lambda _, output: [5, *output[1:]]},
+        "of which the first 0 are the same",
+    ),
+    "forgets lost sequences": ("lost sequence", {"starts_again": lambda _: False}, "has not started again"),
+    "loses the tokens of refused requests": ("error", {"after_error": lambda _, unsent: []}, "which makes 2 tokens"),
+    "accepts wrong drafts": (
+        "output",
+        {"verify": lambda self, text, draft: [*draft, self.target([*text, *draft])]},
+        "another one than in the run of the same prompt without drafts",
+    ),
+    "tokens outside of the vocabulary": ("vocabulary", {"target": lambda _, text: 100}, "vocab_size is 100"),
+    "another protocol": ("hello", {"protocol": 2}, "hello.protocol is 2; this command tests protocol 3"),
+}
+
+
+@pytest.mark.parametrize(("check", "wrong", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found(check, wrong, sentence):
+    found = failures(**wrong)
+    assert sentence in found[check]
+
+
+def test_too_few_runs_are_not_enough():
+    found = MiniEngine(EngineExam()).run_all(times=2)
+    assert found["lost sequence"] is None
+    assert "counts" not in found
+
+
+@pytest.fixture
+def engine():
+    engine = MiniEngine(EngineExam())
+    engine.connect()
+    return engine
+
+
+def test_a_malformed_request_is_refused(engine):
+    reply = engine.send(starts=[pb.Start(sequence_id=1, prompt=b"123")])
+    assert "not a multiple of 4" in reply.response.error.message
+    assert "starts[0].prompt" in engine.exam.checks.failures["requests"]
+    engine.exam.answer(engine.stream, b"\xff")
+    assert engine.exam.answer(engine.stream, b"").response.HasField("drafts")
+
+
+def test_a_stream_without_hello_is_found():
+    engine = MiniEngine(EngineExam())
+    engine.stream = engine.exam.opened()
+    engine.start(PROMPT)
+    assert "no hello" in engine.exam.checks.failures["hello"]
+
+
+def test_a_second_hello_is_found(engine):
+    engine.send(hello=pb.Hello(protocol=3, client="x"))
+    assert "other than the first" in engine.exam.checks.failures["hello"]
+
+
+def test_a_second_start_is_found(engine):
+    engine.start(PROMPT)
+    engine.last_id -= 1
+    engine.start(PROMPT)
+    assert "started while it was running" in engine.exam.checks.failures["starts"]
+
+
+def test_a_sequence_that_was_never_started_is_found(engine):
+    assert engine.send(finishes=[pb.Finish(sequence_id=9)]).response.lost_ids
+    assert "names sequence 9, which is not running" in engine.exam.checks.failures["starts"]
