@@ -1,0 +1,141 @@
+"""Drafts for llama-cpp-python, one model at a time.
+
+    llama = Llama("model.gguf", logits_all=True)
+    llama.draft_model = SsdDraftModel(llama)
+
+The host asks for a draft with nothing but the text, and says neither which request it belongs to nor when a request
+ends. So a text that cannot follow from the last text and its draft begins a new request, and ends the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from drafter_service.auth.connector import ClientAccess
+from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
+from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.session import DraftCounters, HostSession
+from drafter_service.plugins.settings import identity_of
+
+LOG = logging.getLogger("llama_cpp.ssd_drafter")
+
+TESTED = ("0.3.36",)
+"""Versions of llama-cpp-python."""
+
+MAX_DRAFT = 16
+DEADLINE_S = 0.01
+"""Maximum wait for drafts, in seconds: a fraction of a step."""
+
+
+class SsdDraftModel:
+    """A value for the `draft_model` of a `Llama`. One model may use it, in one thread at a time."""
+
+    def __init__(
+        self,
+        llama: Any,
+        ssd: str = DEFAULT_ADDRESS,
+        *,
+        folder: Path | str | None = None,
+        namespace: str = "",
+        max_draft: int = MAX_DRAFT,
+        deadline_s: float = DEADLINE_S,
+        access: ClientAccess | None = None,
+        capacity: int = DrafterSettings.capacity,
+    ) -> None:
+        """Prepare drafts for a `Llama`; the connection is opened by the first request.
+
+        ssd: address of a sidecar, or "embedded". folder: a folder with the model's `tokenizer.json` and `config.json`,
+        with which other hosts share the corpus; by default the corpus is named after the model's file. namespace: name
+        of the corpus instead. deadline_s, access: see `DrafterClient`. capacity: tokens that an embedded drafter
+        remembers. Raises ValueError if max_draft is not positive, or if the `Llama` computes the last logits only.
+        """
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaDraftModel
+
+        if not llama._logits_all:
+            raise ValueError("drafts need the logits of all tokens: Llama(..., logits_all=True)")
+        LlamaDraftModel.register(type(self))
+        name = Path(llama.model_path).stem
+        settings = DrafterSettings(
+            ssd,
+            namespace,
+            identity_of(name, llama.n_vocab(), warn, folder=folder),
+            deadline_s=deadline_s,
+            access=access,
+            capacity=capacity,
+        )
+        self._session = HostSession(settings, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), warn)
+        self._request_id = 0
+        self._text = np.empty(0, np.intc)
+        """Text of the running request; empty if there is none."""
+        self._draft: list[int] = []
+        """The draft that the host got after it."""
+        self._is_supported = llama_cpp.__version__ in TESTED
+        if not self._is_supported:
+            installed = llama_cpp.__version__
+            warn(f"llama-cpp-python {installed} was not tested, only {', '.join(TESTED)}; continuing without drafts")
+
+    @property
+    def counters(self) -> DraftCounters:
+        """Totals of all requests so far."""
+        return self._session.counters
+
+    def __call__(self, input_ids: np.ndarray, /, **_: Any) -> np.ndarray:
+        """Return a draft, int32 [k], of at most `max_draft` tokens. input_ids: int32 [n], prompt and output so far."""
+        text = np.array(input_ids, np.intc)  # The host reuses the array.
+        draft: list[int] = []
+        with self._session.guarded():
+            if self._is_supported:
+                draft = self._next(text)
+        return np.array(draft, np.intc)
+
+    def close(self) -> None:
+        """End the last request, and close the connection or the embedded drafter."""
+        self._finish()
+        self._session.close()
+
+    def __enter__(self) -> SsdDraftModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next(self, text: np.ndarray) -> list[int]:
+        if not follows(text, self._text, self._draft):
+            self._finish()
+            self._request_id += 1
+            self._session.start(self._request_id, text.data)
+        self._text, self._draft = text, []
+        self._draft = self._session.draft([(self._request_id, text.data)])[0]
+        # The host verifies all of it: the session leaves room for it in the context window.
+        self._session.schedule(self._request_id, self._draft)
+        return self._draft
+
+    def _finish(self) -> None:
+        if len(self._text):
+            self._session.finish(self._request_id, self._text.data)
+            self._text, self._draft = self._text[:0], []
+
+
+def follows(text: np.ndarray, before: np.ndarray, draft: list[int]) -> bool:
+    """Return whether a text is an earlier one after the step that verified a draft: accepted tokens and one more."""
+    added = text[len(before) :]
+    accepted = len(added) - 1
+    return (
+        0 <= accepted <= len(draft)
+        and len(before) > 0
+        and np.array_equal(text[: len(before)], before)
+        and np.array_equal(added[:accepted], draft[:accepted])
+    )
+
+
+def warn(sentence: str) -> None:
+    """Write a line to the log."""
+    LOG.warning("ssd-drafter: %s", sentence)
