@@ -1,8 +1,10 @@
 """The checks of an engine: a correct engine passes, and each planted fault fails the check that is about it."""
 
+from pathlib import Path
+
 import pytest
 
-from drafter_service.commands.conformance.engine_side import EngineExam
+from drafter_service.commands.conformance.engine_side import EngineExam, engine_checks
 from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
 
@@ -142,3 +144,9 @@ def test_a_second_start_is_found(engine):
 def test_a_sequence_that_was_never_started_is_found(engine):
     assert engine.send(finishes=[pb.Finish(sequence_id=9)]).response.lost_ids
     assert "names sequence 9, which is not running" in engine.exam.checks.failures["starts"]
+
+
+def test_the_documentation_names_all_checks():
+    text = (Path(__file__).parents[4] / "docs" / "integrating.md").read_text()
+    checks = engine_checks().failures
+    assert [name for name in checks if f"`{name}`" not in text] == []
