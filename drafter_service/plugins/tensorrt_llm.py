@@ -1,0 +1,188 @@
+"""Drafts for the PyTorch backend of TensorRT-LLM.
+
+    ssd = SsdDrafter("/models/qwen3-8b", max_draft_len=8)
+    config = UserProvidedDecodingConfig(drafter=ssd, resource_manager=ssd, max_draft_len=8)
+    llm = LLM("/models/qwen3-8b", speculative_config=config, disable_overlap_scheduler=True)
+
+One object is the host's drafter, which makes the drafts of each step, and its resource manager, which is told when
+requests end. The host sends it to the process that runs the model, so it connects with its first request. The class
+inherits the host's and is made when it is asked for: TensorRT-LLM is imported then, and only then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from drafter_service.auth.connector import ClientAccess
+from drafter_service.client.client import DEADLINE_S
+from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import identity_of
+
+LOG = logging.getLogger("tensorrt_llm.ssd_drafter")
+
+TESTED = ("1.2",)
+"""Versions of TensorRT-LLM, without the last number."""
+
+MAX_DRAFT = 8
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class `SsdDrafter` when a user or pickle asks for it."""
+    if name != "SsdDrafter":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return drafter_class()
+
+
+@cache
+def drafter_class() -> type:
+    """Return the class `SsdDrafter`."""
+    from tensorrt_llm._torch.pyexecutor.resource_manager import BaseResourceManager
+    from tensorrt_llm._torch.speculative.drafter import Drafter
+
+    class SsdDrafter(Drafter, BaseResourceManager):  # type: ignore[misc]
+        """The drafter and the resource manager of a `UserProvidedDecodingConfig`."""
+
+        # The host takes back rejected tokens by the padded length of a draft, for which it then needs pages.
+        _needs_padding_kv_extension = True
+
+        def __init__(
+            self,
+            model: Path | str,
+            max_draft_len: int = MAX_DRAFT,
+            ssd: str = DEFAULT_ADDRESS,
+            *,
+            vocab_size: int | None = None,
+            namespace: str = "",
+            deadline_s: float = DEADLINE_S,
+            access: ClientAccess | None = None,
+            capacity: int = DrafterSettings.capacity,
+        ) -> None:
+            """Prepare drafts of at most `max_draft_len` tokens, as in the host's config.
+
+            model: folder of the model, or its name on the hub. vocab_size: needed if its `config.json` is neither
+            there nor in the hub's cache. ssd: address of a sidecar, or "embedded". namespace: name of the corpus; ""
+            for one named after the model. deadline_s, access: see `DrafterClient`. capacity: tokens that an embedded
+            drafter remembers. Raises ValueError if max_draft_len is not positive, or without a vocabulary size.
+            """
+            lengths = {"max_draft_len": max_draft_len, "max_total_draft_tokens": max_draft_len}
+            accepted = inspect.signature(Drafter.__init__).parameters
+            super().__init__(**{name: value for name, value in lengths.items() if name in accepted})
+            self.max_draft_len = max_draft_len
+            identity = identity_of(str(model), vocab_size or 0, warn)
+            if not identity.vocab_size:
+                raise ValueError(f"cannot read config.json of {model}: give its vocab_size")
+            self._ssd_limits = HostLimits(max_draft_len, vocab_size or identity.vocab_size)
+            self._ssd_settings = DrafterSettings(
+                ssd, namespace, identity, deadline_s=deadline_s, access=access, capacity=capacity
+            )
+            self._ssd_drafts: RequestDrafts | None = None
+
+        def __getstate__(self) -> dict[str, Any]:
+            """Leave the connection out: each process has its own."""
+            return {**vars(self), "_ssd_drafts": None}
+
+        def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
+            """Set the drafts of the batch's requests that generate."""
+            if self._ssd_drafts is None:
+                session = HostSession(self._ssd_settings, self._ssd_limits, warn)
+                self._ssd_drafts = RequestDrafts(session, reason_against())
+            self._ssd_drafts.prepare(scheduled_requests.generation_requests, self.max_draft_len)
+
+        def get_max_resource_count(self) -> int:
+            """Return a number that does not limit the host."""
+            return 1 << 30
+
+        def get_needed_resource_to_completion(self, request: Any) -> int:  # noqa: ARG002
+            """Return 0."""
+            return 0
+
+        def free_resources(self, request: Any) -> None:
+            """End a request, if it has ended."""
+            if self._ssd_drafts is not None:
+                self._ssd_drafts.free(request)
+
+        def shutdown(self) -> None:
+            """Close the connection, or the embedded drafter."""
+            if self._ssd_drafts is not None:
+                self._ssd_drafts.close()
+
+    SsdDrafter.__qualname__ = "SsdDrafter"  # pickle looks the class up by its name.
+    return SsdDrafter
+
+
+class RequestDrafts:
+    """The drafts of the host's requests. Reads them, and imports none of the host's modules."""
+
+    def __init__(self, session: HostSession, reason: str) -> None:
+        """reason: why there are no drafts, or ""."""
+        self._session = session
+        self._is_enabled = not reason
+        if reason:
+            warn(f"{reason}; continuing without drafts")
+
+    def prepare(self, requests: list[Any], max_draft: int) -> None:
+        """Set `py_draft_tokens` of each request, at most `max_draft` tokens, which the host may lower as it runs."""
+        for request in requests:
+            request.py_draft_tokens = []
+        if not self._is_enabled:
+            return
+        with self._session.guarded():
+            running = [request for request in requests if not is_dummy(request)]
+            texts = [(request.py_request_id, request.get_tokens(0)) for request in running]
+            for request, (request_id, text) in zip(running, texts, strict=True):
+                if request_id not in self._session:
+                    self._session.start(request_id, text[: request.py_orig_prompt_len], options_of(request))
+            for request, draft in zip(running, self._session.draft(texts), strict=True):
+                request.py_draft_tokens = draft[:max_draft]
+                # The host pads the list itself, in place.
+                self._session.schedule(request.py_request_id, draft[:max_draft])
+
+    def free(self, request: Any) -> None:
+        """End a request, unless the host only paused it: it frees the resources of both."""
+        with self._session.guarded():
+            if request.is_finished and request.py_request_id in self._session:
+                end = End.CANCELLED if request.is_finished_due_to_cancellation else End.FINISHED
+                self._session.finish(request.py_request_id, request.get_tokens(0), end)
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+def options_of(request: Any) -> RequestOptions:
+    """Return the options of a host's request."""
+    salt, adapter = getattr(request, "cache_salt_id", None), getattr(request, "lora_task_id", None)
+    return RequestOptions(
+        max_tokens=request.py_max_new_tokens,
+        salt="" if salt is None else str(salt),
+        adapter="" if adapter is None else str(adapter),
+    )
+
+
+def is_dummy(request: Any) -> bool:
+    """Return whether the host made up a request to fill a batch."""
+    return bool(request.is_attention_dp_dummy or request.is_cuda_graph_dummy)
+
+
+def reason_against() -> str:
+    """Return why the host cannot have drafts, or ""."""
+    from tensorrt_llm._utils import mpi_world_size
+
+    installed = version("tensorrt_llm")
+    if installed.rpartition(".")[0] not in TESTED:
+        return f"TensorRT-LLM {installed} was not tested, only {', '.join(TESTED)}"
+    if mpi_world_size() > 1:
+        return "several ranks are not supported, because they could get different drafts"
+    return ""
+
+
+def warn(sentence: str) -> None:
+    """Write a line to the log."""
+    LOG.warning("ssd-drafter: %s", sentence)

@@ -1,0 +1,220 @@
+"""The plug-in for TensorRT-LLM, with stand-ins that are made of signatures in the host's published source.
+
+The host's package contains CUDA libraries that its Python modules import, so none of it runs here.
+"""
+
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from drafter_service.plugins import tensorrt_llm as plugin
+from tests.drafter_service.plugins import signatures
+
+MAX_DRAFT = 4
+PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
+INITS = {
+    "1.2.0rc": "(self, max_concurrency=None)",
+    "1.2": "(self, max_draft_len=None, max_total_draft_tokens=None, max_concurrency=None, draft_len_schedule=None)",
+}
+"""Parameters of the host's `Drafter`, by version."""
+
+
+class Request:
+    """The attributes of a host's request that the plug-in uses."""
+
+    def __init__(self, request_id=1, prompt=PROMPT, max_tokens=20, **more):
+        self.py_request_id, self.py_orig_prompt_len, self.py_max_new_tokens = request_id, len(prompt), max_tokens
+        self.tokens = list(prompt)
+        self.py_draft_tokens = [0] * MAX_DRAFT
+        self.is_finished = self.is_finished_due_to_cancellation = False
+        self.is_attention_dp_dummy = self.is_cuda_graph_dummy = False
+        vars(self).update(more)
+
+    def get_tokens(self, beam):
+        assert beam == 0
+        return self.tokens.copy()
+
+    @property
+    def output(self):
+        return self.tokens[self.py_orig_prompt_len :]
+
+
+@pytest.fixture(params=INITS)
+def drafter_class(request, monkeypatch):
+    recorded = signatures.load("tensorrt_llm")
+    recorded["tensorrt_llm._torch.speculative.drafter"]["Drafter"]["__init__"] = INITS[request.param]
+    signatures.stand_in(recorded, monkeypatch)
+    monkeypatch.setattr("tensorrt_llm._utils.mpi_world_size", lambda: 1)
+    monkeypatch.setattr(plugin, "version", lambda _: "1.2.1")
+    plugin.drafter_class.cache_clear()
+    yield plugin.SsdDrafter
+    plugin.drafter_class.cache_clear()
+
+
+@pytest.fixture
+def drafter(drafter_class):
+    drafter = drafter_class("model", MAX_DRAFT, "embedded", vocab_size=50, capacity=20_000)
+    yield drafter
+    drafter.shutdown()
+
+
+@pytest.fixture
+def log():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    plugin.LOG.addHandler(handler)
+    yield lines
+    plugin.LOG.removeHandler(handler)
+
+
+def prepare(drafter, *requests):
+    drafter.prepare_draft_tokens(SimpleNamespace(generation_requests=list(requests)), None)
+    return [request.py_draft_tokens for request in requests]
+
+
+def target(text):
+    return (text[-1] * 3 + text[-2] + (len(text) % 11 == 0)) % 7
+
+
+def step(drafter, *requests):
+    """Run a step as the host does: drafts, padding in place, verification, and the ends of requests."""
+    prepare(drafter, *requests)
+    for request in requests:
+        draft = request.py_draft_tokens
+        assert len(draft) <= MAX_DRAFT
+        draft.extend([0] * (MAX_DRAFT - len(draft)))
+        for token in [*draft, None]:
+            request.tokens.append(target(request.tokens))
+            if token != request.tokens[-1] or len(request.output) >= request.py_max_new_tokens:
+                break
+        if len(request.output) >= request.py_max_new_tokens:
+            request.is_finished = True
+            drafter.free_resources(request)
+
+
+def session_of(drafter):
+    return drafter._ssd_drafts._session
+
+
+def test_methods_have_the_signatures_of_the_host(drafter_class):
+    recorded = {}
+    for module in ("speculative.drafter", "pyexecutor.resource_manager"):
+        for names in signatures.load("tensorrt_llm")[f"tensorrt_llm._torch.{module}"].values():
+            recorded.update(names)
+    overridden = {name for name in recorded if name in vars(drafter_class)} - {"__init__"}
+    assert overridden >= {"prepare_draft_tokens", "free_resources", "shutdown", "get_max_resource_count"}
+    for name in overridden:
+        assert signatures.signature_text(vars(drafter_class)[name]) == recorded[name]
+
+
+def test_the_drafter_is_sent_to_another_process(drafter):
+    prepare(drafter, Request())
+    config = {"drafter": drafter, "resource_manager": drafter}
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy["drafter"] is copy["resource_manager"]
+    assert copy["drafter"]._ssd_drafts is None
+    assert prepare(copy["drafter"], Request()) == [[3, 1, 2, 3]]
+    copy["drafter"].shutdown()
+
+
+def test_outputs_are_those_without_drafts_and_take_fewer_steps(drafter):
+    prompts = {1: [1, 2, 3], 2: [4, 5, 6, 1, 2, 3], 3: [2, 2]}
+    counts = []
+    for _ in range(2):
+        requests = [Request(request_id, prompt) for request_id, prompt in prompts.items()]
+        steps = 0
+        while running := [request for request in requests if not request.is_finished]:
+            step(drafter, *running)
+            steps += 1
+        for request in requests:
+            text = prompts[request.py_request_id].copy()
+            while len(text) < len(request.tokens):
+                text.append(target(text))
+            assert request.tokens == text
+            assert request.py_request_id not in session_of(drafter)
+        counts.append(steps)
+        session_of(drafter)._namespaces.find("", "").drafter.corpus.refresh()
+    assert counts[1] < counts[0] <= 20
+    assert session_of(drafter).counters.failures == 0
+
+
+def test_padding_is_not_counted_as_verified(drafter):
+    request = Request(max_tokens=3)
+    assert prepare(drafter, request) == [[3, 1]]
+    request.py_draft_tokens.extend([0, 0])
+    request.tokens += [3, 5]
+    prepare(drafter, request)
+    counters = session_of(drafter).counters
+    assert (counters.verified, counters.accepted) == (2, 1)
+
+
+def test_a_paused_request_goes_on_and_a_cancelled_one_is_not_learned(drafter, monkeypatch):
+    ends = []
+    request = Request()
+    step(drafter, request)
+    session = session_of(drafter)
+    finish = session.finish
+    monkeypatch.setattr(session, "finish", lambda *told: (ends.append(told[2].name), finish(*told)))
+    drafter.free_resources(request)  # Paused: its pages are freed, and it is not finished.
+    assert 1 in session
+    step(drafter, request)
+    request.is_finished = request.is_finished_due_to_cancellation = True
+    drafter.free_resources(request)
+    drafter.free_resources(request)
+    assert ends == ["CANCELLED"]
+
+
+def test_dummies_of_the_host_have_no_drafts(drafter):
+    assert prepare(drafter, Request(0, is_attention_dp_dummy=True), Request(9, is_cuda_graph_dummy=True)) == [[], []]
+    assert 0 not in session_of(drafter)
+
+
+def test_drafts_are_as_short_as_the_host_asks_for_as_it_runs(drafter):
+    drafter.max_draft_len = 2
+    assert prepare(drafter, Request()) == [[3, 1]]
+
+
+def test_requests_of_different_salts_share_no_text(drafter):
+    first = Request(1, [9], cache_salt_id=7)
+    prepare(drafter, first)
+    first.tokens += [30, 31, 32, 33]
+    first.is_finished = True
+    drafter.free_resources(first)
+    session_of(drafter)._namespaces.find("", "7").drafter.corpus.refresh()
+    assert prepare(drafter, Request(2, [30, 31]), Request(3, [30, 31], cache_salt_id=8)) == [[], []]
+    assert prepare(drafter, Request(4, [30, 31], cache_salt_id=7))[0][:2] == [32, 33]
+
+
+def test_a_failure_costs_drafts_and_is_reported_once(drafter, log):
+    broken = Request()
+    del broken.py_max_new_tokens
+    for _ in range(2):
+        assert prepare(drafter, broken) == [[]]
+    assert len(log) == 1
+    assert "AttributeError at tensorrt_llm.py" in log[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("drafter_service.plugins.tensorrt_llm.version", lambda _: "1.9.0", "TensorRT-LLM 1.9.0 was not tested"),
+        ("tensorrt_llm._utils.mpi_world_size", lambda: 2, "several ranks are not supported"),
+    ],
+)
+def test_a_host_that_is_not_supported_has_no_drafts(drafter, log, monkeypatch, name, value, reason):
+    monkeypatch.setattr(name, value)
+    for _ in range(2):
+        assert prepare(drafter, Request()) == [[]]
+    request = Request(is_finished=True)
+    drafter.free_resources(request)
+    assert len(log) == 1
+    assert reason in log[0]
+
+
+def test_a_vocabulary_is_needed(drafter_class, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="give its vocab_size"):
+        drafter_class("owner/model")
