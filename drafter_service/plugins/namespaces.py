@@ -130,8 +130,9 @@ class HostNamespaces:
             return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=self._max_draft))
 
         def report_loss(reason: str) -> None:
-            lost = "refuses this host" if client.is_refused else "cannot be reached"
-            self._report(f"the drafter at {settings.ssd} {lost} ({reason}); continuing without drafts")
+            drafter = f"the drafter at {settings.ssd}"
+            what = f"{drafter} refuses this host" if client.is_refused else f"no connection to {drafter}"
+            self._report(f"{what} ({reason}); continuing without drafts")
 
         client = DrafterClient(
             settings.ssd,

@@ -22,12 +22,14 @@ from ssd.errors import UserError
     metavar="SECONDS",
     help="End --listen after this time without a request.",
 )
+@click.option("--overlapped", is_flag=True, help="The engine asks for drafts while a step is in flight (--listen).")
 @click.option("--namespace", default="", help="Namespace for the text of --connect.  [default: a new one]")
 @access_options
 def conformance(
     listen: str | None,
     connect: str | None,
     idle: float,
+    overlapped: bool,
     namespace: str,
     ca: Path | None,
     certificate: Path | None,
@@ -41,7 +43,7 @@ def conformance(
     if (listen is None) == (connect is None):
         raise UserError("give one of --listen ADDRESS, to check an engine, and --connect ADDRESS, to check a service")
     if listen is not None:
-        checks = _check_engine(listen, idle)
+        checks = _check_engine(listen, idle, is_overlapped=overlapped)
     else:
         checks = _check_service(Link(str(connect), ca, certificate, key, token_file), namespace)
     for line in checks.lines:
@@ -49,7 +51,7 @@ def conformance(
     sys.exit(0 if checks.have_passed else 1)
 
 
-def _check_engine(listen: str, idle_s: float) -> Any:
+def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
     from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineExam
@@ -59,7 +61,7 @@ def _check_engine(listen: str, idle_s: float) -> Any:
     def announce(address: str) -> None:
         click.echo(f"listening at {address}; let the engine use it as its drafter, and {RUN_AGAIN}, 7 times in all")
 
-    exam = EngineExam()
+    exam = EngineExam(is_overlapped=is_overlapped)
     try:
         asyncio.run(examine_engine(Address.parse(listen), exam, idle_s, announce))
     except KeyboardInterrupt:

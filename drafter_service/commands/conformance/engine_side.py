@@ -14,6 +14,7 @@ import numpy as np
 
 from drafter_service.commands.conformance.checks import Check, Checks
 from drafter_service.commands.conformance.observed import EVENT_AT, EVENTS, MAX_DRAFT, Predictions, Scenario, Sequence
+from drafter_service.commands.conformance.sequence_rules import SequenceRules
 from drafter_service.server.requests import (
     MAX_FIELDS,
     FinishedSequence,
@@ -77,9 +78,11 @@ class EngineStream:
 class EngineExam:
     """Answers the requests of an engine, and checks them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_overlapped: bool = False) -> None:
+        """is_overlapped: whether the engine asks for drafts while a step is in flight."""
         self.checks = engine_checks()
         self._predictions = Predictions()
+        self._rules = SequenceRules(self.checks, self._predictions, is_overlapped=is_overlapped)
         self._streams: set[EngineStream] = set()
         self._missing: list[tuple[Sequence, str]] = []
         """Sequences that the engine must start again, each with the name of the check for it."""
@@ -197,7 +200,7 @@ class EngineExam:
             scenario = self._predictions.assign(prompt) if not committed else Scenario.RIGHT
             sequence = Sequence(start.sequence_id, prompt, start.request_id or "", scenario, committed)
         else:
-            self._check_restart(sequence, committed)
+            self._rules.restart(sequence, committed)
         sequence.sequence_id, sequence.draft = start.sequence_id, []
         stream.running[start.sequence_id] = sequence
         stream.lost.pop(start.sequence_id, None)
@@ -212,43 +215,20 @@ class EngineExam:
                 return sequence
         return None
 
-    def _check_restart(self, sequence: Sequence, committed: list[int]) -> None:
-        known = len(sequence.output)
-        check = sequence.event or "finishes"
-        if committed[:known] != sequence.output:
-            kept = common_length(committed, sequence.output)
-            self.checks.fail(
-                check,
-                f"{sequence.label} had {known} output tokens, and started again with {len(committed)}, of which the "
-                f"first {kept} are the same; a start has all committed tokens",
-            )
-        sequence.output, sequence.event = committed, None
-        sequence.is_over = False
-        self._check_output(sequence, check)
-        self.checks.see(check)
-
     def _finish(self, stream: EngineStream, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it was running."""
         sequence = stream.running.pop(finish.sequence_id, None)
         if sequence is None:
             self._unknown(stream, finish.sequence_id, is_over=True)
             return False
-        self._commit(sequence, finish.tokens.tolist(), finish.verified, finish.steps)
+        self._rules.commit(sequence, finish.tokens.tolist(), finish.verified, finish.steps)
         self.checks.see("finishes")
-        self._check_use(sequence)
+        self._rules.end(sequence)
         if sequence.scenario is Scenario.NONE:
             self._predictions.record(sequence)
         elif sequence.scenario in EVENTS:
             self._predictions.give_back(sequence.scenario)
         return True
-
-    def _check_use(self, sequence: Sequence) -> None:
-        if sequence.scenario is Scenario.RIGHT and sequence.offered > 2 * MAX_DRAFT:
-            if sequence.accepted == 0 and not sequence.has_outcomes:
-                self.checks.fail(
-                    "drafts used", f"{sequence.label} got {sequence.offered} right draft tokens, and accepted none"
-                )
-            self.checks.see("drafts used")
 
     def _lose(self, sequence: Sequence, check: str) -> None:
         sequence.event = check
@@ -309,7 +289,7 @@ class EngineExam:
                 stream.lost[sequence_id] = 0
                 lost.append(sequence_id)
             else:
-                self._commit(sequence, tokens_of(batch, index), verified[index], steps[index])
+                self._rules.commit(sequence, tokens_of(batch, index), verified[index], steps[index])
                 path = self._path(stream, sequence, sequence.output, min(limits[index], MAX_DRAFT))
                 sequence.draft = path
                 sequence.offered += len(path)
@@ -342,52 +322,6 @@ class EngineExam:
         is_partly_wrong = sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1
         return [*path[:-1], wrong[-1]] if is_partly_wrong else path
 
-    def _commit(self, sequence: Sequence, tokens: list[int], verified: int, steps: int) -> None:
-        """Check the tokens of some steps, and what the engine says of them."""
-        check, sequence.event = sequence.event or "counts", None if tokens else sequence.event
-        if not sequence.has_outcomes:
-            self._check_counts(sequence, tokens, verified, max(1, steps), check)
-        sequence.output = [*sequence.output, *tokens]
-        if tokens:
-            sequence.draft = []
-            self._check_output(sequence, check if check == "error" else "output")
-            self._see_steps(sequence, check)
-
-    def _see_steps(self, sequence: Sequence, check: str) -> None:
-        if sequence.accepted or sequence.has_outcomes or check != "counts":
-            self.checks.see(check)
-        if sequence.offered > MAX_DRAFT:
-            self.checks.see("output")
-
-    def _check_counts(self, sequence: Sequence, tokens: list[int], verified: int, steps: int, check: str) -> None:
-        """Check that tokens are the accepted ones of the verified ones, and one for each step."""
-        label, drafted = sequence.label, len(sequence.draft)
-        if verified > drafted:
-            self.checks.fail(check, f"{label} verified {verified} tokens of a draft of {drafted}")
-        if not tokens:
-            return
-        if sequence.shortfall is not None:
-            self.checks.fail(*sequence.shortfall)
-        accepted = common_length(sequence.draft[:verified], tokens)
-        sequence.accepted += accepted
-        says = (
-            f"{label} committed {len(tokens)} tokens in steps={steps} with verified={verified}; its draft agrees in "
-            f"{accepted} of the verified tokens, which makes {accepted + steps} tokens"
-        )
-        if len(tokens) > accepted + steps:
-            self.checks.fail(check, says)
-        # The end of an output may be cut, at a stop token or at the maximum length.
-        sequence.shortfall = (check, says) if len(tokens) < accepted + steps else None
-
-    def _check_output(self, sequence: Sequence, check: str) -> None:
-        index = self._predictions.difference(sequence)
-        if index is not None:
-            self.checks.fail(
-                check,
-                f"output token {index} of {sequence.label} is {sequence.output[index]}, another one than in the run of "
-                "the same prompt without drafts; run greedily, and send each committed token once",
-            )
-
     def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
         for tokens in runs:
             if stream.vocab_size and len(tokens) and int(tokens.max()) >= stream.vocab_size:
@@ -414,9 +348,3 @@ def tokens_of(batch: Progress, index: int) -> list[int]:
     """Return the tokens of one sequence of a batch."""
     tokens: list[int] = batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].tolist()
     return tokens
-
-
-def common_length(one: list[int], other: list[int]) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))

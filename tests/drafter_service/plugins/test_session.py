@@ -344,7 +344,7 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     with served(*arguments):
         wait_until(lambda: session.draft([("a", [*LOOP, 4])])[0])
     assert len(reports) <= 2
-    assert all("cannot be reached" in report for report in reports)
+    assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
     session.close()
 

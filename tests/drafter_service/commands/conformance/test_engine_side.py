@@ -1,6 +1,7 @@
 """The checks of an engine: a correct engine passes, and each planted fault fails the check that is about it."""
 
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -9,9 +10,9 @@ from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
 
 
-def failures(**wrong):
+def failures(exam=None, **wrong):
     """Return the failures of an engine with these methods and attributes."""
-    engine = type("FaultyEngine", (MiniEngine,), wrong)(EngineExam())
+    engine = type("FaultyEngine", (MiniEngine,), wrong)(exam or EngineExam())
     return engine.run_all()
 
 
@@ -38,6 +39,13 @@ def keep_late_draft(engine, drafts):
 def replace_by_late_draft(engine, draft):
     late, engine.late = getattr(engine, "late", None), None if draft else getattr(engine, "late", None)
     return late if late and draft else draft
+
+
+def test_an_overlapped_engine_may_commit_tokens_of_other_drafts():
+    wrong = {"counts": lambda _, draft, verified, steps: (0, steps)}
+    assert failures(EngineExam(is_overlapped=True), **wrong) == {"counts": None, "drafts used": ANY}
+    wrong = {"counts": lambda _, draft, verified, steps: (verified, steps + 9)}
+    assert "a step makes one token" in failures(EngineExam(is_overlapped=True), **wrong)["counts"]
 
 
 FAULTS = {
