@@ -22,6 +22,10 @@ MAX_GAIN = 20.0
 """Largest sum of gains, in durations of plain steps: the loss after which a drafter that no longer pays is stopped."""
 MAX_DEBT = 200.0
 """Largest negative sum, in durations of plain steps, so that one very slow step does not stop drafting for long."""
+MAX_DEVIATION = 2.0
+"""Largest duration of a step that drafts, as a multiple of the median of recent ones; longer ones were disturbed."""
+CATCH_UP_STEPS = 2
+"""Number of first steps that draft whose whole duration counts: slots that plain steps left are written in them."""
 PLAIN_STEPS = 8
 """Smallest number of consecutive plain steps, from which their duration is known."""
 DRAFTING_STEPS = 256
@@ -36,8 +40,10 @@ class DeviceBudget:
         self._cost = cost
         self._measured: dict[int, float] = {}
         """Measured seconds of a plain step by number of sequences."""
-        self._ratios = deque([1.0], maxlen=2 * PLAIN_STEPS - 1)
-        """Actual durations of the last plain steps, as a fraction of the measured ones."""
+        self._plain = deque([1.0], maxlen=2 * PLAIN_STEPS - 1)
+        """Durations of the last plain steps, as multiples of the measured ones."""
+        self._drafting = deque[float](maxlen=2 * PLAIN_STEPS - 1)
+        """Durations of the last steps that drafted, as multiples of the measured ones of plain steps."""
         self._sum = PROBE
         """Sum of gains, in durations of plain steps."""
         self._is_stopped = True
@@ -60,20 +66,25 @@ class DeviceBudget:
             return
         if sequences not in self._measured:
             self._measured[sequences] = float(self._cost.seconds(sequences, sequences))
-        steps = seconds / self._measured[sequences]
+        duration = seconds / self._measured[sequences]
         if any(plan.asked for plan in plans):
-            self._record_draft(tokens / sequences - steps / median(self._ratios))
+            self._record_draft(duration, tokens / sequences)
         else:
-            self._record_plain(steps)
+            self._record_plain(duration)
 
-    def _record_draft(self, gain: float) -> None:
+    def _record_draft(self, duration: float, tokens: float) -> None:
+        """Record a step that drafted; tokens: number of committed tokens per sequence."""
+        self._drafting.append(duration)
+        if self._steps >= CATCH_UP_STEPS:
+            duration = min(duration, MAX_DEVIATION * median(self._drafting))
+        gain = tokens - duration / median(self._plain)
         self._sum = min(max(self._sum + gain, -MAX_DEBT), MAX_GAIN)
         self._steps += 1
         if self._sum < 0 or self._steps >= DRAFTING_STEPS:
             self._is_stopped, self._steps = True, 0
 
-    def _record_plain(self, ratio: float) -> None:
-        self._ratios.append(ratio)
+    def _record_plain(self, duration: float) -> None:
+        self._plain.append(duration)
         if not self._is_stopped:  # no request wanted drafts
             return
         self._sum = max(self._sum, min(self._sum + MAX_LOSS, PROBE))
