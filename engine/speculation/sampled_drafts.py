@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafts
 from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.speculation.draft_tree import DraftTree
 from ssd.types import DraftBatch, Path, offsets_of
 
 DECAY = 0.99
@@ -28,9 +29,16 @@ class DepthRates:
     def __init__(self, max_draft: int) -> None:
         self._tried = np.ones(max_draft)
         self._accepted = np.full(max_draft, PRIOR_RATE)
+        self.deepest = 0
+        """Largest depth of earlier drafts."""
 
     def path(self, length: int) -> DraftBatch:
-        """Return a draft of `length` tokens with these rates as `accept_prob`; the tokens are placeholders."""
+        """Return a draft with these rates as `accept_prob`; the tokens are placeholders.
+
+        It has at most `length` tokens, and no more than the deepest of earlier drafts, because the length of the
+        present draft may depend on the tokens that were sampled.
+        """
+        length = min(length, self.deepest)
         rates = (self._accepted / self._tried)[:length]
         return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
 
@@ -57,13 +65,14 @@ def hide_sampled(
     batch: DraftBatch, sampled: SequenceOf[bool], entries: SequenceOf[SequencePlan], rates: DepthRates
 ) -> DraftBatch:
     """Return the drafts for the token budget, with `sampled` ones replaced by paths of acceptance rates."""
-    parts = []
+    parts, deepest = [], rates.deepest
     for index, (is_sampled, entry) in enumerate(zip(sampled, entries, strict=True)):
+        own = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
         if is_sampled:
             parts.append(rates.path(entry.draft_room))
+            deepest = max(deepest, int(DraftTree(batch.parents[own]).depths.max()))
             continue
-        size = int(batch.offsets[index + 1] - batch.offsets[index])
-        own = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
         columns = batch.tokens[own], batch.parents[own], batch.accept_prob[own], batch.source[own]
-        parts.append(DraftBatch(*columns, offsets_of(np.array([size]))))
+        parts.append(DraftBatch(*columns, offsets_of(np.array([own.stop - own.start]))))
+    rates.deepest = deepest
     return DraftBatch.concatenate(parts)

@@ -1,0 +1,27 @@
+"""What the token budget sees in place of sampled drafts."""
+
+import numpy as np
+
+from engine.scheduling.plan import SequencePlan
+from engine.speculation.sampled_drafts import PRIOR_RATE, DepthRates, hide_sampled
+from ssd.types import DraftBatch, Path
+
+
+def drafts_of(*lengths):
+    return DraftBatch.from_paths([Path(np.full(n, 7, np.uint32), np.full(n, 0.25)) for n in lengths])
+
+
+def shown(rates, lengths, sampled, rooms):
+    entries = [SequencePlan(None, 9, 1, produces=True, draft_room=room) for room in rooms]
+    return hide_sampled(drafts_of(*lengths), sampled, entries, rates)
+
+
+def test_sampled_drafts_are_as_deep_as_the_deepest_before_and_the_room():
+    rates = DepthRates(16)
+    first = shown(rates, [4, 2], [True, False], [16, 16])
+    assert np.diff(first.offsets).tolist() == [0, 2]
+    # The length of the present draft may depend on its tokens, so it is not shown.
+    second = shown(rates, [1, 3, 5, 2], [True, True, True, False], [16, 3, 16, 16])
+    assert np.diff(second.offsets).tolist() == [4, 3, 4, 2]
+    np.testing.assert_allclose(second.accept_prob, [*[PRIOR_RATE] * 11, 0.25, 0.25], rtol=1e-6)
+    assert np.diff(shown(rates, [1], [True], [16]).offsets).tolist() == [5]
