@@ -272,6 +272,7 @@ def test_two_hundred_streams_at_once(server):
 
 
 def test_health_metrics_and_openapi(http):
+    http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 2}).raise_for_status()
     assert http.get("/health").json() == {"status": "ok"}
     assert metric(http, "vllm:prompt_tokens_total") > 0
     assert metric(http, "vllm:time_to_first_token_seconds_count") > 0

@@ -176,6 +176,17 @@ def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, tem
     assert recorder.are_right(head, model)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain, temperature):
+    """The steps still run on the graph executor."""
+    engine, _ = engine_of(model, "self", 0)
+    assert engine._graph is not None
+    assert engine._graph.chain is None
+    completions = engine.generate(requests(temperature))
+    assert tokens_of(completions) == plain(temperature)
+    assert total(completions, "accepted") > 0.9 * total(completions, "drafted") > 50
+
+
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
