@@ -115,12 +115,6 @@ class DrafterClient:
         return self._connection.lost
 
     @property
-    def is_refused(self) -> bool:
-        """Whether the service has refused this client, such as for its model; there will be no drafts."""
-        end = self._connection.last_end
-        return end is not None and end.is_final
-
-    @property
     def welcome(self) -> Welcome | None:
         """What the service allows, as of the last connection; None before the first."""
         return self._protocol.welcome

@@ -128,22 +128,17 @@ class HostNamespaces:
             from ssd.drafter import SuffixDrafter
 
             return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=self._max_draft))
-
-        def report_loss(reason: str) -> None:
-            drafter = f"the drafter at {settings.ssd}"
-            what = f"{drafter} refuses this host" if client.is_refused else f"no connection to {drafter}"
-            self._report(f"{what} ({reason}); continuing without drafts")
-
-        client = DrafterClient(
+        return DrafterClient(
             settings.ssd,
             deadline_s=settings.deadline_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             access=settings.access,
             required=False,
-            on_lost=report_loss,
+            on_lost=lambda reason: self._report(
+                f"no drafts from the drafter at {settings.ssd} ({reason}); continuing without drafts"
+            ),
         )
-        return client
 
 
 def namespace_name(settings: DrafterSettings, adapter: str, salt: str) -> str:
