@@ -23,9 +23,9 @@ from drafter_service.server.requests import (
     read_finish,
     read_start,
 )
+from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL, WireError, drafts_message, pack, read_batch, read_outcomes
-from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.types import DraftBatch, Outcomes, Path, Progress
 
 RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
@@ -129,7 +129,7 @@ class EngineExam:
             return self._apply(stream, request)
         except WireError as problem:
             self.checks.fail("requests", str(problem))
-            return Reply(error(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem)))
+            return Reply(error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem)))
 
     def _parse(self, request: pb.DraftRequest, data: bytes) -> None:
         try:
@@ -269,7 +269,7 @@ class EngineExam:
         stream.failed = EVENTS[event]
         if event is Scenario.BROKEN:
             return Reply(None)
-        return Reply(error(step, grpc.StatusCode.INTERNAL, "the conformance test refuses this request"))
+        return Reply(error_response(step, grpc.StatusCode.INTERNAL, "the conformance test refuses this request"))
 
     def _draft(
         self, stream: EngineStream, batch: Progress, event: Scenario | None
@@ -290,7 +290,7 @@ class EngineExam:
                 lost.append(sequence_id)
             else:
                 self._rules.commit(sequence, tokens_of(batch, index), verified[index], steps[index])
-                path = self._path(stream, sequence, sequence.output, min(limits[index], MAX_DRAFT))
+                path = self._predictions.draft(sequence, sequence.output, limits[index], stream.vocab_size)
                 sequence.draft = path
                 sequence.offered += len(path)
                 sequence.batches += 1
@@ -302,6 +302,7 @@ class EngineExam:
     def _draft_after(self, stream: EngineStream, outcomes: Outcomes) -> list[list[int]]:
         """Return the drafts after possible outcomes."""
         paths: list[list[int]] = []
+        limits = outcomes.max_draft.tolist()
         for index, sequence_id in enumerate(outcomes.sequence_ids.tolist()):
             sequence = stream.running.get(sequence_id)
             for each in range(int(outcomes.offsets[index]), int(outcomes.offsets[index + 1])):
@@ -310,17 +311,8 @@ class EngineExam:
                     continue
                 sequence.has_outcomes = True
                 output = [*sequence.output, *sequence.draft[: int(outcomes.accepted[each])], int(outcomes.bonus[each])]
-                paths.append(self._path(stream, sequence, output, min(int(outcomes.max_draft[index]), MAX_DRAFT)))
+                paths.append(self._predictions.draft(sequence, output, limits[index], stream.vocab_size))
         return paths
-
-    def _path(self, stream: EngineStream, sequence: Sequence, output: list[int], limit: int) -> list[int]:
-        """Return the draft after an output."""
-        path = self._predictions.after(sequence.prompt, output)[:limit]
-        wrong = [(token + 1) % (stream.vocab_size or MAX_TOKEN_ID) for token in path]
-        if sequence.scenario is Scenario.WRONG:
-            return wrong
-        is_partly_wrong = sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1
-        return [*path[:-1], wrong[-1]] if is_partly_wrong else path
 
     def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
         for tokens in runs:
@@ -330,11 +322,6 @@ class EngineExam:
                 )
             if len(tokens):
                 self.checks.see("vocabulary")
-
-
-def error(step: int, code: grpc.StatusCode, message: str) -> pb.DraftResponse:
-    """Return an error as the response to a request."""
-    return pb.DraftResponse(step=step, error=pb.Error(code=code.value[0], message=message))
 
 
 def batch_of(paths: list[list[int]]) -> DraftBatch:

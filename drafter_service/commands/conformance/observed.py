@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ssd.corpus.ring import MAX_TOKEN_ID
+
 MAX_DRAFT = 4
 """Maximum number of draft tokens; small, so that short outputs take enough steps."""
 EVENT_AT = 2
@@ -92,6 +94,15 @@ class Predictions:
         """Return the tokens that are expected after an output; none if it is not as before."""
         expected = self._outputs.get(prompt, [])
         return expected[len(output) :] if expected[: len(output)] == output else []
+
+    def draft(self, sequence: Sequence, output: list[int], limit: int, vocab_size: int | None) -> list[int]:
+        """Return the draft after an output that the scenario of a sequence plans; limit: its maximum length."""
+        path = self.after(sequence.prompt, output)[: min(limit, MAX_DRAFT)]
+        wrong = [(token + 1) % (vocab_size or MAX_TOKEN_ID) for token in path]
+        if sequence.scenario is Scenario.WRONG:
+            return wrong
+        is_partly_wrong = sequence.scenario is Scenario.RIGHT and sequence.batches % 2 and len(path) > 1
+        return [*path[:-1], wrong[-1]] if is_partly_wrong else path
 
     def difference(self, sequence: Sequence) -> int | None:
         """Return the index of the first token that differs from the output without drafts; None if there is none."""

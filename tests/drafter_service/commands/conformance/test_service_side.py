@@ -4,9 +4,10 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.auth.connector import ClientAccess, Connector
-from drafter_service.commands.conformance import service_side
+from drafter_service.commands.conformance import service_rules, service_side
 from drafter_service.commands.conformance.raw_stream import RawGrpcStream
-from drafter_service.commands.conformance.service_side import RULES, ServiceExam
+from drafter_service.commands.conformance.service_rules import RULES
+from drafter_service.commands.conformance.service_side import ServiceExam
 from drafter_service.commands.main import cli
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -104,7 +105,7 @@ def test_a_fault_is_found(address, monkeypatch, direction, change, check):
             return response
 
     monkeypatch.setattr(service_side, "RawGrpcStream", ChangedStream)
-    monkeypatch.setattr(service_side, "LEARNING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(service_rules, "LEARNING_TIMEOUT_S", 0.2)
     failures = ServiceExam(connector(address), "").run().failures
     assert failures.get(f"gRPC, {check}"), failures
 
