@@ -37,7 +37,10 @@ class BatchDrafts:
             for request, tokens in zip(requests, accepted, strict=True)
         ]
         nodes = np.full((len(requests), self._nodes), PADDING, np.int64)
-        nodes[:, 0] = [text[-1] for text in texts]
+        nodes[:, 0] = [
+            (tokens or request.output_ids or request.origin_input_ids_unpadded)[-1]
+            for request, tokens in zip(requests, accepted, strict=True)
+        ]
         with self._session.guarded():
             running = [
                 (at, request.rid, texts[at])
@@ -92,8 +95,10 @@ class JoinedText(Sequence[int]):
         start, stop, _ = index.indices(self._length)
         tokens: list[int] = []
         for part in self._parts:
-            tokens += part[max(start, 0) : max(stop, 0)]
-            start, stop = start - len(part), stop - len(part)
+            length = len(part)
+            if start < length and stop > 0:
+                tokens += part[max(start, 0) : stop]
+            start, stop = start - length, stop - length
         return tokens
 
 
