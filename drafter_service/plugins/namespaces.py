@@ -14,7 +14,8 @@ from drafter_service.client import DrafterClient
 from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.messages import Welcome
 from drafter_service.observability.facts import ModelIdentity
-from ssd.config import MAX_DRAFT, DrafterConfig
+from drafter_service.plugins.options import HostLimits
+from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 
 if TYPE_CHECKING:  # It imports numba.
     from ssd.drafter import SuffixDrafter
@@ -79,10 +80,10 @@ class Namespace:
 class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
-    def __init__(self, settings: DrafterSettings, max_draft: int, report: Callable[[str], None]) -> None:
-        """max_draft: tokens in a draft. report: called with a sentence, from any thread, when a connection is lost."""
+    def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
+        """report: called with a sentence, from any thread, when a connection is lost."""
         self._settings = settings
-        self._max_draft = min(max_draft, MAX_DRAFT)
+        self._limits = limits
         self._report = report
         self._open: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
@@ -127,7 +128,9 @@ class HostNamespaces:
         if settings.ssd == EMBEDDED:
             from ssd.drafter import SuffixDrafter
 
-            return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=self._max_draft))
+            max_draft = min(self._limits.max_draft, MAX_DRAFT)
+            shape: DraftShape = "tree" if self._limits.trees else "path"
+            return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape))
         return DrafterClient(
             settings.ssd,
             deadline_s=settings.deadline_s,

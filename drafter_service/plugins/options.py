@@ -37,9 +37,15 @@ class HostLimits:
     """Requests that are followed at a time. Beyond these the least recently drafted one has no more drafts, so that
     requests whose end a host does not report take no memory for ever."""
 
+    trees: bool = False
+    """Whether a draft may be a tree."""
+    cost: float | None = None
+    """Cost of verifying one more token, as a fraction of a step, above 0 to 1; None: as the drafter is configured."""
+
     def __post_init__(self) -> None:
         """Raise ValueError for a limit below 1."""
-        for name, value in vars(self).items():
+        for name in ("max_draft", "vocab_size", "context_window", "max_requests"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
 

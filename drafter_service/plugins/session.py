@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.plugins.draft import NO_DRAFT, Draft
 from drafter_service.plugins.namespaces import DrafterSettings, HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from ssd.errors import UserError
-from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+from ssd.types import Progress, offsets_of
 
 CHECKED = 8
 """Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
@@ -65,7 +66,7 @@ class TrackedRequest:
     """Number of tokens that the drafter knows, prompt included."""
     tail: list[int] = field(default_factory=list)
     """The last `CHECKED` of them."""
-    draft: list[int] = field(default_factory=list)
+    draft: Draft = NO_DRAFT
     """The last draft, which continues the reported tokens."""
     verified: int | None = None
     """Number of its tokens that the host verifies; None: the host has not said."""
@@ -104,7 +105,7 @@ class HostSession:
         self._limits = limits
         self._report = report
         self._reported: set[str] = set()
-        self._namespaces = HostNamespaces(settings, limits.max_draft, report)
+        self._namespaces = HostNamespaces(settings, limits, report)
         self._requests: OrderedDict[Hashable, TrackedRequest] = OrderedDict()
         """By the host's id, least recently drafted first."""
         self._sequences = 0
@@ -155,20 +156,24 @@ class HostSession:
             request = self._requests.get(request_id)
             if request is None or not request.draft or request.verified is not None:
                 return
-            request.verified = common_length(request.draft, tokens)
+            request.verified = common_length(request.draft.tokens, tokens)
             if request.verified == len(request.draft):
                 request.allowed = max(request.allowed, min(2 * len(request.draft), self._limits.max_draft))
             elif request.verified == len(tokens) != offered:  # The host cut the draft, and did not replace it.
                 request.allowed = max(1, len(tokens))
 
     def draft(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[list[int]]:
-        """Return a draft for each request of a batch.
+        """Return the tokens of a draft for each request of a batch, as `draft_trees` does for paths."""
+        return [draft.tokens.copy() for draft in self.draft_trees(texts)]
+
+    def draft_trees(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[Draft]:
+        """Return a draft for each request of a batch, a path unless the host's limits allow trees.
 
         texts: pairs of a request's id and its text, prompt and output. From the first id outside of the vocabulary on,
         such as a placeholder of a step in flight, a text is ignored, and there is no draft. Requests that were not
         started have none either, nor does the second of two with the same id.
         """
-        drafts: list[list[int]] = [[] for _ in texts]
+        drafts = [NO_DRAFT] * len(texts)
         with self.guarded():
             asked: dict[int, list[Turn]] = {}
             seen = set()
@@ -185,7 +190,7 @@ class HostSession:
                     asked.setdefault(id(request.namespace), []).append(turn)
                 else:  # The host has not run the request since it got this draft.
                     request.verified = None
-                    drafts[index] = request.draft[: turn.room]
+                    drafts[index] = request.draft.cut(turn.room)
             for turns in asked.values():
                 for turn, draft in zip(turns, self._ask(turns), strict=True):
                     drafts[turn.index] = draft
@@ -261,7 +266,7 @@ class HostSession:
         namespace.running += 1
         request.namespace, request.sequence_id = namespace, self._sequences
         request.reported, request.tail = len(prompt), list(prompt[-CHECKED:])
-        request.draft, request.verified = [], None
+        request.draft, request.verified = NO_DRAFT, None
         self._sequences += 1
 
     def _find(self, options: RequestOptions) -> Namespace | None:
@@ -283,7 +288,7 @@ class HostSession:
         is_complete = request.reported + len(added) == len(text)
         room = self._room(request, len(text)) if is_complete else 0
         verified = (request.verified or 0) if added else 0
-        accepted = common_length(request.draft[:verified], added)
+        accepted = request.draft.accepted(added, verified)
         return Turn(request, index, added, room, verified, accepted)
 
     def _room(self, request: TrackedRequest, length: int) -> int:
@@ -306,27 +311,26 @@ class HostSession:
         else:
             self._report_once("prompt changed", "a request's prompt changed while it ran; it has no more drafts")
 
-    def _ask(self, turns: list[Turn]) -> list[list[int]]:
+    def _ask(self, turns: list[Turn]) -> list[Draft]:
         """Report the progress of requests of one namespace; return their drafts."""
         try:
             namespace = turns[0].request.namespace
             assert namespace is not None
             assert namespace.drafter is not None
-            batch = namespace.drafter.draft(progress_of(turns))
+            batch = namespace.drafter.draft(progress_of(turns, self._limits.cost))
             for kind, sentence in namespace.restrictions(self._limits.max_draft).items():
                 self._report_once(kind, sentence)
         except Exception as problem:
             for turn in turns:
                 self._abandon(turn.request)
             self._fail(problem)
-            return [[] for _ in turns]
-        drafts = []
+            return [NO_DRAFT] * len(turns)
         for at, turn in enumerate(turns):
             self._commit(turn)
-            turn.request.draft = path_of(batch, at, self._limits.vocab_size)[: turn.room]
+            draft = Draft.from_batch(batch, at, self._limits.vocab_size, is_tree=self._limits.trees)
+            turn.request.draft = draft.cut(turn.room)
             self.counters.drafted += len(turn.request.draft)
-            drafts.append(turn.request.draft.copy())
-        return drafts
+        return [turn.request.draft for turn in turns]
 
     def _commit(self, turn: Turn) -> None:
         """Record that the drafter knows the tokens of a turn."""
@@ -338,7 +342,7 @@ class HostSession:
         self.counters.accepted += turn.accepted
         request.reported += len(turn.added)
         request.tail = [*request.tail, *turn.added[-CHECKED:]][-CHECKED:]
-        request.draft, request.verified = [], None
+        request.draft, request.verified = NO_DRAFT, None
 
     def _drop(self, request_id: Hashable) -> None:
         """Forget a request without learning it."""
@@ -372,7 +376,7 @@ class HostSession:
         )
 
 
-def progress_of(turns: Sequence[Turn]) -> Progress:
+def progress_of(turns: Sequence[Turn], cost: float | None) -> Progress:
     """Return the progress of requests of one namespace."""
     steps = np.array([turn.steps for turn in turns], np.uint32)
     return Progress(
@@ -381,17 +385,9 @@ def progress_of(turns: Sequence[Turn]) -> Progress:
         offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
         verified=np.array([turn.verified for turn in turns], np.uint32),
         max_draft=np.array([turn.room for turn in turns], np.uint32),
+        cost=cost,
         steps=steps if np.count_nonzero(steps > 1) else None,
     )
-
-
-def path_of(batch: DraftBatch, index: int, vocab_size: int) -> list[int]:
-    """Return the first tokens of a sequence's draft that are a path within the vocabulary."""
-    tokens, parents = batch.tokens_of(index).tolist(), batch.parents_of(index).tolist()
-    length = 0
-    while length < len(tokens) and tokens[length] < vocab_size and parents[length] == length + ROOT:
-        length += 1
-    return tokens[:length]
 
 
 def valid_prefix(tokens: Sequence[int], vocab_size: int) -> Sequence[int]:

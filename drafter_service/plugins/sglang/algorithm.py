@@ -65,11 +65,18 @@ def check_server_args(server_args: Any) -> None:
 
 
 def set_defaults(server_args: Any) -> None:
-    """Set the arguments that the host sets for its NGRAM, for a path of K nodes."""
+    """Set the arguments that the host sets for its NGRAM. Raises ValueError for trees that it cannot verify."""
     nodes = server_args.speculative_num_draft_tokens or NODES
+    width = server_args.speculative_eagle_topk or 1
+    # As the host refuses its own trees.
+    if width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":
+        raise ValueError(
+            f"--speculative-algorithm {ALGORITHM}: --speculative-eagle-topk {width} needs --page-size 1 or "
+            "--attention-backend flashinfer"
+        )
     server_args.speculative_num_draft_tokens = nodes
-    server_args.speculative_num_steps = nodes - 1
-    server_args.speculative_eagle_topk = 1
+    server_args.speculative_eagle_topk = width
+    server_args.speculative_num_steps = nodes - 1 if width == 1 else max(1, nodes // width)
     server_args.max_running_requests = server_args.max_running_requests or MAX_REQUESTS
     server_args.enable_mixed_chunk = False
     if server_args.device == "cpu":  # The host does not overlap steps there.

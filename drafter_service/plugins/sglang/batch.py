@@ -13,8 +13,8 @@ from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.session import HostSession
 
 PADDING = 0
-"""Token of the nodes beyond the draft, as for the host's NGRAM. They continue the draft as a path: children of one node
-with the same token would be accepted too often when sampling."""
+"""Token of the nodes beyond the draft, as for the host's NGRAM. They continue the draft's last node as a path: children
+of one node with the same token would be accepted too often when sampling."""
 
 
 class BatchDrafts:
@@ -28,31 +28,30 @@ class BatchDrafts:
         """The requests that the session follows. The host drops some without a word: retracted, then aborted."""
 
     def nodes(self, requests: Sequence[Any], accepted: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return the tokens of all nodes of a batch, int64 [B, K].
+        """Return the nodes of a batch, int64 [2, B, K]: their tokens, and the indices of their parents, -1 for none.
 
         accepted: tokens of each request that the host has not yet added to its output.
         """
-        texts = [
-            JoinedText(request.origin_input_ids_unpadded, request.output_ids, tokens)
-            for request, tokens in zip(requests, accepted, strict=True)
-        ]
-        nodes = np.full((len(requests), self._nodes), PADDING, np.int64)
-        nodes[:, 0] = [
+        nodes = path_nodes(len(requests), self._nodes)
+        nodes[0, :, 0] = [
             (tokens or request.output_ids or request.origin_input_ids_unpadded)[-1]
             for request, tokens in zip(requests, accepted, strict=True)
         ]
         with self._session.guarded():
             running = [
-                (at, request.rid, texts[at])
-                for at, request in enumerate(requests)
-                if not has_stopped(request, accepted[at])
+                (at, request.rid, JoinedText(request.origin_input_ids_unpadded, request.output_ids, tokens))
+                for at, (request, tokens) in enumerate(zip(requests, accepted, strict=True))
+                if not has_stopped(request, tokens)
             ]
             for at, _, _ in running:
                 self._follow(requests[at])
-            drafts = self._session.draft([(rid, text) for _, rid, text in running])
+            drafts = self._session.draft_trees([(rid, text) for _, rid, text in running])
             for (at, rid, _), draft in zip(running, drafts, strict=True):
-                self._session.schedule(rid, draft)
-                nodes[at, 1 : 1 + len(draft)] = draft
+                self._session.schedule(rid, draft.tokens)
+                end = 1 + len(draft)
+                nodes[0, at, 1:end] = draft.tokens
+                nodes[1, at, 1:end] = draft.parents
+                nodes[1, at, 1:end] += 1  # The first node is the last committed token.
         return nodes
 
     def finish(self, rid: str) -> None:
@@ -138,6 +137,23 @@ def accepted_tokens(batch: Any, is_overlapped: bool) -> list[list[int]]:
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
-def path_mask(batch: int, nodes: int) -> np.ndarray:
-    """Return which nodes are ancestors of each node of a path, and itself: bool [batch * nodes * nodes]."""
-    return np.tile(np.tri(nodes, dtype=bool).reshape(-1), batch)
+def path_nodes(batch: int, nodes: int) -> np.ndarray:
+    """Return nodes that are paths of padding, int64 [2, batch, nodes]."""
+    paths = np.full((2, batch, nodes), PADDING, np.int64)
+    paths[1] = np.arange(-1, nodes - 1)
+    return paths
+
+
+def ancestors(parents: np.ndarray) -> np.ndarray:
+    """Return which nodes are ancestors of each node or the node itself, bool [B * K * K], from parents int64 [B, K].
+
+    Parents come before their children, and the first node has none.
+    """
+    batch, nodes = parents.shape
+    mask = np.zeros((batch, nodes, nodes), bool)
+    rows = np.arange(batch)
+    mask[:, 0, 0] = True
+    for node in range(1, nodes):
+        mask[:, node] = mask[rows, parents[:, node]]
+        mask[:, node, node] = True
+    return mask.reshape(-1)

@@ -10,10 +10,13 @@ import numpy as np
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import identity_of, settings_from_environment
-from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, path_mask
+from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, ancestors, path_nodes
 
 LOG = logging.getLogger("sglang.srt.ssd_drafter")
 """Below the host's loggers, so that its handlers and its level apply."""
+
+COST_OF_A_NODE = 0.001
+"""Cost of verifying one more token, as a fraction of a step: nearly none, because the host verifies padding instead."""
 
 
 def worker_class() -> type:
@@ -33,17 +36,19 @@ def worker_class() -> type:
             self._ssd_drafts: BatchDrafts | None = None
             # A late answer must not make ranks verify different drafts, so one of them drafts for all.
             if self._ssd_group.rank_in_group == 0:
-                session = open_session(self.server_args, self.model_runner.model_config, self.draft_token_num)
+                limits = limits_of(self.model_runner.model_config, self.draft_token_num, self.topk)
+                session = open_session(self.server_args, limits)
                 self._ssd_drafts = BatchDrafts(session, self.draft_token_num)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
             """Return the tokens int64 [batch * K] and the ancestors bool [batch * K * K] of all nodes."""
-            nodes = np.zeros((len(batch.reqs), self.draft_token_num), np.int64)
+            nodes = path_nodes(len(batch.reqs), self.draft_token_num)
             if self._ssd_drafts is not None:
                 nodes = self._ssd_drafts.nodes(batch.reqs, accepted_tokens(batch, self.enable_overlap))
             if self._ssd_group.world_size > 1:
                 broadcast(nodes, self._ssd_group)
-            return nodes.reshape(-1), path_mask(len(nodes), self.draft_token_num)
+            tokens, parents = nodes
+            return tokens.reshape(-1), ancestors(parents)
 
         def _update_ngram_corpus(self, batch: Any) -> None:
             """Do nothing: the drafter learns from the texts in `_prepare_draft_tokens`."""
@@ -69,12 +74,17 @@ class NoCorpus:
         """Do nothing. Requests that left the batch may have been retracted; they have not ended."""
 
 
-def open_session(server_args: Any, model_config: Any, nodes: int) -> HostSession:
-    """Open the session of a scheduler; the connection is opened by its first request."""
-    identity = identity_of(
-        server_args.model_path, model_config.vocab_size, warn, revision=getattr(server_args, "revision", None) or ""
+def limits_of(model_config: Any, nodes: int, width: int) -> HostLimits:
+    """Return the limits of drafts of K nodes. width: maximum number of children of a node, 1 for paths."""
+    return HostLimits(
+        nodes - 1, model_config.vocab_size, model_config.context_len, trees=width > 1, cost=COST_OF_A_NODE
     )
-    limits = HostLimits(nodes - 1, model_config.vocab_size, model_config.context_len)
+
+
+def open_session(server_args: Any, limits: HostLimits) -> HostSession:
+    """Open the session of a scheduler; the connection is opened by its first request."""
+    revision = getattr(server_args, "revision", None) or ""
+    identity = identity_of(server_args.model_path, limits.vocab_size, warn, revision=revision)
     return HostSession(settings_from_environment(identity), limits, warn)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drafter_service.plugins.namespaces import DrafterSettings
-from drafter_service.plugins.options import End
+from drafter_service.plugins.options import End, HostLimits
 from drafter_service.plugins.sglang.algorithm import TESTED
 from drafter_service.plugins.sglang.worker import open_session
 from tests.drafter_service.plugins import signatures
@@ -86,6 +86,7 @@ def test_arguments_are_completed(algorithm):
     assert view.disable_overlap_schedule
     view = resolved(server_args(speculative_num_draft_tokens=20, max_running_requests=7))
     assert (view.speculative_num_draft_tokens, view.speculative_num_steps, view.max_running_requests) == (20, 19, 7)
+    assert resolved(server_args(speculative_eagle_topk=4)).speculative_eagle_topk == 4
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ def test_arguments_are_completed(algorithm):
         ({"pp_size": 2}, "pipeline-parallel"),
         ({"enable_dp_attention": True}, "dp-attention"),
         ({"speculative_ngram_external_corpus_path": "x"}, "ssd-drafter warm"),
+        ({"speculative_eagle_topk": 4, "page_size": 16, "attention_backend": "triton"}, "needs --page-size 1"),
     ],
 )
 def test_arguments_that_are_not_supported_are_refused(algorithm, arguments, reason):
@@ -129,17 +131,17 @@ def plain(prompt, max_tokens, stop=STOP):
 class Server:
     """The host's worker and requests, and a scheduler that may process the results of a step after the next one."""
 
-    def __init__(self, monkeypatch, worker_class, is_overlapped):
+    def __init__(self, monkeypatch, worker_class, is_overlapped, width):
         from sglang.srt.speculative import ngram_worker
 
         self.is_overlapped, self.requests, self.finished = is_overlapped, {}, []
-        self.steps = 0
+        self.steps = self.branches = 0
         spec = SimpleNamespace(
             **{f"speculative_ngram_{name}": None for name in ("min_bfs_breadth", "max_bfs_breadth", "match_type")},
             **{f"speculative_ngram_{name}": None for name in ("capacity", "max_trie_depth", "external_sam_budget")},
             **{f"speculative_ngram_external_corpus_{name}": None for name in ("max_tokens", "path")},
             speculative_num_draft_tokens=NODES,
-            speculative_eagle_topk=1,
+            speculative_eagle_topk=width,
             speculative_num_steps=NODES - 1,
         )
         schedule = SimpleNamespace(disable_overlap_schedule=not is_overlapped, page_size=1)
@@ -256,9 +258,10 @@ class Server:
         accept_lens = torch.zeros(size, dtype=torch.int32)
         for at, text in enumerate(batch.texts):
             assert tokens[at][0] == text[-1]
-            assert verify_input.positions[at * NODES : (at + 1) * NODES].tolist() == [
-                len(text) - 1 + depth for depth in range(NODES)
-            ]
+            depths = depths_of(children[at], siblings[at])
+            positions = verify_input.positions[at * NODES : (at + 1) * NODES].tolist()
+            assert positions == [len(text) - 1 + depths[node] for node in range(NODES)]
+            self.branches += len(set(depths.values())) < NODES
             node, text = 0, list(text)
             while node != -1:
                 predict[at * NODES + node] = wanted = target(text)
@@ -269,6 +272,17 @@ class Server:
                 while node != -1 and tokens[at][node] != wanted:
                     node = siblings[at][node]
         return predict, accept_lens, accept_index
+
+
+def depths_of(children, siblings):
+    """Return the depth of each node that the links reach, by node."""
+    depths, open_nodes = {}, [(0, 0)]
+    while open_nodes:
+        node, depth = open_nodes.pop()
+        if node != -1:
+            depths[node] = depth
+            open_nodes += [(children[node], depth + 1), (siblings[node], depth)]
+    return depths
 
 
 def logits():
@@ -285,13 +299,13 @@ def reconstruct(mask, lengths, positions, index, next_token, next_sibling, size,
     positions[:] = (torch.from_numpy(tree).sum(-1) - 1 + lengths[:, None]).flatten()
 
 
-@pytest.fixture(params=[False, True], ids=["synchronous", "overlapped"])
+@pytest.fixture(params=[(False, 1), (True, 1), (True, 4)], ids=["synchronous", "overlapped", "trees"])
 def host(request, algorithm, monkeypatch):
     from sglang.srt.runtime_context import get_parallel
 
     worker_class = algorithm.create_worker(SimpleNamespace(disable_overlap_schedule=True))
     with get_parallel().override(tp_group=SimpleNamespace(rank_in_group=0, world_size=1)):
-        server = Server(monkeypatch, worker_class, request.param)
+        server = Server(monkeypatch, worker_class, *request.param)
     yield server
     assert server.session.counters.failures == 0
     server.session.close()
@@ -310,6 +324,7 @@ def test_outputs_are_those_without_drafts(host):
         steps.append(host.steps - before)
         host.session._namespaces.find("", "").drafter.corpus.refresh()
     assert steps[1] < steps[0] < 30
+    assert (host.branches > 0) == (host.worker.topk > 1)
     assert not any(rid in host.session for rid in PROMPTS)
 
 
@@ -385,7 +400,6 @@ def test_options_of_a_request(host):
 
 def test_the_default_settings_are_those_of_the_sidecar(monkeypatch):
     monkeypatch.delenv("SSD_PLUGIN", raising=False)
-    model = SimpleNamespace(vocab_size=VOCAB_SIZE, context_len=4096)
-    session = open_session(SimpleNamespace(model_path="dummy", revision=None), model, NODES)
+    session = open_session(SimpleNamespace(model_path="dummy", revision=None), HostLimits(NODES, VOCAB_SIZE))
     assert session._namespaces._settings.ssd == DrafterSettings().ssd
     session.close()

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import drafter_service
+from drafter_service.plugins.draft import Draft
 from drafter_service.plugins.namespaces import DrafterSettings
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.sglang import algorithm, worker
-from drafter_service.plugins.sglang.batch import BatchDrafts, JoinedText, accepted_tokens, options_of
+from drafter_service.plugins.sglang.batch import BatchDrafts, JoinedText, accepted_tokens, ancestors, options_of
 from tests.drafter_service.plugins import signatures
 
 NODES = 5
@@ -71,7 +72,7 @@ def host(monkeypatch):
 
     def initialize(self, server_args, gpu_id, nccl_port, target_worker):
         self.server_args, self.model_runner = server_args, target_worker.model_runner
-        self.draft_token_num, self.enable_overlap = NODES, False
+        self.draft_token_num, self.enable_overlap, self.topk = NODES, False, 1
 
     monkeypatch.setattr(NGRAMWorker, "__init__", initialize)
     monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
@@ -185,10 +186,54 @@ def test_tokens_of_the_step_before_are_read_with_overlap():
 
 def test_padding_is_not_counted_as_verified(session, drafts):
     request = Request(max_new_tokens=3)
-    assert drafts.nodes([request], [[]]).tolist() == [[2, 3, 1, 0, 0]]
+    assert drafts.nodes([request], [[]])[0].tolist() == [[2, 3, 1, 0, 0]]
     request.output_ids.extend([3, 4])
-    assert drafts.nodes([request], [[]]).tolist() == [[4, 0, 0, 0, 0]]
+    assert drafts.nodes([request], [[]])[0].tolist() == [[4, 0, 0, 0, 0]]
     assert (session.counters.drafted, session.counters.verified, session.counters.accepted) == (2, 2, 1)
+
+
+def test_a_tree_is_padded_after_its_last_node(session, drafts, monkeypatch):
+    tree = Draft([5, 6, 7], [-1, -1, 1])
+    monkeypatch.setattr(session, "draft_trees", lambda texts: [tree])
+    tokens, parents = drafts.nodes([Request()], [[]])
+    assert tokens.tolist() == [[2, 5, 6, 7, 0]]
+    assert parents.tolist() == [[-1, 0, 0, 2, 3]]
+    assert ancestors(parents).reshape(NODES, NODES).astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 0, 1, 1, 0],
+        [1, 0, 1, 1, 1],
+    ]
+
+
+def test_accepted_branches_of_trees_are_counted():
+    """A target that continues a text in two ways: the drafts have both."""
+    session = HostSession(DrafterSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50, trees=True), print)
+    drafts = BatchDrafts(session, NODES)
+    turns = ([7, 8, 9], [7, 20, 21])
+    committed = 0
+    for rid in range(6):
+        request = Request(str(rid), [30 + rid, 7], max_new_tokens=11)
+        expected = [7, *turns[rid % 2][1:]] * 4
+        while len(request.output_ids) < len(expected) - 1:
+            tokens, parents = (row[0].tolist() for row in drafts.nodes([request], [[]]))
+            node = 0
+            while node is not None:
+                request.output_ids.append(expected[len(request.output_ids) + 1])
+                children = [child for child in range(NODES) if parents[child] == node]
+                node = next((child for child in children if tokens[child] == request.output_ids[-1]), None)
+                if len(request.output_ids) == len(expected) - 1:
+                    break
+        request.output_ids_through_stop = request.output_ids
+        drafts.finish(request.rid)
+        committed += len(request.output_ids)
+        session._namespaces.find("", "").drafter.corpus.refresh()
+    counters = session.counters
+    assert counters.accepted + counters.steps == committed
+    assert counters.accepted > counters.steps
+    assert counters.failures == 0
+    session.close()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"stop_token_ids": {41}}, {"ignore_eos": True}])
@@ -196,14 +241,14 @@ def test_no_drafts_after_a_stop_token(session, drafts, sampling):
     stop = 41 if "stop_token_ids" in sampling else 40
     request = Request(**sampling)
     nodes = drafts.nodes([request], [[3, stop, 1]])
-    assert nodes[0, 0] == 1
+    assert nodes[0, 0, 0] == 1
     assert ("a" in session) == ("ignore_eos" in sampling)
 
 
 def test_a_request_of_the_same_id_is_a_new_one(session, drafts):
     requests = [Request(), Request(prompt=[5, 6, 5])]
     drafts.nodes(requests[:1], [[]])
-    assert drafts.nodes(requests[1:], [[]])[0, :2].tolist() == [5, 6]
+    assert drafts.nodes(requests[1:], [[]])[0, 0, :2].tolist() == [5, 6]
     assert not session.reports
 
 
@@ -211,7 +256,7 @@ def test_a_failure_costs_drafts_and_is_reported_once(session, drafts):
     broken = Request()
     del broken.lora_id
     for _ in range(2):
-        assert drafts.nodes([broken], [[7]]).tolist() == [[7, 0, 0, 0, 0]]
+        assert drafts.nodes([broken], [[7]])[0].tolist() == [[7, 0, 0, 0, 0]]
     assert session.counters.failures == 1
     assert len(session.reports) == 1
     assert "AttributeError at batch.py" in session.reports[0]
