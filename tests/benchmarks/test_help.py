@@ -6,6 +6,7 @@ import sys
 BENCHMARKS = (
     "contention",
     "engine",
+    "hosts",
     "index",
     "late_drafts",
     "replay",

@@ -1,0 +1,137 @@
+"""The plug-in in a real vLLM, with the shipped model, on a CPU: `make hosts`."""
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.drafter_service.plugins.vllm import fake_vllm
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; `make hosts` runs these tests", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 600
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run(name, folder):
+    """Run a scenario; return its results, and its log as "log"."""
+    file = folder / f"{name}.json"
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.hosts.vllm_scenarios", name, file],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert file.exists(), process.stdout[-5000:]
+    lines = [line for line in process.stdout.splitlines() if "ssd-drafter:" in line and "WARNING" in line]
+    return {**json.loads(file.read_text()), "log": lines}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return run("plain", folder)
+
+
+def test_outputs_are_identical_and_both_sides_count_alike(plain, folder):
+    result = run("drafts", folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["stopped"] == plain["stopped"]
+    counters, host = result["counters"], result["host_counters"]
+    assert counters["failures"] == 0
+    assert result["log"] == []
+    # vLLM also counts accepted tokens beyond max_tokens, which are not part of the output.
+    assert counters["accepted"] <= host["spec_decode_num_accepted_tokens"]
+    assert counters["accepted"] > 0.7 * 2 * 20 * 128
+    assert counters["verified"] <= host["spec_decode_num_draft_tokens"]
+    (namespace,) = result["report"]["namespaces"]
+    assert namespace["drafting"]["accepted"] >= counters["accepted"]
+
+
+def test_aborted_requests_leave_the_others_alone(plain, folder):
+    result = run("aborts", folder)
+    for at, (output, wanted) in enumerate(zip(result["outputs"], plain["outputs"], strict=True)):
+        assert output == (None if at % 3 == 0 else wanted)
+    assert (result["running"], result["failures"]) == (0, 0)
+
+
+def test_chunked_prefill_prefix_caching_and_preemption(plain, folder):
+    result = run("small_cache", folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["preemptions"] > 0
+    assert result["cached"] > 0
+    assert result["counters"]["accepted"] > 0
+    assert result["counters"]["failures"] == 0
+
+
+def test_drafts_of_32_tokens(plain, folder):
+    result = run("long_drafts", folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["accepted_at_last_position"] > 0
+
+
+def test_a_drafter_that_is_always_wrong_changes_nothing(plain, folder):
+    result = run("wrong_drafts", folder)
+    assert result["outputs"] == [plain["outputs"]]
+    assert result["host_drafted"] > 0
+    assert result["verified"] <= 0.05 * result["host_drafted"]
+
+
+def test_a_killed_sidecar_costs_drafts_only(plain, folder):
+    result = run("lost_sidecar", folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["late_twice"] == 0
+    assert result["accepted_after"] > 0
+    assert len(result["log"]) == 1
+
+
+def test_a_sidecar_may_be_started_later(plain, folder):
+    result = run("no_sidecar", folder)
+    assert result["outputs"] == [plain["outputs"][:5]] * 3
+    assert result["counters"]["accepted"] > 0
+    assert len(result["log"]) == 1
+
+
+def test_tensor_parallel_workers_verify_the_same_drafts(plain, folder):
+    result = run("two_ranks", folder)
+    assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["host_accepted"] > 0
+
+
+def test_the_fake_has_the_signatures_and_names_of_vllm():
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request, RequestStatus
+
+    for name in ("schedule", "update_draft_token_ids", "_free_request", "shutdown"):
+        fake, real = (inspect.signature(getattr(each, name)) for each in (fake_vllm.FakeScheduler, Scheduler))
+        assert list(fake.parameters) == list(real.parameters)
+    assert set(SchedulerOutput.__dataclass_fields__) >= fake_vllm.OUTPUT_ATTRIBUTES
+    assert [status.name for status in RequestStatus if status > RequestStatus.PREEMPTED] == [
+        status.name for status in fake_vllm.RequestStatus if status > fake_vllm.RequestStatus.PREEMPTED
+    ]
+    source = inspect.getsource(Request)
+    missing = [
+        name for name in fake_vllm.REQUEST_ATTRIBUTES if f"self.{name}" not in source and f"def {name}" not in source
+    ]
+    assert not missing

@@ -1,0 +1,270 @@
+"""What the tests do with a real vLLM; each scenario runs in a process of its own, because a process has one engine.
+
+    python -m tests.hosts.vllm_scenarios NAME FILE
+
+writes the results of a scenario to a file, as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+FOLDER = Path(__file__).parents[2] / "engine" / "models" / "assets" / "stdlib-7m"
+PROMPTS = 20
+MAX_TOKENS = 128
+STOP = ["\n\n", "self."]
+DEADLINE_S = 0.5
+
+
+def prompts():
+    lines = (FOLDER / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@contextmanager
+def sidecar(address, max_draft=16):
+    """Run a sidecar; yield its process."""
+    from tests.servers import served
+
+    with served(
+        "--listen", address, "--capacity", "200k", "--refresh-interval", "0.01", "--max-draft", str(max_draft)
+    ) as process:
+        yield process
+
+
+@contextmanager
+def socket():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        address = f"unix:{folder}/drafter.sock"
+        os.environ["SSD_PLUGIN"] = json.dumps({"ssd": address, "deadline_s": DEADLINE_S})
+        yield address
+
+
+@contextmanager
+def engine(drafts=None, **options):
+    """Run an engine, with the plug-in if `drafts` is a number of draft tokens; yield it."""
+    from vllm import LLM
+
+    if drafts is not None:
+        options["scheduler_cls"] = "drafter_service.plugins.vllm.Scheduler"
+        options["speculative_config"] = {
+            "method": "custom_class",
+            "model": "drafter_service.plugins.vllm.NullProposer",
+            "num_speculative_tokens": drafts,
+        }
+    llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, max_model_len=1024, disable_log_stats=False, **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def generate(llm, texts, *, at_once=False, **params):
+    """Return the completions of prompts, one request at a time or in one batch."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **params})
+    batches = [texts] if at_once else [[text] for text in texts]
+    return [completion.outputs[0] for batch in batches for completion in llm.generate(batch, sampling, use_tqdm=False)]
+
+
+def tokens(completions):
+    return [list(completion.token_ids) for completion in completions]
+
+
+def counters(llm):
+    """Return vLLM's own counters by name, without prefix."""
+    return {
+        metric.name.removeprefix("vllm:"): getattr(metric, "value", None) or getattr(metric, "values", None)
+        for metric in llm.get_metrics()
+    }
+
+
+def session_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler._session
+
+
+@contextmanager
+def replaced_draft(draft):
+    """Replace `HostSession.draft` by a function of it and its arguments."""
+    # vLLM for CPUs fails to start if numba was imported before.
+    from drafter_service.plugins.session import HostSession
+
+    drafted = HostSession.draft
+    with mock.patch.object(HostSession, "draft", lambda *arguments: draft(drafted, *arguments)):
+        yield
+
+
+def wait_for_connection(llm):
+    drafter = session_of(llm)._namespaces.find("", "").drafter
+    until = time.monotonic() + 30
+    while drafter.lost is not None and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def plain():
+    with engine() as llm:
+        return {
+            "outputs": tokens(generate(llm, prompts())),
+            "stopped": [completion.text for completion in generate(llm, prompts(), stop=STOP)],
+        }
+
+
+def drafts():
+    with socket() as address, sidecar(address), engine(8) as llm:
+        outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
+        counted = dict(vars(session_of(llm).counters))
+        host_counters = counters(llm)
+        return {
+            "outputs": outputs,
+            "counters": counted,
+            "host_counters": {name: value for name, value in host_counters.items() if name.startswith("spec_decode")},
+            "stopped": [completion.text for completion in generate(llm, prompts(), stop=STOP)],
+            "report": report(address),
+        }
+
+
+def report(address):
+    """Return the report of a sidecar."""
+    command = [sys.executable, "-m", "drafter_service.commands.main", "report", "--address", address, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+
+def aborts():
+    """Abort some requests of a batch while they run; return the outputs of the others."""
+    from vllm import SamplingParams
+
+    with socket() as address, sidecar(address), engine(8) as llm:
+        core = llm.llm_engine
+        for at, prompt in enumerate(prompts()):
+            core.add_request(str(at), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        finished, steps = {}, 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == 4:
+                core.abort_request([str(at) for at in range(0, PROMPTS, 3)])
+        return {
+            "outputs": [finished.get(str(at)) for at in range(PROMPTS)],
+            "running": len(session_of(llm)._requests),
+            "failures": session_of(llm).counters.failures,
+        }
+
+
+def small_cache():
+    """Run a batch with chunked prefill, a prefix cache, and too few blocks, so that requests are preempted."""
+    options = {"block_size": 32, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    with socket() as address, sidecar(address), engine(8, enable_prefix_caching=True, **options) as llm:
+        outputs = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
+        counted = counters(llm)
+        return {
+            "outputs": outputs,
+            "preemptions": counted["num_preemptions"],
+            "cached": counted["prefix_cache_hits"],
+            "counters": vars(session_of(llm).counters),
+        }
+
+
+def long_drafts():
+    with socket() as address, sidecar(address, 32), engine(32) as llm:
+        outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
+        per_position = counters(llm)["spec_decode_num_accepted_tokens_per_pos"]
+        return {"outputs": outputs, "accepted_at_last_position": per_position[31]}
+
+
+def wrong_drafts():
+    """Replace all drafts by other tokens of the vocabulary."""
+
+    def draft_wrongly(drafted, session, texts):
+        return [[(token + 1) % 4096 for token in draft] for draft in drafted(session, texts)]
+
+    with socket() as address, sidecar(address), engine(8) as llm, replaced_draft(draft_wrongly):
+        outputs = tokens(generate(llm, prompts()))
+        return {
+            "outputs": [outputs],
+            "verified": session_of(llm).counters.verified,
+            "host_drafted": counters(llm)["spec_decode_num_draft_tokens"],
+        }
+
+
+def lost_sidecar():
+    """Kill the sidecar in the middle of a batch, and start it again before the next."""
+    waits, to_kill = [], []
+
+    def timed(drafted, session, texts):
+        began = time.perf_counter()
+        drafts = drafted(session, texts)
+        waits.append(time.perf_counter() - began)
+        if len(waits) == 10:
+            to_kill[0].kill()
+        return drafts
+
+    with socket() as address:
+        outputs = []
+        first = sidecar(address)
+        to_kill.append(first.__enter__())
+        with engine(8) as llm, replaced_draft(timed):
+            outputs.append(tokens(generate(llm, prompts(), at_once=True)))
+            first.__exit__(None, None, None)
+            with sidecar(address):
+                wait_for_connection(llm)
+                before = session_of(llm).counters.accepted
+                outputs.append(tokens(generate(llm, prompts(), at_once=True)))
+                accepted = session_of(llm).counters.accepted - before
+                session_of(llm).close()
+    late = [wait > 0.8 * DEADLINE_S for wait in waits]
+    return {
+        "outputs": outputs,
+        "accepted_after": accepted,
+        "late_twice": sum(one and other for one, other in itertools.pairwise(late)),
+    }
+
+
+def no_sidecar():
+    """Start without a sidecar, which is started later."""
+    with socket() as address, engine(8) as llm:
+        outputs = [tokens(generate(llm, prompts()[:5]))]
+        with sidecar(address):
+            wait_for_connection(llm)
+            outputs += [tokens(generate(llm, prompts()[:5])) for _ in range(2)]
+            session_of(llm).close()
+        return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
+
+
+def two_ranks():
+    """Run with two tensor-parallel workers, in processes of their own."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
+    with socket() as address, sidecar(address), engine(8, tensor_parallel_size=2) as llm:
+        outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
+        return {"outputs": outputs, "host_accepted": counters(llm)["spec_decode_num_accepted_tokens"]}
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        plain,
+        drafts,
+        aborts,
+        small_cache,
+        long_drafts,
+        wrong_drafts,
+        lost_sidecar,
+        no_sidecar,
+        two_ranks,
+    )
+}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(SCENARIOS[sys.argv[1]]()))
