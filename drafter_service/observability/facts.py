@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ssd.stats import Stats
-
 if TYPE_CHECKING:
-    # Clients import this module and should not have to load pydantic.
+    # Clients import this module and should not have to load pydantic and numba.
     from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
+    from ssd.stats import Stats
 
 MAX_SAMPLES = 512
 BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(41))

@@ -61,7 +61,8 @@ def engine(drafts=None, **options):
             "model": "drafter_service.plugins.vllm.NullProposer",
             "num_speculative_tokens": drafts,
         }
-    llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, max_model_len=1024, disable_log_stats=False, **options)
+    options = {"max_model_len": 1024, **options}
+    llm = LLM(str(FOLDER), dtype="float32", enforce_eager=True, disable_log_stats=False, **options)
     try:
         yield llm
     finally:
@@ -84,7 +85,9 @@ def tokens(completions):
 def counters(llm):
     """Return vLLM's own counters by name, without prefix."""
     return {
-        metric.name.removeprefix("vllm:"): getattr(metric, "value", None) or getattr(metric, "values", None)
+        metric.name.removeprefix("vllm:"): metric.values
+        if hasattr(metric, "values")
+        else getattr(metric, "value", None)
         for metric in llm.get_metrics()
     }
 
@@ -164,7 +167,8 @@ def aborts():
 
 def small_cache():
     """Run a batch with chunked prefill, a prefix cache, and too few blocks, so that requests are preempted."""
-    options = {"block_size": 32, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    options = {"max_model_len": 512, "block_size": 32, "num_gpu_blocks_override": 20}
+    options |= {"max_num_batched_tokens": 128, "max_num_seqs": 16}
     with socket() as address, sidecar(address), engine(8, enable_prefix_caching=True, **options) as llm:
         outputs = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
         counted = counters(llm)
