@@ -135,6 +135,15 @@ class Engine:
         """The CUDA graphs that were captured when the engine was built."""
         return Captured(0, 0.0) if self._graph is None else self._graph.grid.captured
 
+    def device_drafting_s(self, sequences: int) -> float | None:
+        """Measure the seconds that drafting adds to a step of `sequences` sequences, while no request runs.
+
+        Returns None if the host drafts: then the drafting is part of each `StepReport.times`.
+        """
+        if self._graph is None or self._graph.chain is None:
+            return None
+        return self._graph.grid.drafting_s(sequences)
+
     def add(self, request: Request) -> int:
         """Queue a request and return the id of its completion. Raises UserError for a request that cannot run."""
         return self._queue(request).sequence_id

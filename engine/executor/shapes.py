@@ -15,7 +15,7 @@ from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
-from engine.speculation.step_cost import PaddedCost, StepCost
+from engine.speculation.step_cost import PaddedCost, StepCost, fastest
 
 MIN_DRAFT_ROWS = 4
 """Smallest number of draft rows of a step with drafts: a step of 5 tokens takes as long as one of 2."""
@@ -127,12 +127,22 @@ class StepGrid:
     def measure(self) -> PaddedCost:
         """Measure the cost of steps that do not draft, by running steps without sequences."""
         shapes = {rows: sequences for sequences, rows in self.shapes if rows == sequences or not self._drafts}
-        nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
 
         def run(rows: int, _sequences: int) -> None:
-            self.step_of(shapes[rows], rows).run(nothing, self.greedy).read()
+            self._run_empty((shapes[rows], rows), self.greedy)
 
         return PaddedCost(StepCost.measured(run, sorted(shapes)), self.padded_rows)
+
+    def drafting_s(self, sequences: int) -> float:
+        """Measure the seconds that drafting on the device adds to a step in which all of `sequences` have drafts."""
+        shape = self.shape_for(sequences, sequences * (1 + self._max_draft))
+        plain, drafting = self.greedy, self.greedy._replace(drafts=True)
+        return max(0.0, fastest(self._run_empty, shape, drafting) - fastest(self._run_empty, shape, plain))
+
+    def _run_empty(self, shape: tuple[int, int], kind: Kind) -> None:
+        """Run a step without sequences and wait for it."""
+        nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
+        self.step_of(*shape).run(nothing, kind).read()
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:
         """Return the step of a shape."""

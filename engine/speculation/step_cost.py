@@ -65,10 +65,10 @@ class StepCost:
         began = perf_counter()
         while len(measured) < len(sizes) and (len(measured) < 2 or perf_counter() - began < MEASURING_S):
             measured.append(sizes[len(measured)])
-            seconds.append(_fastest(run, measured[-1], 1))
+            seconds.append(fastest(run, measured[-1], 1))
         many = min(sequences, MANY_SEQUENCES)
         of_one = float(cls(measured, seconds).seconds(many, 1))
-        per_sequence = (_fastest(run, 1, many) - of_one) / (many - 1) if many > 1 else 0.0
+        per_sequence = (fastest(run, 1, many) - of_one) / (many - 1) if many > 1 else 0.0
         return cls(measured, seconds, per_sequence)
 
     def seconds(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
@@ -118,10 +118,11 @@ class PaddedCost:
         return self._cost.of_one_more(tokens, sequences)
 
 
-def _fastest(run: Callable[[int, int], object], tokens: int, sequences: int) -> float:
-    fastest = float("inf")
+def fastest(run: Callable[..., object], *arguments: object) -> float:
+    """Return the duration of the fastest of a few calls of `run`, in seconds."""
+    found = float("inf")
     for _ in range(REPEATS):
         began = perf_counter()
-        run(tokens, sequences)
-        fastest = min(fastest, perf_counter() - began)
-    return fastest
+        run(*arguments)
+        found = min(found, perf_counter() - began)
+    return found

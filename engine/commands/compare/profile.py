@@ -101,6 +101,9 @@ def measure_drafters(
 
 
 def _drafting_s(engine: Engine, sequences: int) -> float:
+    on_device = engine.device_drafting_s(sequences)
+    if on_device is not None:
+        return on_device
     rng = np.random.default_rng(0)
     room = engine.model.max_positions - STEPS * (1 + engine.max_draft) - 1
     prompts = rng.integers(engine.model.vocab_size, size=(sequences, max(1, min(PROMPT_TOKENS, room))), dtype=np.uint32)

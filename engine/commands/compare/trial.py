@@ -136,6 +136,9 @@ class Trial:
             for group in groups(requests, condition.concurrency):
                 outputs += run_group(engine, group, self.workload.max_tokens, observe)
                 self.advance(row.name, len(group))
+            on_device = engine.device_drafting_s(condition.concurrency)
+        if on_device is not None:
+            return Counted(outputs, median(each.total for each in times) - on_device, on_device)
         return Counted(outputs, median(each.total - each.draft for each in times), median(each.draft for each in times))
 
     def _alternate(

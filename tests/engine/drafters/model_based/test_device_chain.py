@@ -176,6 +176,17 @@ def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, tem
     assert recorder.are_right(head, model)
 
 
+def test_the_time_of_drafting_is_that_of_the_same_step_without_it(model, monkeypatch):
+    engine, head = engine_of(model, "mtp", 1)
+    passes, forward = [], type(head).forward
+    monkeypatch.setattr(type(head), "forward", lambda *arguments: (passes.append(0), forward(*arguments))[1])
+    # A clock that advances with each pass of the head.
+    monkeypatch.setattr("engine.speculation.step_cost.perf_counter", lambda: len(passes) / 4)
+    assert engine.device_drafting_s(3) == DEPTH / 4
+    engine._graph = None
+    assert engine.device_drafting_s(3) is None
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain, temperature):
     """The steps still run on the graph executor."""
