@@ -46,6 +46,8 @@ class DeviceBudget:
         """Durations of the last steps that drafted, as multiples of the measured ones of plain steps."""
         self._sum = PROBE
         """Sum of gains, in durations of plain steps."""
+        self._run = PROBE
+        """The same since drafting was last started, without the first steps, which write slots that were left."""
         self._is_stopped = True
         self._steps = 0
         """Number of consecutive steps of the current kind."""
@@ -79,8 +81,10 @@ class DeviceBudget:
             duration = min(duration, MAX_DEVIATION * median(self._drafting))
         gain = tokens - duration / median(self._plain)
         self._sum = min(max(self._sum + gain, -MAX_DEBT), MAX_GAIN)
+        if self._steps >= CATCH_UP_STEPS:
+            self._run = min(self._run + gain, MAX_GAIN)
         self._steps += 1
-        if self._sum < 0 or self._steps >= DRAFTING_STEPS:
+        if max(self._sum, self._run) < 0 or self._steps >= DRAFTING_STEPS:
             self._is_stopped, self._steps = True, 0
 
     def _record_plain(self, duration: float) -> None:
@@ -90,4 +94,4 @@ class DeviceBudget:
         self._sum = max(self._sum, min(self._sum + MAX_LOSS, PROBE))
         self._steps += 1
         if self._steps >= PLAIN_STEPS and self._sum >= PROBE:
-            self._is_stopped, self._steps = False, 0
+            self._is_stopped, self._steps, self._run = False, 0, PROBE

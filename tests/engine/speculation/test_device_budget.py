@@ -21,9 +21,10 @@ class Device:
         self._in_flight = [None] * in_flight
         self._rng = np.random.default_rng(seed)
 
-    def run(self, steps, *, step_s, accepted, wants=True, disturbed=0.0):
+    def run(self, steps, *, step_s, accepted, wants=True, disturbed=0.0, catch_up=0):
         """step_s: duration of a step that drafts. accepted: mean number of accepted tokens of a draft. disturbed:
-        fraction of steps that take longer by ten plain steps.
+        fraction of steps that take longer by ten plain steps. catch_up: time to write the slots that plain steps left,
+        in plain steps.
         """
         for _ in range(steps):
             asked = wants and not self.budget.is_backing_off
@@ -35,6 +36,8 @@ class Device:
             self._in_flight.append((plan, tokens))
             committed = self._in_flight.pop(0)
             seconds = step_s if asked else PLAIN_S
+            if asked and self.asked[-2:-1] != [True]:
+                seconds += catch_up * PLAIN_S
             if self._rng.random() < disturbed:
                 seconds += 10 * PLAIN_S
             self.seconds += seconds
@@ -65,6 +68,15 @@ def test_a_drafter_that_pays_is_not_stopped(cost, accepted):
     assert device.speed > 0.97 * (1 + accepted) / cost
     # Plain steps are run now and then, so that their duration stays known.
     assert device.asked[-DRAFTING_STEPS - 20 :].count(False) > 0
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_the_time_to_catch_up_counts_but_does_not_end_the_trial(in_flight):
+    paying, useless = Device(in_flight=in_flight), Device(in_flight=in_flight)
+    paying.run(4000, step_s=1.5 * PLAIN_S, accepted=1, catch_up=40)
+    assert np.mean(paying.asked) > 0.9
+    useless.run(20_000, step_s=1.5 * PLAIN_S, accepted=0.2, catch_up=40)
+    assert 0.97 < useless.speed < 1
 
 
 def test_disturbed_steps_do_not_stop_a_drafter_that_pays():
