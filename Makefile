@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-bench gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-conformance hosts-bench gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,26 @@ HOSTS_PIP := $(HOSTS)/bin/python -m pip --disable-pip-version-check install --qu
 
 hosts: $(HOSTS)/.ready ## run the tests of plug-ins in real engines: vLLM on a CPU (about 10 minutes)
 	@$(HOSTS)/bin/python -m pytest tests/hosts
+
+CONFORMANCE := build/hosts-conformance
+CONFORMANCE_LIST := tests/drafter_service/plugins/conformance.txt
+LLAMA_CPP := llama_cpp_python-0.3.36
+
+hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang and llama-cpp-python (a minute; no GPU)
+	@PYTHONPATH=$(CONFORMANCE)/$(LLAMA_CPP) $(CONFORMANCE)/bin/python -m pytest -rs \
+		tests/drafter_service/plugins/sglang tests/drafter_service/plugins/test_llama_cpp.py
+
+# Beside the packages of $(VENV), which a file of paths adds. What needs a GPU or a compiler is left out.
+$(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
+	@$(BIN)/python -m venv --without-pip $(CONFORMANCE)
+	@$(BIN)/python -c 'import sys, sysconfig; print(sysconfig.get_path("purelib"), file=open(sys.argv[1], "w"))' \
+		"$$($(CONFORMANCE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@$(BIN)/python -m pip --disable-pip-version-check --python $(CONFORMANCE)/bin/python install --quiet --no-deps \
+		--requirement $(CONFORMANCE_LIST)
+	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary llama-cpp-python \
+		--dest $(CONFORMANCE) $(subst _python-,_python==,$(LLAMA_CPP))
+	@tar --extract --gzip --file $(CONFORMANCE)/$(LLAMA_CPP).tar.gz --directory $(CONFORMANCE) $(LLAMA_CPP)/llama_cpp
+	@touch $@
 
 hosts-bench: $(HOSTS)/.ready ## compare vLLM and transformers with and without the plug-ins (HOSTS_ARGS="--skip suffix")
 	@$(HOSTS)/bin/python -m benchmarks.hosts $(HOSTS_ARGS)

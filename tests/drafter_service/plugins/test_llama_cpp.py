@@ -55,7 +55,7 @@ def real_llama(monkeypatch):
     """Import the host with a replacement of its C library; skip the test where the host is missing."""
     if find_spec("llama_cpp") is None:
         pytest.skip(
-            "llama-cpp-python is not installed; docs/hosts/llama-cpp-python.md says how to run the tests with it"
+            "llama-cpp-python is not installed; make hosts-conformance installs it"
         )
 
     for name in [name for name in sys.modules if name.split(".")[0] == "llama_cpp"]:

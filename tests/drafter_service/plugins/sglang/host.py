@@ -44,7 +44,7 @@ class ReplacementFinder:
 def import_sglang():
     """Import the host's worker for NGRAM and what it needs; skip the test where the host is missing."""
     if find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed; docs/hosts/sglang.md says how to run the tests with it")
+        pytest.skip("SGLang is not installed; make hosts-conformance installs it")
     import transformers  # noqa: F401  It must come first, so that it does not see the replacements.
     from transformers import PreTrainedModel  # noqa: F401
 
