@@ -130,11 +130,11 @@ class Counters:
         )
 
 
-def hello_message(model: ModelIdentity | None, namespace: str, policy: str) -> pb.Hello:
-    """Return the first message of a stream: the client's version and the served model."""
+def hello_message(model: ModelIdentity | None, namespace: str, policy: str, host: str = "") -> pb.Hello:
+    """Return the first message of a stream: the versions of host and client, and the served model."""
     return pb.Hello(
         protocol=PROTOCOL,
-        client=f"ssd-drafter/{version('ssd-drafter')}",
+        client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),
         model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
         policy=policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,18 @@ class ModelIdentity:
     """Token ids are below this; 0 if it is not known."""
 
 
+@dataclass
+class ClientUse:
+    """Use of a namespace by the clients of one name."""
+
+    streams: int = 0
+    """Connected now."""
+    steps: int = 0
+    """Steps of sequences."""
+    committed: int = 0
+    """Tokens that the target produced."""
+
+
 @dataclass(frozen=True)
 class NamespaceFacts:
     """Facts about one namespace. Statistics are references to those of the running service, not copies."""
@@ -124,6 +136,8 @@ class NamespaceFacts:
     """Time of the refreshes that merged something."""
     duplicates: int = 0
     """Texts that were sent again after they had been learned."""
+    uses: Mapping[str, ClientUse] = field(default_factory=dict)
+    """By name and version of the client, since the namespace was loaded."""
     passages: list[PassageReport] | None = None
     """Most productive first; None unless the caller asked for them."""
 

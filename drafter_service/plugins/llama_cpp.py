@@ -20,7 +20,7 @@ from drafter_service.auth.connector import ClientAccess
 from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import identity_of
+from drafter_service.plugins.settings import identity_of, name_and_version
 
 LOG = logging.getLogger("llama_cpp.ssd_drafter")
 
@@ -68,6 +68,7 @@ class SsdDraftModel:
             deadline_s=deadline_s,
             access=access,
             capacity=capacity,
+            host=name_and_version("llama-cpp-python"),
         )
         self._session = HostSession(settings, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), warn)
         self._request_id = 0

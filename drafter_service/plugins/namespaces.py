@@ -44,6 +44,8 @@ class DrafterSettings:
     """TLS files and bearer token for the sidecar."""
     capacity: int = DrafterConfig.capacity
     """Tokens that an embedded drafter remembers, per namespace."""
+    host: str = ""
+    """Name and version of the host, such as "vllm/0.32.0"."""
 
 
 @dataclass(eq=False)
@@ -136,6 +138,7 @@ class HostNamespaces:
             deadline_s=settings.deadline_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
+            host=settings.host,
             access=settings.access,
             required=False,
             on_lost=lambda reason: self._report(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,24 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.namespaces import DrafterSettings
 from ssd.errors import UserError
 
-KEYS = tuple(field.name for field in fields(DrafterSettings) if field.name != "model")
+KEYS = tuple(field.name for field in fields(DrafterSettings) if field.name not in ("model", "host"))
 """Settings that users give; the host gives the model."""
 
 VARIABLE = "SSD_PLUGIN"
 """Environment variable with the settings as JSON, for hosts that have no place for a plug-in's own."""
 
 
-def settings_from_environment(model: ModelIdentity) -> DrafterSettings:
-    """Return the settings in `VARIABLE`, see `read_settings`. Raises UserError if they are not JSON or not valid."""
+def settings_from_environment(model: ModelIdentity, host: str = "") -> DrafterSettings:
+    """Return the settings in `VARIABLE`, see `read_settings`. Raises UserError if they are not JSON or not valid.
+
+    host: name and version of the host.
+    """
     try:
         values = json.loads(os.environ.get(VARIABLE) or "{}")
     except ValueError as problem:
         raise UserError(f"environment variable {VARIABLE} is not JSON: {problem}") from None
     try:
-        return read_settings(values, model)
+        return replace(read_settings(values, model), host=host)
     except UserError as problem:
         raise UserError(f"environment variable {VARIABLE}: {problem}") from None
 
@@ -47,6 +51,14 @@ def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         raise UserError(f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+
+
+def name_and_version(package: str) -> str:
+    """Return name and version of an installed package, such as "vllm/0.32.0"; the name alone without one."""
+    try:
+        return f"{package}/{version(package)}"
+    except PackageNotFoundError:
+        return package
 
 
 def identity_of(

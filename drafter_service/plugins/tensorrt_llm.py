@@ -23,7 +23,7 @@ from drafter_service.client.client import DEADLINE_S
 from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import identity_of
+from drafter_service.plugins.settings import identity_of, name_and_version
 
 LOG = logging.getLogger("tensorrt_llm.ssd_drafter")
 
@@ -80,7 +80,13 @@ def drafter_class() -> type:
                 raise ValueError(f"cannot read config.json of {model}: give its vocab_size")
             self._ssd_limits = HostLimits(max_draft_len, vocab_size or identity.vocab_size)
             self._ssd_settings = DrafterSettings(
-                ssd, namespace, identity, deadline_s=deadline_s, access=access, capacity=capacity
+                ssd,
+                namespace,
+                identity,
+                deadline_s=deadline_s,
+                access=access,
+                capacity=capacity,
+                host=name_and_version("tensorrt_llm"),
             )
             self._ssd_drafts: RequestDrafts | None = None
 

@@ -26,7 +26,7 @@ from drafter_service.auth.connector import ClientAccess
 from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import identity_of
+from drafter_service.plugins.settings import identity_of, name_and_version
 
 LOG = logging.getLogger("transformers.ssd_drafter")
 """Below the host's own logger, so that its handlers and its verbosity apply."""
@@ -85,7 +85,15 @@ class SsdGenerate:
         self._model = model
         limits = HostLimits(max_draft, config.vocab_size, getattr(config, "max_position_embeddings", None))
         identity = identity_of(model.config.name_or_path, config.vocab_size, warn, folder=folder)
-        settings = DrafterSettings(ssd, namespace, identity, deadline_s=deadline_s, access=access, capacity=capacity)
+        settings = DrafterSettings(
+            ssd,
+            namespace,
+            identity,
+            deadline_s=deadline_s,
+            access=access,
+            capacity=capacity,
+            host=name_and_version("transformers"),
+        )
         self._session = HostSession(settings, limits, warn)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()

@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from drafter_service.observability.facts import (
+    ClientUse,
     History,
     Latency,
     ModelIdentity,
@@ -31,6 +32,10 @@ from ssd.stats import Stats
 
 MAX_NAMES = 1 << 17
 """Maximum number of remembered request names, so that no request is learned twice; 16 MB."""
+
+MAX_CLIENTS = 32
+"""Maximum number of names of clients that are told apart; the others are counted together."""
+OTHERS = "others"
 
 POLL_S = 0.005
 """Interval at which `wait_for_room` reads the number of waiting tokens."""
@@ -87,6 +92,7 @@ class Namespace:
         self.passages = passages
         """Counts of accepted texts; None unless reports may contain them."""
         self.clients = ClientTotals()
+        self._uses: dict[str, ClientUse] = {}
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
@@ -128,6 +134,11 @@ class Namespace:
             own.vocab_size or model.vocab_size,
         )
         self.last_used = time.monotonic()
+
+    def use_by(self, client: str) -> ClientUse:
+        """Return the counters of clients of this name; of all other clients, if there are too many names."""
+        name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
+        return self._uses.setdefault(name, ClientUse())
 
     def new_drafter(self) -> CorpusDrafter:
         """Return a drafter for one stream."""
@@ -269,6 +280,7 @@ class Namespace:
             merge_latency=self.merge_latency,
             clients=self.clients,
             duplicates=self.duplicates,
+            uses=self._uses,
             passages=show.most_productive(corpus) if show is not None else None,
         )
 

@@ -44,11 +44,14 @@ class Indexing:
 class Session:
     """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
-    def __init__(self, namespace: Namespace, limits: Limits) -> None:
+    def __init__(self, namespace: Namespace, limits: Limits, client: str = "") -> None:
+        """client: name and version of the client."""
         self.namespace = namespace
         self._limits = limits
         self._may_learn = False
         self._drafter = namespace.new_drafter()
+        self._use = namespace.use_by(client)
+        self._use.streams += 1
         self._indexing: dict[int, Indexing] = {}
         self._sizes: dict[int, int] = {}
         """Tokens of each sequence, prompt included, the least recently used sequence first."""
@@ -81,6 +84,7 @@ class Session:
         """Drop all sequences without learning from them."""
         for indexing in self._indexing.values():
             indexing.task.cancel()
+        self._use.streams -= 1
         self.namespace.release(self._drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
@@ -188,6 +192,9 @@ class Session:
         if finish.sequence_id not in self._sizes:
             return False
         self._remove(finish.sequence_id)
+        if len(finish.tokens):
+            self._use.committed += len(finish.tokens)
+            self._use.steps += finish.steps
         learn = finish.learn and self._may_learn
         indexing = self._indexing.pop(finish.sequence_id, None)
         if indexing is not None:
@@ -214,6 +221,8 @@ class Session:
         ids = batch.sequence_ids.tolist()
         if self.namespace.passages is not None:
             self._note_passages(batch, self.namespace.passages)
+        self._use.committed += len(batch.tokens)
+        self._use.steps += _steps_of(batch)
         are_known = self._update_sizes(ids, batch)
         if are_known and not self._indexing:
             return self._drafter.draft(batch), []
@@ -312,6 +321,14 @@ def _check_count(sequence_ids: bytes, owner: str) -> None:
     count = len(sequence_ids) // 8
     if count > MAX_FIELDS:
         raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")
+
+
+def _steps_of(batch: Progress) -> int:
+    """Return the number of steps that produced the tokens of a batch."""
+    has_tokens = batch.offsets[1:] > batch.offsets[:-1]
+    if batch.steps is None:
+        return int(np.count_nonzero(has_tokens))
+    return int(np.maximum(batch.steps, 1)[has_tokens].sum())
 
 
 def _packed_ids(ids: list[int]) -> bytes:

@@ -33,6 +33,10 @@ REFUSALS = {
 """gRPC status codes of the exceptions that end a stream or a call."""
 
 
+MAX_CLIENT_NAME = 80
+"""Maximum length of the name of a client in reports, in characters."""
+
+
 class ProtocolError(ValueError):
     """The client uses another version of the protocol."""
 
@@ -104,7 +108,7 @@ class DraftStreams:
         authorized.require(Right.READ, name)
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model, hello.policy))
-            session = Session(namespace, self._limits)
+            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME])
             namespace.streams.add(stream)
             try:
                 response = self._answer(session, request, authorized, is_first=True)

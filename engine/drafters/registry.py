@@ -102,6 +102,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
         resources.address,
         deadline_s=REMOTE_DEADLINE_S,
         model=None if folder is None else model_identity(folder),
+        host="ssd-engine",
         on_lost=lambda reason: resources.warn(
             f"lost the connection to the drafter at {resources.address} ({reason}); continuing without drafts"
         ),

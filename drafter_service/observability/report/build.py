@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
+    ClientUse,
     Latency,
     ModelIdentity,
     NamespaceFacts,
@@ -25,6 +26,7 @@ from drafter_service.observability.report.figures import (
 )
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
+    ClientReport,
     CorpusReport,
     CounterTables,
     DurationBin,
@@ -100,6 +102,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         draft_latency=_latency(facts.draft_latency),
         merge_latency=_latency(facts.merge_latency),
         clients=facts.clients.model_copy(),
+        by_client=_by_client(facts.uses),
         memory_bytes=facts.memory_bytes,
         streams=facts.streams,
         sequences=facts.sequences,
@@ -123,6 +126,20 @@ def _sample(facts: NamespaceFacts, known: CounterTables, now: float) -> Sample:
         memory_bytes=facts.memory_bytes,
         timeouts=facts.clients.timeouts,
     )
+
+
+def _by_client(uses: Mapping[str, ClientUse]) -> list[ClientReport]:
+    reports = [
+        ClientReport(
+            client=client,
+            streams=use.streams,
+            steps=use.steps,
+            committed=use.committed,
+            tokens_per_step=ratio(use.committed, use.steps),
+        )
+        for client, use in uses.items()
+    ]
+    return sorted(reports, key=lambda report: -report.committed)
 
 
 def _model(model: ModelIdentity) -> ModelReport:

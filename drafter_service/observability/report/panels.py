@@ -266,7 +266,17 @@ def _engines(namespace: NamespaceReport) -> list[str]:
     )
     model = namespace.model
     note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
-    return [panel("Engines", note, description_list((name, Value(value, units.count)) for name, value in rows))]
+    by_client = (
+        (
+            each.client,
+            Value(each.streams, units.count),
+            Value(each.committed, units.count),
+            Value(each.tokens_per_step, units.ratio),
+        )
+        for each in namespace.by_client or ()
+    )
+    content = description_list((name, Value(value, units.count)) for name, value in rows)
+    return [panel("Engines", note, content + table(("client", "connected", "tokens", "tokens per step"), by_client))]
 
 
 def _passages(namespace: NamespaceReport) -> list[str]:

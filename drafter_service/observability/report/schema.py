@@ -215,6 +215,16 @@ class ClientTotals(BaseModel):
     reconnects: Count = Field(default=0, description="Connections that were re-established.")
 
 
+class ClientReport(_Part):
+    """Use of a namespace by the clients of one name, since the namespace was loaded."""
+
+    client: str = Field(description='Names and versions of engine and client; "others" for all beyond 32 names.')
+    streams: Count = Field(description="Connected now.")
+    steps: Count = Field(description="Steps of sequences.")
+    committed: Count = Field(description="Tokens that the target produced.")
+    tokens_per_step: Amount | None = Field(description="committed / steps.")
+
+
 class PassageReport(_Part):
     """A piece of remembered text that drafts came from. It is users' text."""
 
@@ -261,6 +271,9 @@ class NamespaceReport(CounterTables):
         default=None, description="Time of the maintainer's refreshes that merged something."
     )
     clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
+    by_client: list[ClientReport] | None = Field(
+        default=None, description="By name and version of the client, most tokens first."
+    )
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
     streams: Count | None = Field(default=None, description="Engines connected now.")
     sequences: Count | None = Field(default=None, description="Sequences running now.")

@@ -115,7 +115,7 @@ def _overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Table:
 
 def _in_full(namespace: NamespaceReport) -> Group:
     corpus = _corpus(namespace.corpus, namespace.memory_bytes)
-    engines = Text() if namespace.clients is None else _engines(namespace, namespace.clients)
+    engines = Group() if namespace.clients is None else _engines(namespace, namespace.clients)
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
         _drafting(namespace),
@@ -238,8 +238,8 @@ def _latencies(draft: LatencyReport, merge: LatencyReport) -> Table:
     return table
 
 
-def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Table:
-    return _list(
+def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Group:
+    totals = _list(
         "engines",
         [
             ("connected", namespace.streams),
@@ -251,6 +251,15 @@ def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Table:
             ("duplicate texts", namespace.duplicates),
         ],
     )
+    table = _table("client", "connected", "tokens", "tokens per step")
+    for each in namespace.by_client or ():
+        table.add_row(
+            Text(units.shortened(each.client, 30)),
+            units.count(each.streams),
+            units.count(each.committed),
+            units.ratio(each.tokens_per_step),
+        )
+    return Group(totals, Text(), table)
 
 
 def _passages(passages: Iterable[PassageReport]) -> Table:

@@ -9,7 +9,7 @@ import numpy as np
 
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import identity_of, settings_from_environment
+from drafter_service.plugins.settings import identity_of, name_and_version, settings_from_environment
 from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, ancestors, path_nodes
 
 LOG = logging.getLogger("sglang.srt.ssd_drafter")
@@ -85,7 +85,7 @@ def open_session(server_args: Any, limits: HostLimits) -> HostSession:
     """Open the session of a scheduler; the connection is opened by its first request."""
     revision = getattr(server_args, "revision", None) or ""
     identity = identity_of(server_args.model_path, limits.vocab_size, warn, revision=revision)
-    return HostSession(settings_from_environment(identity), limits, warn)
+    return HostSession(settings_from_environment(identity, name_and_version("sglang")), limits, warn)
 
 
 def broadcast(nodes: np.ndarray, group: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import settings_from_environment
+from drafter_service.plugins.settings import name_and_version, settings_from_environment
 from drafter_service.plugins.vllm.requests import Adapters, end_of, model_identity_of, options_of
 from drafter_service.plugins.vllm.variants import Variant, choose
 from ssd.config import MAX_DRAFT
@@ -133,7 +133,7 @@ def open_session(vllm_config: Any) -> HostSession:
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
     )
-    settings = settings_from_environment(model_identity_of(model, warn))
+    settings = settings_from_environment(model_identity_of(model, warn), name_and_version("vllm"))
     session = HostSession(settings, limits, warn)
     LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
     session.open()

@@ -62,13 +62,13 @@ def draft_of(client, committed, limit=1, **outcome):
 
 def test_a_stream_begins_with_the_handshake(fake, connect):
     model = ModelIdentity("org/model", "abc", "lora", 1000)
-    connect(model=model, namespace="team-a", policy="classic")
+    connect(model=model, namespace="team-a", policy="classic", host="vllm/0.32.0")
     [request] = fake.service.requests
     hello = request.hello
     assert (hello.protocol, hello.namespace, hello.policy) == (3, "team-a", "classic")
     assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
     assert (hello.model.adapter, hello.model.vocab_size) == ("lora", 1000)
-    assert hello.client.startswith("ssd-drafter/")
+    assert hello.client.startswith("vllm/0.32.0 ssd-drafter/")
 
 
 def test_the_service_says_what_it_allows(fake, connect):

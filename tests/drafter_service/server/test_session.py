@@ -8,9 +8,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.facts import ClientUse, ModelIdentity
 from drafter_service.observability.passages import Passages
-from drafter_service.server.namespace import Namespace
+from drafter_service.server.namespace import MAX_CLIENTS, OTHERS, Namespace
 from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.settings.tree import Limits
@@ -202,6 +202,27 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
                 sent[sequence_id] += tokens
         assert session._sizes == {key: len(text) for key, text in sent.items()}
     session.close()
+
+
+def test_use_is_counted_by_client(namespace):
+    first, second = Session(namespace, Limits(), "vllm/1"), Session(namespace, Limits(), "sglang/2")
+    ask(first, starts=[start(1, [5]), start(2, [6])], batch=batch({1: [], 2: []}))
+    several = batch({1: [7, 8], 2: []})
+    several.steps = pack(array([2, 5]), "u4")
+    ask(first, batch=several)
+    ask(first, finishes=[finish(1, [9], steps=1), finish(2)])
+    ask(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
+    second.close()
+    uses = namespace.facts().uses
+    assert uses == {"vllm/1": ClientUse(streams=1, steps=3, committed=3), "sglang/2": ClientUse(0, 1, 2)}
+
+
+def test_names_of_clients_are_few(namespace):
+    for number in range(MAX_CLIENTS + 2):
+        Session(namespace, Limits(), f"client {number}")
+    uses = namespace.facts().uses
+    assert len(uses) == MAX_CLIENTS + 1
+    assert uses[OTHERS].streams == 2
 
 
 def test_steps_of_sequences_are_counted(namespace, session):

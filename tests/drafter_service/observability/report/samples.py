@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 
 from drafter_service.observability.facts import (
+    ClientUse,
     History,
     Latency,
     ModelIdentity,
@@ -96,6 +97,7 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "merge_latency": latency_of(steps // 90, 4.1e-3, 0.7),
         "clients": ClientTotals(timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2),
         "duplicates": 31,
+        "uses": {"vllm/0.32.0 ssd-drafter/0.1.0": ClientUse(3, steps // 2, 2 * steps), "[/b]\x1b": ClientUse()},
     }
     return new_namespace(name, **{**facts, **changes})
 

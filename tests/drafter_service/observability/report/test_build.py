@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
+    ClientUse,
     History,
     Latency,
     Sample,
@@ -55,6 +56,13 @@ def counted(steps=(0, 0, 0), **tables):
 
 def at(time, steps=0, committed=0, hits=0, drafted=0, accepted=0, corpus=0, appended=0, timeouts=0):
     return Sample(time, steps, committed, hits, drafted, accepted, corpus, appended, 1000, timeouts)
+
+
+def test_clients_are_told_apart():
+    uses = {"a": ClientUse(1, 0, 0), "vllm/1": ClientUse(2, 100, 250)}
+    first, second = only(uses=uses).by_client
+    assert (first.client, first.streams, first.tokens_per_step) == ("vllm/1", 2, 2.5)
+    assert (second.client, second.tokens_per_step) == ("a", None)
 
 
 def test_ratios_follow_from_totals():
