@@ -15,8 +15,8 @@ import numpy as np
 
 import ssd
 from benchmarks.traces import Request, Trace
-from engine.drafters.model_free.ngram import NgramDrafter
 from engine.drafters.model_free.none import NoDrafter
+from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 

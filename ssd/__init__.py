@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ssd.classic import ClassicDrafter as ClassicDrafter
+    from ssd.baselines.classic import ClassicDrafter as ClassicDrafter
     from ssd.config import DrafterConfig as DrafterConfig
     from ssd.corpus import snapshot as snapshot
     from ssd.corpus.corpus import Corpus as Corpus
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ssd.types import Progress as Progress
 
 _MODULES = {
-    "ClassicDrafter": "ssd.classic",
+    "ClassicDrafter": "ssd.baselines.classic",
     "Corpus": "ssd.corpus.corpus",
     "DraftBatch": "ssd.types",
     "Drafter": "ssd.types",

@@ -134,6 +134,6 @@ def drafter_class(policy: PolicyName) -> type[CorpusDrafter]:
     """Return the class of a policy; loading the kernels of `classic` takes a while, compiling them seconds."""
     if policy == "suffix":
         return SuffixDrafter
-    from ssd.classic import ClassicDrafter
+    from ssd.baselines.classic import ClassicDrafter
 
     return ClassicDrafter

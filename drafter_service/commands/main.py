@@ -7,6 +7,7 @@ import sys
 import click
 
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
+from drafter_service.commands.advise.command import advise
 from drafter_service.commands.conformance.command import conformance
 from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
@@ -34,7 +35,7 @@ def precompile() -> None:
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 
-for command in (serve, warm, report, top, namespaces, forget, snapshot, drop, token, health, conformance):
+for command in (advise, serve, warm, report, top, namespaces, forget, snapshot, drop, token, health, conformance):
     cli.add_command(command)
 
 

@@ -30,6 +30,13 @@ BY_SUFFIX: dict[str, Kind] = {
     ".bin": "raw tokens",
 }
 BY_MAGIC: dict[bytes, Kind] = {MAGIC: "snapshot", b"PAR1": "Parquet", b"\x93NUMPY": "npy"}
+NOT_LINES = {
+    b"PK\x03\x04": "an .npz archive",
+    b"\x93NUMPY": "an .npy array",
+    b"PAR1": "a Parquet file",
+    MAGIC: "a snapshot",
+}
+"""What a file is that begins like this, although its name says JSON lines."""
 READERS = {
     "JSONL": read_jsonl,
     "Parquet": read_parquet,
@@ -114,8 +121,18 @@ def _grouped(batches: Iterable[Batch], nbytes: int) -> Iterator[Batch]:
 
 
 def kind_of(file: File) -> Kind:
-    """Return the format of a file; "binary" is an unknown one."""
-    return BY_SUFFIX.get(file.suffix) or _by_head(file)
+    """Return the format of a file; "binary" is an unknown one. Raises RecordError if its name says another one."""
+    kind = BY_SUFFIX.get(file.suffix)
+    if kind is not None and kind != "JSONL":
+        return kind
+    with Opened(file) as opened:
+        head = opened.data.read(HEAD_BYTES)
+    if kind is None:
+        return _by_head(head)
+    for magic, name in NOT_LINES.items():
+        if head.startswith(magic):
+            raise RecordError(f"a file named {file.suffix} that is {name}; rename it")
+    return kind
 
 
 def read_as(kind: Kind, file: File, start: Position, reading: Reading) -> Iterator[Chunk]:
@@ -127,9 +144,7 @@ def read_as(kind: Kind, file: File, start: Position, reading: Reading) -> Iterat
             yield from READERS[kind](opened, start, reading)
 
 
-def _by_head(file: File) -> Kind:
-    with Opened(file) as opened:
-        head = opened.data.read(HEAD_BYTES)
+def _by_head(head: bytes) -> Kind:
     for magic, kind in BY_MAGIC.items():
         if head.startswith(magic):
             return kind

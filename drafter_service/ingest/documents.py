@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from drafter_service.ingest.origins import Origin
+
 Part = str | np.ndarray
 """A part of a record: text, or token ids, uint32 [N]."""
 
@@ -23,6 +25,8 @@ class Item(NamedTuple):
     prompt: Part | None
     """The last part of the prompt, or the whole prompt with `Reading.whole_prompts`."""
     output: Part
+    origin: Origin | None = None
+    """Time, user and session, with `Reading.has_origins`."""
 
     @property
     def nbytes(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
 import orjson
 
-from drafter_service.ingest.documents import Chunk, Item, Position
+from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 
@@ -22,6 +23,8 @@ PIECE_BYTES = 1 << 16
 little is lost."""
 MAX_TEXT_LINE = 1 << 20
 NOT_UTF8 = "text that is not UTF-8"
+VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
+VLLM_LINE = re.compile(rb"^.*INFO.*Received request \S+:", re.MULTILINE)
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 
 
@@ -81,12 +84,14 @@ def _json_items(line: bytes, opened: Opened, number: int, reading: Reading) -> l
 def read_plain(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
     """Yield a chunk with one document for each piece; positions count bytes and lines.
 
-    Names of documents end with the number of their first line.
+    Names of documents end with the number of their first line. Raises RecordError for a log of vLLM.
     """
     opened.skip(start.offset)
     offset, lines = start
     while True:
         piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
+        if offset == 0 and VLLM_LINE.search(piece):
+            raise RecordError(VLLM_LOG)
         place = f"{opened.file.name}:{lines + 1}"
         offset += len(piece) + skipped
         lines += piece.count(b"\n") + (1 if skipped else 0)

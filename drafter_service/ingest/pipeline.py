@@ -12,7 +12,7 @@ from queue import Empty, Queue
 from typing import NamedTuple, TypeVar
 
 from drafter_service.ingest.batches import Batch, read_batches
-from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Sink, Totals
+from drafter_service.ingest.documents import NO_TOKENIZER, Faults, Item, Sink, Totals
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading, encode
 from drafter_service.ingest.resume import Resume
@@ -59,7 +59,7 @@ def load(
     began = time.perf_counter()
     kinds: Counter[str] = Counter()
     documents = tokens = uncommitted = 0
-    with closing(_encoded(files, resume, reading, kinds)) as encoded:
+    with closing(read_all(files, resume, reading, kinds, encode)) as encoded:
         for batch, batch_documents in encoded:
             if resume.is_kept and uncommitted and uncommitted + batch_documents.room > sink.window:
                 sink.commit()
@@ -73,31 +73,35 @@ def load(
             tokens += len(batch_documents.tokens)
             uncommitted += batch_documents.room
             if documents == 0:
-                _check_readable(reading, MAX_UNREADABLE)
+                check_readable(reading, MAX_UNREADABLE)
             watch(LoadProgress(batch.bytes_read, documents, tokens))
     if documents == 0:
-        _check_readable(reading, 1)
+        check_readable(reading, 1)
     learned = sink.finish()
     resume.write()
     return Summary(learned, kinds, reading.faults, time.perf_counter() - began)
 
 
-def _encoded(
-    files: Sequence[File], resume: Resume, reading: Reading, kinds: Counter[str]
-) -> Generator[tuple[Batch, Documents], None, None]:
-    """Yield batches with their documents."""
+def read_all(
+    files: Sequence[File],
+    resume: Resume,
+    reading: Reading,
+    kinds: Counter[str],
+    convert: Callable[[list[Item], Reading], A],
+) -> Generator[tuple[Batch, A], None, None]:
+    """Yield batches without their items, and what `convert` makes of the items, in threads."""
 
-    def with_documents(batch: Batch) -> tuple[Batch, Documents]:
-        return batch._replace(items=[]), encode(batch.items, reading)
+    def converted(batch: Batch) -> tuple[Batch, A]:
+        return batch._replace(items=[]), convert(batch.items, reading)
 
     with (
         closing(prefetched(read_batches(files, resume, reading, kinds), BATCHES_READ)) as batches,
-        closing(mapped(with_documents, batches, TOKENIZERS)) as encoded,
+        closing(mapped(converted, batches, TOKENIZERS)) as encoded,
     ):
         yield from prefetched(encoded, BATCHES_ENCODED)
 
 
-def _check_readable(reading: Reading, most: int) -> None:
+def check_readable(reading: Reading, most: int) -> None:
     """Raise UserError if a load without a tokenizer finds only text; some text among token ids is only counted."""
     fault = reading.faults.by_reason.get(NO_TOKENIZER)
     if fault and fault.count >= most:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from drafter_service.ingest.chats import Chat, Reply
 from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Item, Part, RecordError
 from drafter_service.ingest.files import File
-from drafter_service.ingest.records import Found, find_outputs
+from drafter_service.ingest.origins import Origin, origin_of
+from drafter_service.ingest.records import Found, find_outputs, is_conversation
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
 from ssd.types import offsets_of
@@ -30,6 +31,8 @@ class Reading:
     """Fields to read in a record, the output last; empty: the known fields."""
     whole_prompts: bool = False
     """Whether whole prompts are learned instead of their ends."""
+    has_origins: bool = False
+    """Whether times, users and sessions are read."""
     block_bytes: int = BLOCK_BYTES
     """Approximate size of a chunk."""
     faults: Faults = field(default_factory=Faults)
@@ -42,11 +45,13 @@ class Reading:
         except RecordError as problem:
             self.faults.note(str(problem), place)
             return []
+        origin = self._origin(record, place, found) if self.has_origins else None
         items = []
         for index, output in enumerate(found):
             name = output.request or place
             try:
-                items.append(self._item(output, f"{name}/{index}" if index else name))
+                item = self._item(output, f"{name}/{index}" if index else name)
+                items.append(item._replace(origin=origin))
             except RecordError as problem:
                 self.faults.note(str(problem), place)
         return items
@@ -61,6 +66,11 @@ class Reading:
     def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""
         return prompt if self.whole_prompts else prompt[-PREFIX_TOKENS:].copy()
+
+    def _origin(self, record: object, place: str, found: list[Found]) -> Origin:
+        """Return the origin of a record; a conversation is a session, unless the record names one."""
+        origin = origin_of(record)
+        return origin._replace(session=place) if origin.session is None and is_conversation(found) else origin
 
     def _item(self, found: Found, name: str) -> Item:
         output: Part
@@ -87,19 +97,24 @@ class Reading:
         return self.vocabulary
 
 
-def encode(items: Sequence[Item], reading: Reading) -> Documents:
-    """Tokenize items and return them as documents, in order, without those that have no output tokens."""
+def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:
+    """Yield the items that have output tokens, with their prompts (maybe empty) and outputs, uint32 [N] each."""
     texts = [part for item in items for part in (item.prompt, item.output) if isinstance(part, str)]
     encoded = iter(reading.vocabulary.encode(texts) if reading.vocabulary else ())
-    parts: list[np.ndarray] = []
-    lengths: list[int] = []
-    names: list[str] = []
     for item in items:
         prompt = next(encoded) if isinstance(item.prompt, str) else item.prompt
         output = next(encoded) if isinstance(item.output, str) else item.output
-        if len(output) == 0:
-            continue
-        prefix = reading.prefix_of(prompt) if prompt is not None else output[:0]
+        if len(output):
+            yield item, output[:0] if prompt is None else prompt, output
+
+
+def encode(items: Sequence[Item], reading: Reading) -> Documents:
+    """Tokenize items and return them as documents, in order, without those that have no output tokens."""
+    parts: list[np.ndarray] = []
+    lengths: list[int] = []
+    names: list[str] = []
+    for item, prompt, output in tokenize(items, reading):
+        prefix = reading.prefix_of(prompt)
         parts += (prefix, output)
         lengths.append(len(prefix) + len(output))
         names.append(item.name)

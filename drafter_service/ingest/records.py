@@ -14,6 +14,7 @@ import orjson
 
 from drafter_service.ingest.chats import Chat, Reply, chat_of, reply_of
 from drafter_service.ingest.documents import Part, RecordError
+from drafter_service.ingest.origins import FIELDS
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
 
 Record = dict[str, Any]
@@ -26,7 +27,7 @@ OUTPUTS = ("completion", "response", "output", "answer")
 CONVERSATIONS = ("messages", "conversations")
 EXCHANGE = ("request", "response", "body", "choices", "id", "request_id", "tools")
 KNOWN = frozenset(
-    (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages")
+    (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages", *FIELDS)
 )
 """Names of all fields that are read."""
 
@@ -60,6 +61,11 @@ def find_outputs(record: object, fields: tuple[str, ...] = ()) -> list[Found]:
         if found := list(read(record)):
             return found
     raise RecordError(NO_OUTPUT)
+
+
+def is_conversation(found: list[Found]) -> bool:
+    """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
+    return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
 
 
 def _exchange(record: Record) -> Iterator[Found]:

@@ -81,7 +81,7 @@ def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 
 
 def _ngram(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.model_free.ngram import NgramDrafter
+    from ssd.baselines.ngram import NgramDrafter
 
     return NgramDrafter()
 
@@ -110,7 +110,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
 
 
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from ssd.classic import ClassicDrafter
+    from ssd.baselines.classic import ClassicDrafter
 
     return ClassicDrafter(replace(config, policy="classic"))
 

@@ -11,6 +11,9 @@ from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS, View
 from ssd.kernels.jit import Int, LongRows, Longs, Tokens, kernel, peek
 from ssd.kernels.match import END, FIRST, SPAN_COLUMNS, TIER_SUFFIXES, place_spans, widen
 
+MAX_COMPARED = 64
+"""Occurrences in a tier of which the newest is found."""
+
 
 class Match(NamedTuple):
     """The longest match of a context."""
@@ -20,7 +23,8 @@ class Match(NamedTuple):
     occurrences: int
     """Number of occurrences, counted up to some hundreds in each tier."""
     age: int
-    """Number of tokens remembered after one of the occurrences; -1 if all of them are in running requests."""
+    """Number of tokens remembered after the newest of them, or of a sample if there are many; -1 if all occurrences are
+    in running requests."""
 
 
 @kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
@@ -34,8 +38,10 @@ def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
         found = spans[tier, END] - spans[tier, FIRST]
         occurrences += found
         if found > 0 and tier != LIVE:
-            slot = np.int64(peek(tiers[tier, TIER_SUFFIXES], spans[tier, FIRST]))
-            age = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]
+            for place in range(spans[tier, FIRST], spans[tier, END], 1 + found // MAX_COMPARED):
+                slot = np.int64(peek(tiers[tier, TIER_SUFFIXES], place))
+                own = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]
+                age = own if age < 0 else min(age, own)
     return length, occurrences, age
 
 

@@ -27,8 +27,8 @@ from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
-from ssd.cost_profile import CostProfile
 from ssd.errors import UserError
+from ssd.hardware.cost_profile import CostProfile
 
 EXACT: tuple[Verification, ...] = ("exact",)
 JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"

@@ -24,7 +24,7 @@ from engine.executor.build import SIZES, build_executors
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
-from ssd.cost_profile import CostProfile
+from ssd.hardware.cost_profile import CostProfile
 
 STEPS = 24
 """Number of steps whose median is the time of drafting."""

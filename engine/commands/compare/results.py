@@ -13,8 +13,8 @@ from engine.commands.compare.figures import Figures
 from engine.commands.compare.rows import THRESHOLD, Row
 from engine.config import Verification
 from ssd.config import DraftShape
-from ssd.cost_profile import CostProfile
 from ssd.errors import UserError
+from ssd.hardware.cost_profile import CostProfile
 
 VERSION = 1
 MIN_SPEEDUP = 1.05

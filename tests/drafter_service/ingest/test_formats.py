@@ -315,3 +315,19 @@ def test_archives_within_archives_are_refused(tmp_path):
     (file,) = list_files([str(tmp_path / "a.zip")])
     assert isinstance(file, File)
     assert kind_of(file) == "binary"
+
+
+def test_archives_named_like_lines_are_refused_with_advice(tmp_path):
+    np.savez(tmp_path / "a.npz", tokens=np.arange(10))
+    (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
+    documents, reading = documents_in(tmp_path / "a.jsonl")
+    assert documents == {}
+    assert list(reading.faults.by_reason) == ["a file named .jsonl that is an .npz archive; rename it"]
+
+
+def test_logs_of_vllm_are_not_learned_as_prose(tmp_path, vocabulary):
+    line = "INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n"
+    (tmp_path / "vllm.log").write_text(line * 3)
+    documents, reading = documents_in(tmp_path / "vllm.log", reading=Reading(vocabulary))
+    assert documents == {}
+    assert "no outputs" in next(iter(reading.faults.by_reason))

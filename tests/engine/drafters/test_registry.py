@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from engine.drafters.model_free.ngram import NgramDrafter
 from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
+from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of

@@ -9,11 +9,8 @@ import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
-from engine.commands.compare.roofline import GPUS, SIZES, roofline
-from engine.drafters.registry import KINDS
 from engine.speculation import verify
-from ssd.cost_profile import CostProfile
-from ssd.errors import UserError
+from ssd.hardware.cost_profile import CostProfile
 
 FIELDS = {
     "drafter", "verification", "temperature", "K", "concurrency", "tokens_per_step", "tokens_per_step_no_loops",
@@ -235,29 +232,3 @@ def test_a_measured_profile_is_written_and_used(run, compare, chosen, tmp_path):
     expected = profile.speedup(mtp["tokens_per_step"], 4, profile.drafting("mtp", 4, 1), 1)
     assert mtp["predicted_speedup"] == pytest.approx(expected)
     assert "tiny on" in out
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("size", SIZES)
-def test_rooflines_grow_with_the_step_and_the_depth(gpu, size):
-    profile = roofline(gpu, size)
-    steps = [profile.step(tokens, 1) for tokens in (1, 16, 256, 4096)]
-    assert steps == sorted(steps)
-    assert steps[-1] > 2 * steps[0]  # limited by arithmetic
-    assert profile.source == "roofline"
-    for kind in profile.drafter_ms:
-        assert kind in KINDS
-        assert profile.drafting(kind, 2, 1) == pytest.approx(2 * profile.drafting(kind, 1, 1))
-        assert profile.drafting(kind, 1, 1) < profile.step(1, 1)
-
-
-def test_a_roofline_is_bandwidth_for_small_steps_and_arithmetic_for_large_ones():
-    profile = roofline("h100", "8b")
-    cache = 1024 * 32 * 2048
-    assert profile.step(1, 1) == pytest.approx(1e3 * 2 * (7.5e9 + cache) / 3.35e12)
-    assert profile.step(4096, 1) == pytest.approx(1e3 * 2 * 7.5e9 * 4096 / 989e12)
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match="--gpu z: unknown"):
-        roofline("z", "8b")

@@ -9,13 +9,13 @@ from engine.drafters.combination.combined import CombinedDrafter, Part
 from engine.drafters.combination.threshold import ThresholdDrafter, own_match_length
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
-from engine.drafters.model_free.ngram import NgramDrafter
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.drafters.heads import make_head

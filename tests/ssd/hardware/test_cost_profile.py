@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.cost_profile import VERSION, CostProfile
 from ssd.errors import UserError
+from ssd.hardware.cost_profile import VERSION, CostProfile
 
 PROFILE = CostProfile(
     "a device",

@@ -1,7 +1,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.drafters.model_free.ngram import look_up
+from ssd.baselines.ngram import look_up
 from tests import naive
 from tests.strategies import array, tokens
 

@@ -1,0 +1,281 @@
+"""What the replays of a log say: whether drafting pays, for which requests, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from drafter_service.commands.advise.provenance import Origins
+from drafter_service.commands.advise.reading import LogFacts
+from drafter_service.commands.advise.replay import Replay
+from drafter_service.commands.advise.traffic import Traffic
+from drafter_service.commands.advise.trials import Outcome, Trial, needed_capacity
+from ssd.config import DrafterConfig, DraftShape
+from ssd.hardware.cost_profile import CostProfile
+
+CONCURRENCIES = (1, 4, 16, 64)
+"""Requests in flight for which the speed-up is predicted."""
+MAX_DRAFTS = (4, 8, 16)
+"""Maximum lengths of drafts that are compared with the default."""
+SHAPES: tuple[DraftShape, ...] = ("path", "tree")
+TYPICAL_DRAFT = 16
+"""Draft tokens per sequence for which the cost of a token is taken from a profile."""
+PAYS_FROM = 1.05
+"""Least predicted speed-up that is worth the installation."""
+POINTS = 40
+"""Points of the curve of growth."""
+PREFIX_TOKENS = 32
+"""Requests whose prompts begin with the same tokens form a group."""
+MIN_GROUP_SHARE = 0.01
+MAX_GROUPS = 12
+KEPT = 0.98
+"""Share of the accepted tokens whose sources the recommended capacity keeps."""
+AGES = tuple(1 << power for power in range(12, 33))
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Predicted speed-up over decoding without drafts."""
+
+    drafter: str
+    draft_shape: DraftShape
+    max_draft: int
+    in_flight: int
+    tokens_per_step: float
+    drafted_per_step: float
+    draft_ms: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests that have something in common."""
+
+    name: str
+    requests: int
+    share: float
+    """Share of all output tokens."""
+    tokens_per_step: float
+    first: int
+    """Its first request."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The results for one log."""
+
+    verdict: str
+    settings: DrafterConfig
+    best: Speedup
+    speedups: Sequence[Speedup]
+    """For each drafter, shape and number of requests in flight."""
+    lengths: Sequence[Speedup]
+    """For several maximum lengths of drafts."""
+    growth: Sequence[tuple[int, float]]
+    """Output tokens remembered so far, and tokens per step of the requests that ended then."""
+    groups: Sequence[Group]
+    """By prompt prefix, most output tokens first."""
+    sizes: Sequence[Group]
+    """By length of the output."""
+    kept: Sequence[tuple[int, float]]
+    """Tokens remembered, and share of the accepted tokens whose source would still be in the corpus."""
+    tokens_per_hour: float | None
+    """Rate at which the log fills a corpus; None without times."""
+    other_users: float | None
+    """Share of the traced accepted tokens that came from another user's text; None where the log has no users."""
+    other_sessions: float | None
+    """The same for sessions."""
+    notes: Sequence[str]
+    """What is unusual about the log."""
+
+
+def cost_of(profile: CostProfile, in_flight: int) -> float:
+    """Return the cost of one more token of a sequence, as a fraction of a step with this number of sequences."""
+    plain = profile.step(in_flight, in_flight)
+    more = profile.step(in_flight * (1 + TYPICAL_DRAFT), in_flight)
+    return float(min(1.0, max(1e-3, (more / plain - 1) / TYPICAL_DRAFT)))
+
+
+def concurrency_of(traffic: Traffic, given: int | None) -> int:
+    """Return the number of requests in flight for which to advise: the given one, that of the log, or 1."""
+    recorded = traffic.in_flight()
+    return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
+
+
+def plan_trials(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
+    """Return the trials to run, the whole replays first. given: requests in flight; None: as in the log."""
+    main = concurrency_of(traffic, given)
+    capacity = needed_capacity(traffic, DrafterConfig.capacity)
+    longest = DrafterConfig.max_draft
+
+    def trial(drafter: str, shape: DraftShape, max_draft: int, in_flight: int, is_whole: bool = False) -> Trial:
+        limit = (given or 0) if is_whole else in_flight
+        return Trial(drafter, shape, max_draft, limit, cost_of(profile, in_flight), capacity, is_whole)
+
+    whole = [trial("ssd", shape, longest, main, is_whole=True) for shape in SHAPES]
+    by_flight = [trial("ssd", shape, longest, count) for count in CONCURRENCIES for shape in SHAPES]
+    others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
+    return whole + by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
+
+
+def advise(
+    traffic: Traffic, facts: LogFacts, profile: CostProfile, outcomes: Sequence[Outcome], given: int | None
+) -> Advice:
+    """Return the advice; outcomes: those of `plan_trials`, in order."""
+    main = concurrency_of(traffic, given)
+    whole, samples = outcomes[: len(SHAPES)], outcomes[len(SHAPES) :]
+    predicted = [_speedup(outcome, profile, main) for outcome in whole]
+    best = max(predicted, key=lambda one: one.speedup)
+    chosen = whole[predicted.index(best)]
+    assert chosen.origins is not None
+    kept = _kept(chosen.origins)
+    settings = DrafterConfig(
+        capacity=_capacity(kept),
+        draft_shape=best.draft_shape,
+        max_draft=best.max_draft,
+        cost=round(chosen.trial.cost, 4),
+    )
+    lengths = [_speedup(outcome, profile, main) for outcome in samples if outcome.trial.max_draft in MAX_DRAFTS]
+    rest = [outcome for outcome in samples if outcome.trial.max_draft not in MAX_DRAFTS]
+    return Advice(
+        verdict=_verdict(best, profile),
+        settings=settings,
+        best=best,
+        speedups=[*predicted, *(_speedup(outcome, profile, outcome.trial.in_flight) for outcome in rest)],
+        lengths=lengths,
+        growth=_growth(chosen.replay),
+        groups=_prefix_groups(traffic, chosen.replay),
+        sizes=_size_groups(chosen.replay),
+        kept=kept,
+        tokens_per_hour=_tokens_per_hour(traffic),
+        other_users=_foreign(chosen.origins, traffic.users),
+        other_sessions=_foreign(chosen.origins, traffic.sessions),
+        notes=_notes(traffic, facts, chosen.trial),
+    )
+
+
+def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
+    trial, replay = outcome.trial, outcome.replay
+    speedup = profile.speedup(replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, in_flight)
+    return Speedup(
+        trial.drafter,
+        trial.draft_shape,
+        trial.max_draft,
+        in_flight,
+        replay.tokens_per_step,
+        replay.drafted_per_step,
+        outcome.draft_ms,
+        speedup,
+    )
+
+
+def _verdict(best: Speedup, profile: CostProfile) -> str:
+    where = f"with {best.in_flight} in flight on {profile.label}"
+    how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
+    kind = "estimated" if profile.source == "roofline" else "predicted"
+    if best.speedup < PAYS_FROM:
+        return f"Drafting does not pay for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+    return f"Drafting pays for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+
+
+def _growth(replay: Replay) -> list[tuple[int, float]]:
+    """Return tokens per step of parts of the replay with equal numbers of output tokens."""
+    remembered = np.cumsum(replay.output_lengths[replay.order])
+    steps = np.cumsum(replay.steps[replay.order])
+    ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], POINTS + 1)[1:] - 0.5)
+    points, before = [], -1
+    for end in np.unique(ends).tolist():
+        produced = remembered[end] - (remembered[before] if before >= 0 else 0)
+        points.append((int(remembered[end]), float(produced / (steps[end] - (steps[before] if before >= 0 else 0)))))
+        before = end
+    return points
+
+
+def _prefix_groups(traffic: Traffic, replay: Replay) -> list[Group]:
+    """Return the largest groups of requests whose prompts begin alike, and all others as one group."""
+    members: dict[bytes, list[int]] = {}
+    tokens = np.asarray(traffic.tokens)
+    for request, start, length in zip(
+        range(len(traffic)), traffic.starts.tolist(), traffic.prompt_lengths.tolist(), strict=False
+    ):
+        prefix = tokens[start : start + min(length, PREFIX_TOKENS)].tobytes()
+        members.setdefault(prefix, []).append(request)
+    total = int(replay.output_lengths.sum())
+    groups = sorted(
+        (rows for rows in members.values() if len(rows) > 1), key=lambda rows: -replay.output_lengths[rows].sum()
+    )
+    least = MIN_GROUP_SHARE * total
+    large = [rows for rows in groups[:MAX_GROUPS] if replay.output_lengths[rows].sum() >= least]
+    others = np.setdiff1d(np.arange(len(traffic)), np.concatenate([[], *large])).astype(int).tolist()
+    named = [_group(f"prompt prefix {number}", rows, replay, total) for number, rows in enumerate(large, 1)]
+    return [*named, *([_group("all other requests", others, replay, total)] if others else [])]
+
+
+def _group(name: str, rows: Sequence[int], replay: Replay, total: int) -> Group:
+    own = int(replay.output_lengths[rows].sum())
+    return Group(name, len(rows), own / total, own / int(replay.steps[rows].sum()), rows[0])
+
+
+def _size_groups(replay: Replay) -> list[Group]:
+    """Return the quarters of the requests by length of their outputs."""
+    total = int(replay.output_lengths.sum())
+    ranks = np.argsort(replay.output_lengths, kind="stable")
+    groups = []
+    for rows in np.array_split(ranks, min(4, len(ranks))):
+        lengths = replay.output_lengths[rows]
+        groups.append(_group(f"{lengths.min():,} to {lengths.max():,} output tokens", rows.tolist(), replay, total))
+    return groups
+
+
+def _kept(origins: Origins) -> list[tuple[int, float]]:
+    """Return which share of the accepted tokens with a source in the corpus has one that is at most this old."""
+    ages, accepted = np.array(origins.ages, np.int64), np.array(origins.accepted, np.int64)
+    known = ages >= 0
+    total = int(accepted[known].sum())
+    if not total:
+        return []
+    shares = [(age, float(accepted[known & (ages <= age)].sum() / total)) for age in AGES]
+    end = next(index for index, (_, share) in enumerate(shares) if share >= 1)
+    return shares[: end + 1]
+
+
+def _capacity(kept: Sequence[tuple[int, float]]) -> int:
+    """Return a capacity, in steps of a factor of two, that keeps enough sources, with room for as much again."""
+    needed = next((age for age, share in kept if share >= KEPT), DrafterConfig.capacity)
+    return min(max(2 * needed, 1 << 20), 1 << 30)
+
+
+def _tokens_per_hour(traffic: Traffic) -> float | None:
+    if not traffic.has_times:
+        return None
+    seconds = float(traffic.began_s.max() - traffic.began_s.min())
+    return None if seconds <= 0 else float(traffic.output_lengths.sum()) / seconds * 3600
+
+
+def _foreign(origins: Origins, owners: np.ndarray) -> float | None:
+    """Return the share of the traced accepted tokens that came from a request of another owner."""
+    requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
+    accepted = np.array(origins.accepted, np.int64)
+    if not len(requests) or (owners < 0).all():
+        return None
+    is_foreign = (sources >= 0) & (owners[requests] != owners[sources])
+    return float(accepted[is_foreign].sum() / accepted.sum())
+
+
+def _notes(traffic: Traffic, facts: LogFacts, trial: Trial) -> list[str]:
+    notes = []
+    if facts.faults.count:
+        notes.append(f"{facts.faults.count:,} records could not be read")
+    if facts.backwards and traffic.has_times:
+        notes.append(f"{facts.backwards:,} requests are earlier than the one before them; they were sorted by time")
+    if facts.repeated_names:
+        notes.append(f"{facts.repeated_names:,} requests have the id of an earlier one; ids should be unique")
+    if not traffic.prompt_lengths.any():
+        notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
+    if not traffic.has_times:
+        notes.append("the log has no times, so its order was used")
+    if trial.in_flight == 0 and traffic.in_flight() is None:
+        notes.append("the log has no start and end times, so one request at a time was replayed; give --inflight")
+    return notes

@@ -1,0 +1,182 @@
+"""`ssd-drafter advise`: what drafting would gain for the traffic in a log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from drafter_service.commands.advise.advice import Advice
+    from drafter_service.commands.advise.reading import LogFacts
+    from drafter_service.commands.advise.traffic import Traffic
+    from drafter_service.ingest.files import File
+    from drafter_service.ingest.reading import Reading
+    from ssd.hardware.cost_profile import CostProfile
+
+
+@click.command()
+@click.option(
+    "--from",
+    "sources",
+    required=True,
+    multiple=True,
+    metavar="PATH_OR_URL...",
+    help="Logs of requests with their outputs: the formats that `warm` reads.",
+)
+@click.argument("more_sources", nargs=-1, metavar="")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of the target model; needed for text.",
+)
+@click.option("--field", "fields", multiple=True, metavar="NAME", help="Field to read; as for `warm`.")
+@click.option(
+    "--inflight",
+    type=click.IntRange(1, 1024),
+    help="Requests that run at once.  [default: by the log's start and end times, otherwise 1]",
+)
+@click.option(
+    "--cost-profile",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Durations of the target's steps, measured with `ssd-engine profile`.",
+)
+@click.option("--gpu", default="h100", help="Without --cost-profile: estimate step durations for this GPU.")
+@click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the recommended settings to this file, for `ssd-drafter serve --config`.",
+)
+def advise(
+    sources: tuple[str, ...],
+    more_sources: tuple[str, ...],
+    tokenizer: Path | None,
+    fields: tuple[str, ...],
+    inflight: int | None,
+    cost_profile: Path | None,
+    gpu: str,
+    model_size: str,
+    out: Path,
+    config: Path | None,
+) -> None:
+    """Replay a log with the drafter, and say whether drafting pays. Nothing leaves this machine."""
+    import tempfile
+
+    from drafter_service.ingest.files import check_codecs, list_files
+    from drafter_service.ingest.parquet import check_parquet
+    from drafter_service.ingest.reading import Reading
+    from drafter_service.ingest.vocabulary import Vocabulary
+    from ssd.hardware.cost_profile import CostProfile
+    from ssd.hardware.roofline import roofline
+
+    profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu, model_size)
+    files = list_files((*sources, *more_sources))
+    check_codecs(files)
+    if any(file.suffix == ".parquet" for file in files):
+        check_parquet()
+    reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            advice, traffic, facts = _analyse(files, reading, Path(folder) / "tokens", profile, inflight)
+    except KeyboardInterrupt:
+        raise UserError("interrupted; nothing was written") from None
+    toml = _settings_file(advice)
+    _write(out, _page(advice, toml, traffic, facts, profile))
+    if config is not None:
+        _write(config, toml)
+    _show(advice, out)
+
+
+def _analyse(
+    files: list[File], reading: Reading, path: Path, profile: CostProfile, inflight: int | None
+) -> tuple[Advice, Traffic, LogFacts]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from drafter_service.commands.advise.advice import advise as advice_of
+    from drafter_service.commands.advise.advice import plan_trials
+    from drafter_service.commands.advise.trials import run_trials, size_of
+
+    columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        traffic, facts = _read(files, reading, path, progress)
+        trials = plan_trials(traffic, profile, inflight)
+        task = progress.add_task("replaying", total=size_of(traffic, trials))
+        outcomes = run_trials(traffic, path, trials, lambda tokens: progress.advance(task, tokens))
+    return advice_of(traffic, facts, profile, outcomes, inflight), traffic, facts
+
+
+def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:
+    from drafter_service.commands.advise.reading import read_traffic
+
+    total = sum(file.size for file in files)
+    task = progress.add_task("reading", total=total or None)
+    return read_traffic(files, reading, path, lambda state: progress.update(task, completed=state.bytes_read))
+
+
+def _settings_file(advice: Advice) -> str:
+    import tomli_w
+
+    settings = advice.settings
+    names = ("capacity", "draft_shape", "max_draft", "cost")
+    return tomli_w.dumps({"drafting": {name: getattr(settings, name) for name in names}})
+
+
+def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile: CostProfile) -> str:
+    from importlib.metadata import version
+
+    from drafter_service.commands.advise.page import render_page
+
+    details = [
+        ("ssd-drafter", version("ssd-drafter")),
+        ("log", ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common())),
+        ("requests", f"{len(traffic):,}"),
+        ("output tokens", f"{int(traffic.output_lengths.sum()):,}"),
+        ("cost profile", profile.label),
+    ]
+    return render_page(advice, toml, details)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"cannot write {path}: {problem.strerror}; give another file") from None
+
+
+def _show(advice: Advice, out: Path) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    console.print(escape(advice.verdict))
+    table = Table("drafter", "shape", "longest", "in flight", "tokens/step", "drafted", "speed-up")
+    for one in [*advice.speedups, *advice.lengths]:
+        table.add_row(
+            one.drafter,
+            one.draft_shape,
+            str(one.max_draft),
+            str(one.in_flight),
+            f"{one.tokens_per_step:.2f}",
+            f"{one.drafted_per_step:.1f}",
+            f"{one.speedup:.2f}x",
+        )
+    console.print(table)
+    for note in advice.notes:
+        console.print(f"note: {escape(note)}")
+    if advice.other_users is not None:
+        console.print(f"{advice.other_users:.0%} of the accepted draft tokens came from another user's text")
+    settings = advice.settings
+    console.print(
+        f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}, "
+        f"cost {settings.cost:g}"
+    )
+    console.print(f"details: {out}", soft_wrap=True)

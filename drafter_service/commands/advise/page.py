@@ -1,0 +1,137 @@
+"""The HTML page of the advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import drafter_service.observability.charts as charts
+from drafter_service.commands.advise.advice import Advice, Group, Speedup
+from drafter_service.observability.charts import Frame, Value
+from drafter_service.observability.report import units
+
+FRAME = Frame(480, 260, left=52, right=16, top=16, bottom=44)
+COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
+
+
+def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
+    """Return the page; settings_toml: the recommended settings as a file; facts: how it was computed."""
+    best = advice.best
+    cards = [
+        charts.card("predicted speed-up", f"{best.speedup:.2f}x", f"{best.in_flight} in flight", kind="green"),
+        charts.card("tokens per step", f"{best.tokens_per_step:.2f}", f"{best.draft_shape} drafts"),
+        charts.card("drafted per step", f"{best.drafted_per_step:.1f}"),
+    ]
+    if advice.other_users is not None:
+        cards.append(charts.card("from other users' text", units.share(advice.other_users), "of accepted draft tokens"))
+    panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), _settings(settings_toml)]
+    notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in advice.notes)
+    header = f"<h1>Advice for this traffic</h1><p>{escape(advice.verdict)}</p>{notes}"
+    footer = " · ".join(f"{escape(name)}: {escape(value)}" for name, value in facts)
+    main = f"{charts.cards(cards)}<section><div class='panels'>{''.join(panels)}</div></section>"
+    return charts.page("Advice for this traffic", header, main, footer)
+
+
+def _by_concurrency(advice: Advice) -> str:
+    """Chart the speed-up of each drafter and shape against requests in flight."""
+    lines: dict[tuple[str, str], list[Speedup]] = {}
+    for one in sorted(advice.speedups, key=lambda one: one.in_flight):
+        lines.setdefault((one.drafter, one.draft_shape), []).append(one)
+    flights = sorted({one.in_flight for one in advice.speedups})
+    marks = charts.ticks(max(one.speedup for one in advice.speedups))
+    y = FRAME.y_scale(0, marks[-1])
+    x = FRAME.x_scale(0, max(1, len(flights) - 1))
+    parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}x")
+    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(flights)], FRAME.floor + 18)
+    parts.append(_x_title("requests in flight"))
+    parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
+    for key, line in lines.items():
+        points = [(x(flights.index(one.in_flight)), y(one.speedup)) for one in line]
+        parts.append(charts.polyline(points, kind=f"line {COLORS[key]}"))
+        for (left, top), one in zip(points, line, strict=True):
+            words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
+            parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
+    legend = charts.legend([(COLORS[key], " ".join(key)) for key in lines])
+    rows = [_speedup_cells(one) for one in [*advice.speedups, *advice.lengths]]
+    heads = ("drafter", "shape", "longest draft", "in flight", "tokens per step", "drafted", "speed-up")
+    note = "Predicted from the acceptance on this log and the cost profile."
+    chart = charts.chart(FRAME, "Predicted speed-up by requests in flight", parts)
+    return charts.panel("Speed-up by requests in flight", note, legend + chart, charts.table(heads, rows))
+
+
+def _speedup_cells(one: Speedup) -> tuple[str, ...]:
+    return (
+        one.drafter,
+        one.draft_shape,
+        str(one.max_draft),
+        str(one.in_flight),
+        f"{one.tokens_per_step:.2f}",
+        f"{one.drafted_per_step:.1f}",
+        f"{one.speedup:.2f}x",
+    )
+
+
+def _growth(advice: Advice) -> str:
+    """Chart tokens per step while the corpus grows."""
+    marks = charts.ticks(max(value for _, value in advice.growth))
+    y, most = FRAME.y_scale(0, marks[-1]), advice.growth[-1][0]
+    x, points = FRAME.x_scale(0, most), [(tokens, value) for tokens, value in advice.growth]
+    parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}")
+    ends = [(share * most, units.count(share * most)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    parts += charts.x_axis(FRAME, x, ends, FRAME.floor + 18)
+    parts.append(_x_title("output tokens seen"))
+    placed = [(x(tokens), y(value)) for tokens, value in points]
+    parts += [charts.area(placed, y(0), "green"), charts.polyline(placed, kind="line green")]
+    parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
+    rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in points]
+    chart = charts.chart(FRAME, "Tokens per step while the corpus grows", parts)
+    note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
+    return charts.panel("While the corpus grows", note, chart, charts.table(("tokens", "tokens per step"), rows))
+
+
+def _kept(advice: Advice) -> str:
+    """Chart how much of the gain a corpus of limited capacity keeps."""
+    if not advice.kept:
+        return charts.panel("Capacity", "No accepted token came from an earlier request.", "")
+    y, x = FRAME.y_scale(0, 1), FRAME.x_scale(0, max(1, len(advice.kept) - 1))
+    every = max(1, -(-len(advice.kept) // 6))
+    parts = charts.y_axis(FRAME, y, (0, 0.25, 0.5, 0.75, 1), units.share)
+    labels = [(place, units.count(age)) for place, (age, _) in enumerate(advice.kept) if place % every == 0]
+    parts += charts.x_axis(FRAME, x, labels, FRAME.floor + 18)
+    parts.append(_x_title("tokens remembered"))
+    placed = [(x(place), y(share)) for place, (_, share) in enumerate(advice.kept)]
+    parts.append(charts.polyline(placed, kind="line violet"))
+    per_hour = advice.tokens_per_hour
+    rows = [
+        (units.count(age), units.duration(age / per_hour * 3600) if per_hour else "", units.share(share))
+        for age, share in advice.kept
+    ]
+    heads = ("tokens remembered", "time to fill", "accepted tokens kept")
+    chart = charts.chart(FRAME, "Share of accepted tokens whose source is still remembered, by capacity", parts)
+    note = "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
+    return charts.panel("Capacity, and how long text stays useful", note, chart, charts.table(heads, rows))
+
+
+def _groups(advice: Advice) -> str:
+    heads = ("requests", "number", "share of output", "tokens per step")
+    tables = charts.table(heads, map(_group_cells, advice.groups), map(_group_cells, advice.sizes))
+    note = "By the first tokens of the prompt, and by the length of the output."
+    return charts.panel("Which requests gain", note, tables)
+
+
+def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
+    return (
+        group.name,
+        Value(group.requests, units.count),
+        Value(group.share, units.share),
+        Value(group.tokens_per_step, units.ratio),
+    )
+
+
+def _settings(toml: str) -> str:
+    note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml"
+    return charts.panel("Settings", note, f"<pre>{escape(toml)}</pre>")
+
+
+def _x_title(words: str) -> str:
+    return charts.text(words, (FRAME.left + FRAME.right_edge) / 2, FRAME.height - 6, text_anchor="middle")

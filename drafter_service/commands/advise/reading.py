@@ -1,0 +1,127 @@
+"""Read the requests of a log into `Traffic`, in bounded memory: tokens go to a file that is mapped into memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from drafter_service.commands.advise.traffic import Traffic
+from drafter_service.ingest.documents import Faults, Item
+from drafter_service.ingest.files import File
+from drafter_service.ingest.origins import Origin
+from drafter_service.ingest.pipeline import LoadProgress, check_readable, read_all
+from drafter_service.ingest.reading import Reading, tokenize
+from drafter_service.ingest.resume import Resume
+from ssd.errors import UserError
+
+FORMATS = (
+    'JSON lines of requests with their responses ({"request": {"messages": [...]}, "response": {"choices": [...]}}), '
+    'of prompts and outputs ({"prompt": "...", "completion": "..."}), '
+    'or of token ids ({"prompt_token_ids": [...], "output_token_ids": [...]})'
+)
+"""Formats that a user with an unreadable log is advised to write."""
+
+
+class Named(NamedTuple):
+    """A request of the log as token ids."""
+
+    name: str
+    prompt: np.ndarray
+    output: np.ndarray
+    origin: Origin
+
+
+@dataclass
+class LogFacts:
+    """What was read, and what is unusual about it."""
+
+    files: Counter[str] = field(default_factory=Counter)
+    """Number of files by format."""
+    faults: Faults = field(default_factory=Faults)
+    backwards: int = 0
+    """Requests that are earlier than the one before them in the log."""
+    repeated_names: int = 0
+    """Requests whose id an earlier request has."""
+
+
+class TrafficWriter:
+    """Collects requests."""
+
+    def __init__(self, path: Path) -> None:
+        """path: file to write tokens to."""
+        self._path = path
+        self._file = path.open("wb")
+        self._lengths: list[tuple[int, int]] = []
+        self._times: list[tuple[float, float]] = []
+        self._users: dict[str, int] = {}
+        self._sessions: dict[str, int] = {}
+        self._codes: list[tuple[int, int]] = []
+        self._names: set[int] = set()
+        self.facts = LogFacts()
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, request: Named) -> None:
+        """Append a request."""
+        self._file.write(request.prompt.tobytes())
+        self._file.write(request.output.tobytes())
+        self._lengths.append((len(request.prompt), len(request.output)))
+        began, ended, user, session = request.origin
+        if self._times and began is not None and began < self._times[-1][0]:
+            self.facts.backwards += 1
+        self._times.append((math.nan if began is None else began, math.nan if ended is None else ended))
+        self._codes.append((_code(self._users, user), _code(self._sessions, session)))
+        key = hash(request.name)
+        self.facts.repeated_names += key in self._names
+        self._names.add(key)
+
+    def finish(self) -> Traffic:
+        """Return all requests."""
+        self._file.close()
+        lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
+        times = np.array(self._times, np.float64).reshape(-1, 2)
+        codes = np.array(self._codes, np.int64).reshape(-1, 2)
+        tokens = np.memmap(self._path, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
+        starts = np.append(0, np.cumsum(lengths.sum(axis=1)))
+        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1])
+
+
+def _code(codes: dict[str, int], name: str | None) -> int:
+    return -1 if name is None else codes.setdefault(name, len(codes))
+
+
+def read_traffic(
+    files: Sequence[File], reading: Reading, path: Path, watch: Callable[[LoadProgress], None]
+) -> tuple[Traffic, LogFacts]:
+    """Read the requests of all files; path: file to write tokens to. `watch` is called after each batch.
+
+    Raises UserError if there are none.
+    """
+    writer = TrafficWriter(path)
+    writer.facts.faults = reading.faults
+    tokens = 0
+    with closing(read_all(files, Resume(None, ""), reading, writer.facts.files, _named)) as batches:
+        for batch, requests in batches:
+            for request in requests:
+                writer.add(request)
+                tokens += len(request.prompt) + len(request.output)
+            watch(LoadProgress(batch.bytes_read, len(writer), tokens))
+    if not len(writer):
+        check_readable(reading, 1)
+        reasons = "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in reading.faults.by_reason.items())
+        raise UserError(f"no request with an output in the log{f': {reasons}' if reasons else ''}; it may be {FORMATS}")
+    return writer.finish(), writer.facts
+
+
+def _named(items: Sequence[Item], reading: Reading) -> list[Named]:
+    return [
+        Named(item.name, prompt, output, item.origin or Origin()) for item, prompt, output in tokenize(items, reading)
+    ]

@@ -1,0 +1,1 @@
+"""Simpler drafters, to compare with: the classic scheme, and prompt lookup."""

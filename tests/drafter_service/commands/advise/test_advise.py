@@ -1,0 +1,134 @@
+"""The command says whether drafting pays, for whom, and with which settings."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from drafter_service.commands.advise.advice import advise, plan_trials
+from drafter_service.commands.advise.provenance import Origins
+from drafter_service.commands.advise.reading import LogFacts
+from drafter_service.commands.advise.trials import run_trials
+from drafter_service.commands.main import cli
+from drafter_service.settings.load import load_settings
+from ssd.errors import UserError
+from ssd.hardware.cost_profile import CostProfile
+from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
+from tests.drafter_service.ingest.loads import model_folder
+
+CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
+
+
+def advice_of(traffic, tmp_path, in_flight=1):
+    trials = plan_trials(traffic, CHEAP, in_flight)
+    return advise(traffic, LogFacts(), CHEAP, run_trials(traffic, tmp_path, trials, lambda _tokens: None), in_flight)
+
+
+def test_repeated_outputs_pay(tmp_path):
+    advice = advice_of(traffic_of(repeated_requests()), tmp_path)
+    assert advice.verdict.startswith("Drafting pays")
+    assert advice.best.speedup > 2
+    assert advice.growth[0][1] < 2 < advice.growth[-1][1]
+    assert [group.requests for group in advice.groups] == [20, 20]
+    assert sum(group.share for group in advice.sizes) == pytest.approx(1)
+    assert advice.other_users is None
+
+
+def test_random_outputs_do_not_pay(tmp_path):
+    advice = advice_of(traffic_of(random_requests()), tmp_path)
+    assert advice.verdict.startswith("Drafting does not pay")
+    assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
+
+
+def test_text_of_other_users_is_told_apart(tmp_path):
+    requests = repeated_requests()
+    shared = advice_of(traffic_of(requests, users=[number % 5 for number in range(40)]), tmp_path)
+    separate = advice_of(traffic_of(requests, users=[number % 2 for number in range(40)]), tmp_path)
+    assert shared.other_users > 0.5
+    assert separate.other_users == 0
+
+
+def test_capacity_covers_the_age_of_sources(tmp_path):
+    """Outputs that repeat one from long ago need a corpus that still has it."""
+    old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
+    advice = advice_of(traffic_of([*old, *noise, *old]), tmp_path)
+    ages = [age for age, share in advice.kept if share >= 0.98]
+    assert ages[0] >= 60 * 200
+
+
+def test_without_sources_there_is_no_capacity_curve():
+    from drafter_service.commands.advise.advice import _kept
+
+    assert _kept(Origins()) == []
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    CHEAP.write(path)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["advise", *map(str, arguments)])
+
+
+def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path, profile):
+    log = write_log(
+        tmp_path / "log.jsonl",
+        repeated_requests(),
+        created=[1_700_000_000 + number for number in range(40)],
+        duration_s=[2.5] * 40,
+        user=[f"u{number % 5}" for number in range(40)],
+    )
+    page, settings = tmp_path / "a.html", tmp_path / "a.toml"
+    result = run("--from", log, "--cost-profile", profile, "--out", page, "--config", settings)
+    assert result.exit_code == 0, result.output
+    assert "Drafting pays" in result.output
+    assert "3 in flight" in result.output
+    assert "another user's text" in result.output
+    assert load_settings(settings).drafting.draft_shape in ("path", "tree")
+    text = page.read_text()
+    assert "tokens per step" in text
+    assert "While the corpus grows" in text
+
+
+def test_no_text_appears_in_the_page(tmp_path, profile):
+    secret = "the secret words of a user "
+    lines = [json.dumps({"prompt": f"{secret}{number}", "completion": secret * 10}) for number in range(4)]
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(lines))
+    page, model = tmp_path / "a.html", model_folder(tmp_path / "model")
+    result = run("--from", log, "--tokenizer", model, "--cost-profile", profile, "--out", page)
+    assert result.exit_code == 0, result.output
+    assert "secret" not in page.read_text() + result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "no request with an output"),
+        ('{"prompt": "a"}\n', "no output in any known field"),
+        ("INFO 11-22 Received request cmpl-1: prompt: 'a', params: SamplingParams()\n" * 3, "no outputs"),
+    ],
+)
+def test_logs_without_outputs_are_refused_with_the_formats_that_work(tmp_path, content, expected):
+    log = tmp_path / "log.jsonl"
+    if content.startswith("INFO"):
+        log = tmp_path / "vllm.log"
+    log.write_text(content)
+    result = run("--from", log, "--out", tmp_path / "a.html")
+    assert isinstance(result.exception, UserError)
+    assert expected in str(result.exception)
+    assert "prompt_token_ids" in str(result.exception)
+
+
+def test_odd_logs_are_described(tmp_path, profile):
+    requests = repeated_requests(6)
+    log = write_log(tmp_path / "log.jsonl", requests, created=[5, 4, 3, 2, 1, 0])
+    lines = log.read_text().replace('"r1"', '"r0"').splitlines()
+    log.write_text("\n".join([*lines, "not JSON"]))
+    result = run("--from", log, "--cost-profile", profile, "--inflight", 2, "--out", tmp_path / "a.html")
+    assert result.exit_code == 0, result.output
+    for words in ("1 records could not be read", "5 requests are earlier", "1 requests have the id"):
+        assert words in " ".join(result.output.split())
