@@ -1,16 +1,14 @@
-"""The algorithm `SSD` among SGLang's speculative algorithms, and the arguments of a server that uses it."""
+"""The algorithm `SSD` among SGLang's speculative algorithms, and the arguments of a server that uses it.
+
+Each process of each SGLang server loads this module where the package is installed, whatever algorithm it runs. So the
+client and what it needs are imported only where the algorithm is used.
+"""
 
 from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
 from typing import Any
-
-from drafter_service.observability.facts import ModelIdentity
-from drafter_service.plugins.settings import settings_from_environment
-from drafter_service.plugins.sglang.worker import worker_class
-from ssd.config import MAX_DRAFT
-from ssd.errors import UserError
 
 ALGORITHM = "SSD"
 
@@ -36,11 +34,23 @@ def register() -> None:
 
     SpeculativeAlgorithm.register(
         ALGORITHM, supports_overlap=True, validate_server_args=check_server_args, spec_class=algorithm_class()
-    )(lambda _: worker_class())
+    )(make_worker_class)
+
+
+def make_worker_class(server_args: Any) -> type:  # noqa: ARG001
+    """Return the class of the workers."""
+    from drafter_service.plugins.sglang.worker import worker_class
+
+    return worker_class()
 
 
 def check_server_args(server_args: Any) -> None:
     """Raise ValueError, before the model is loaded, for a version or arguments of the host that are not supported."""
+    from drafter_service.observability.facts import ModelIdentity
+    from drafter_service.plugins.settings import settings_from_environment
+    from ssd.config import MAX_DRAFT
+    from ssd.errors import UserError
+
     installed = version("sglang")
     nodes = server_args.speculative_num_draft_tokens
     reasons = {

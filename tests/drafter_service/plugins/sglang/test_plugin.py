@@ -3,6 +3,8 @@
 `test_conformance.py` has the tests with the host's own classes.
 """
 
+import subprocess
+import sys
 import tomllib
 from array import array
 from importlib.metadata import EntryPoint
@@ -99,6 +101,11 @@ def test_the_package_registers_the_plug_in():
     project = tomllib.loads((Path(drafter_service.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"]["sglang.srt.plugins"].items()
     assert EntryPoint(name, value, "sglang.srt.plugins").load() is algorithm.register
+
+
+def test_servers_with_other_algorithms_load_little():
+    code = "import sys, drafter_service.plugins.sglang.algorithm; print({'grpc', 'numpy'} & set(sys.modules) or 'none')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "none\n"
 
 
 def test_overridden_methods_have_the_signatures_of_the_host(host, monkeypatch):
