@@ -14,6 +14,7 @@ from rich.text import Text
 from drafter_service.observability.report import units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (
+    ClientReport,
     ClientTotals,
     CorpusReport,
     Drafting,
@@ -115,7 +116,7 @@ def _overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Table:
 
 def _in_full(namespace: NamespaceReport) -> Group:
     corpus = _corpus(namespace.corpus, namespace.memory_bytes)
-    engines = Group() if namespace.clients is None else _engines(namespace, namespace.clients)
+    engines = Text() if namespace.clients is None else _engines(namespace, namespace.clients)
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
         _drafting(namespace),
@@ -132,6 +133,8 @@ def _in_full(namespace: NamespaceReport) -> Group:
         ]
     else:
         parts.append(_side_by_side(corpus, engines))
+    if namespace.by_client:
+        parts.append(_by_client(namespace.by_client))
     if namespace.draft_latency is not None and namespace.merge_latency is not None:
         parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
     if namespace.passages is not None:
@@ -238,8 +241,8 @@ def _latencies(draft: LatencyReport, merge: LatencyReport) -> Table:
     return table
 
 
-def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Group:
-    totals = _list(
+def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Table:
+    return _list(
         "engines",
         [
             ("connected", namespace.streams),
@@ -251,15 +254,18 @@ def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Group:
             ("duplicate texts", namespace.duplicates),
         ],
     )
+
+
+def _by_client(clients: Iterable[ClientReport]) -> Table:
     table = _table("client", "connected", "tokens", "tokens per step")
-    for each in namespace.by_client or ():
+    for each in clients:
         table.add_row(
-            Text(units.shortened(each.client, 30)),
+            Text(units.shortened(each.client, 44)),
             units.count(each.streams),
             units.count(each.committed),
             units.ratio(each.tokens_per_step),
         )
-    return Group(totals, Text(), table)
+    return table
 
 
 def _passages(passages: Iterable[PassageReport]) -> Table:
