@@ -10,7 +10,7 @@ from drafter_service.commands.advise.advice import Advice, Group, Speedup
 from drafter_service.observability.charts import Frame, Value
 from drafter_service.observability.report import units
 
-FRAME = Frame(480, 260, left=52, right=16, top=16, bottom=44)
+FRAME = Frame(480, 260, left=64, right=16, top=16, bottom=44)
 COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
 
 
@@ -28,7 +28,7 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
     notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in advice.notes)
     header = f"<h1>Advice for this traffic</h1><p>{escape(advice.verdict)}</p>{notes}"
     footer = " · ".join(f"{escape(name)}: {escape(value)}" for name, value in facts)
-    main = f"{charts.cards(cards)}<section><div class='panels'>{''.join(panels)}</div></section>"
+    main = f"{charts.cards(cards)}<section class='plots'>{''.join(panels)}</section>"
     return charts.page("Advice for this traffic", header, main, footer)
 
 
@@ -43,7 +43,7 @@ def _by_concurrency(advice: Advice) -> str:
     x = FRAME.x_scale(0, max(1, len(flights) - 1))
     parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}x")
     parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(flights)], FRAME.floor + 18)
-    parts.append(_x_title("requests in flight"))
+    parts += [_x_title("requests in flight"), charts.y_title(FRAME, "speed-up")]
     parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
     for key, line in lines.items():
         points = [(x(flights.index(one.in_flight)), y(one.speedup)) for one in line]
@@ -79,7 +79,7 @@ def _growth(advice: Advice) -> str:
     parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}")
     ends = [(share * most, units.count(share * most)) for share in (0, 0.25, 0.5, 0.75, 1)]
     parts += charts.x_axis(FRAME, x, ends, FRAME.floor + 18)
-    parts.append(_x_title("output tokens seen"))
+    parts += [_x_title("output tokens seen"), charts.y_title(FRAME, "tokens per step")]
     placed = [(x(tokens), y(value)) for tokens, value in points]
     parts += [charts.area(placed, y(0), "green"), charts.polyline(placed, kind="line green")]
     parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
@@ -98,7 +98,7 @@ def _kept(advice: Advice) -> str:
     parts = charts.y_axis(FRAME, y, (0, 0.25, 0.5, 0.75, 1), units.share)
     labels = [(place, units.count(age)) for place, (age, _) in enumerate(advice.kept) if place % every == 0]
     parts += charts.x_axis(FRAME, x, labels, FRAME.floor + 18)
-    parts.append(_x_title("tokens remembered"))
+    parts += [_x_title("tokens remembered"), charts.y_title(FRAME, "accepted tokens kept")]
     placed = [(x(place), y(share)) for place, (_, share) in enumerate(advice.kept)]
     parts.append(charts.polyline(placed, kind="line violet"))
     per_hour = advice.tokens_per_hour
@@ -116,7 +116,7 @@ def _groups(advice: Advice) -> str:
     heads = ("requests", "number", "share of output", "tokens per step")
     tables = charts.table(heads, map(_group_cells, advice.groups), map(_group_cells, advice.sizes))
     note = "By the first tokens of the prompt, and by the length of the output."
-    return charts.panel("Which requests gain", note, tables)
+    return charts.panel("Which requests gain", note, tables, kind="across")
 
 
 def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
