@@ -79,10 +79,12 @@ $(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
 	@tar --extract --gzip --file $(CONFORMANCE)/$(LLAMA_CPP).tar.gz --directory $(CONFORMANCE) $(LLAMA_CPP)/llama_cpp
 	@touch $@
 
-hosts-bench: $(HOSTS)/.ready ## compare vLLM and transformers with and without the plug-ins (HOSTS_ARGS="--skip suffix")
-	@$(HOSTS)/bin/python -m benchmarks.hosts $(HOSTS_ARGS)
+hosts-bench: $(HOSTS)/.ready $(READY) ## compare vLLM and transformers with and without the plug-ins (needs a C++20 compiler)
+	@$(HOSTS_PIP) cmake nanobind==2.9.2 ninja wheel
+	@PATH="$(CURDIR)/$(HOSTS)/bin:$$PATH" $(HOSTS_PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
+	@$(HOSTS)/bin/python -m benchmarks.hosts --host vllm $(HOSTS_ARGS)
+	@$(BIN)/python -m benchmarks.hosts --host transformers $(HOSTS_ARGS)
 
-# vLLM's own drafter "suffix" needs arctic-inference, which is compiled; only the benchmark uses it.
 $(HOSTS)/.ready: pyproject.toml
 	@test -x $(HOSTS)/bin/python || $(PYTHON) -m venv $(HOSTS)
 	@echo "installing vLLM for CPUs into $(HOSTS) (about 2 GB)"

@@ -1,6 +1,7 @@
 """Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar.
 
-    build/hosts/bin/python -m benchmarks.hosts [--host vllm,transformers] [--prompts 20] [--out FILE]
+    build/hosts/bin/python -m benchmarks.hosts --host vllm [--prompts 20] [--out FILE]
+    .venv/bin/python -m benchmarks.hosts --host transformers
 
 Runs the prompts of the shipped model twice, greedily and one at a time. Each contestant has a process of its own, and
 they alternate prompt by prompt. Tokens per step are counted alike for all: output tokens after the first, divided by
@@ -50,10 +51,12 @@ SSD_FLAGS = {
         "num_speculative_tokens": MAX_DRAFT,
     },
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT}
+"""Of vLLM. By default it looks for the last 5 tokens."""
 VLLM_FLAGS: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"speculative_config": NGRAM},
+    "ngram-2-4": {"speculative_config": NGRAM | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": MAX_DRAFT}},
     "ssd": SSD_FLAGS,
 }
@@ -307,21 +310,23 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default=",".join(CONTESTANTS), help="hosts to measure")
+    parser.add_argument("--host", choices=CONTESTANTS, required=True)
+    parser.add_argument("--only", choices=("contestants", "plugin"), help="measure only this part")
     parser.add_argument("--skip", default="", help="contestants to leave out, such as suffix without arctic-inference")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Waiting threads of vLLM's n-gram drafter would spin.
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
     lines = (FOLDER / "prompts.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
-    result: dict[str, Any] = {"date": str(date.today()), "versions": installed(), "max_draft": MAX_DRAFT, "rows": []}
-    for host in arguments.host.split(","):
-        methods = tuple(method for method in CONTESTANTS[host] if method not in arguments.skip.split(","))
-        result["rows"] += compare(host, methods, prompts[: arguments.prompts])
-        if host == "vllm":
-            result["plugin_ms_per_step"] = plugin_times(prompts)
-    print(table(result["rows"]))
+    result: dict[str, Any] = {"date": str(date.today()), "versions": installed(), "max_draft": MAX_DRAFT}
+    if arguments.only != "plugin":
+        methods = tuple(name for name in CONTESTANTS[arguments.host] if name not in arguments.skip.split(","))
+        result["rows"] = compare(arguments.host, methods, prompts[: arguments.prompts])
+    if arguments.only != "contestants" and arguments.host == "vllm":
+        result["plugin_ms_per_step"] = plugin_times(prompts)
+    print(table(result.get("rows", [])))
     text = json.dumps(result)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -78,6 +78,7 @@ def test_aborted_requests_leave_the_others_alone(plain, folder):
 def test_chunked_prefill_prefix_caching_and_preemption(plain, folder):
     result = run("small_cache", folder)
     assert result["outputs"] == [plain["outputs"]] * 2
+    assert result["repeated"] == [plain["outputs"][:5]] * 2
     assert result["preemptions"] > 0
     assert result["cached"] > 0
     assert result["counters"]["accepted"] > 0

@@ -171,9 +171,11 @@ def small_cache():
     options |= {"max_num_batched_tokens": 128, "max_num_seqs": 16}
     with socket() as address, sidecar(address), engine(8, enable_prefix_caching=True, **options) as llm:
         outputs = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
+        repeated = tokens(generate(llm, [text for text in prompts()[:5] for _ in range(2)]))
         counted = counters(llm)
         return {
             "outputs": outputs,
+            "repeated": [repeated[::2], repeated[1::2]],
             "preemptions": counted["num_preemptions"],
             "cached": counted["prefix_cache_hits"],
             "counters": vars(session_of(llm).counters),
