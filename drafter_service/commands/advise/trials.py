@@ -26,7 +26,7 @@ from ssd.types import DraftBatch, Drafter, Progress
 
 POLL_S = 0.1
 """Interval at which progress is reported."""
-SAMPLE_TOKENS = 1_000_000
+SAMPLE_TOKENS = 500_000
 """Output tokens of a trial that compares settings; only the two main trials replay the whole log."""
 INLINE_TOKENS = 500_000
 """Logs up to this size are replayed in this process, because starting others takes longer."""
@@ -83,7 +83,9 @@ class TimedDrafter:
             self._inner.start(sequence_id, prompt)
 
     def draft(self, progress: Progress) -> DraftBatch:
-        """Return the drafts of the other drafter."""
+        """Return the drafts of the other drafter, which may also come from the outputs of running requests so far."""
+        if self._corpus is not None:
+            self._corpus.refresh()
         began = time.perf_counter()
         drafts = self._inner.draft(progress)
         self.seconds += time.perf_counter() - began
