@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.link import Link, connection_options
+from drafter_service.commands.sources import find_sources, source_options
 from drafter_service.settings.quantity import Quantity
 from ssd.errors import UserError
 
@@ -20,16 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--from",
-    "sources",
-    required=True,
-    multiple=True,
-    metavar="PATH_OR_URL...",
-    help="Files, folders, globs or URLs (s3://, gs://, https://): JSON lines and Parquet logs, plain text and source "
-    "trees, token arrays (.npy, .npz, .bin), snapshots; .gz, .zst, .bz2 and .xz too.",
-)
-@click.argument("more_sources", nargs=-1, metavar="")
+@source_options
 @click.option("--snapshot", type=click.Path(path_type=Path, dir_okay=False), help="Learn into this snapshot file.")
 @click.option(
     "--capacity",
@@ -40,19 +32,6 @@ if TYPE_CHECKING:
     "--namespace",
     metavar="NAME",
     help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
-)
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of the target model; needed for text.",
-)
-@click.option(
-    "--field",
-    "fields",
-    multiple=True,
-    metavar="NAME",
-    help="Field or column to learn, such as answer or meta.answer; if repeated, the last one is the output and "
-    "the others are its prompt.  [default: known names]",
 )
 @click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(
@@ -75,15 +54,10 @@ def warm(
     link: Link,
 ) -> None:
     """Learn from logs and text, so that the first requests already get drafts."""
-    from drafter_service.ingest.files import check_codecs, list_files
-    from drafter_service.ingest.parquet import check_parquet
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
 
-    files = list_files((*sources, *more_sources))
-    check_codecs(files)
-    if any(file.suffix == ".parquet" for file in files):
-        check_parquet()
+    files = find_sources((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
     reading = Reading(vocabulary, fields, whole_prompts)
     if snapshot is not None and namespace is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drafter_service.commands.sources import find_sources, source_options
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,21 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--from",
-    "sources",
-    required=True,
-    multiple=True,
-    metavar="PATH_OR_URL...",
-    help="Logs of requests with their outputs: the formats that `warm` reads.",
-)
-@click.argument("more_sources", nargs=-1, metavar="")
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of the target model; needed for text.",
-)
-@click.option("--field", "fields", multiple=True, metavar="NAME", help="Field to read; as for `warm`.")
+@source_options
 @click.option(
     "--inflight",
     type=click.IntRange(1, 1024),
@@ -69,18 +56,13 @@ def advise(
     """Replay a log with the drafter, and say whether drafting pays. Nothing leaves this machine."""
     import tempfile
 
-    from drafter_service.ingest.files import check_codecs, list_files
-    from drafter_service.ingest.parquet import check_parquet
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
     from ssd.hardware.cost_profile import CostProfile
     from ssd.hardware.roofline import roofline
 
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu, model_size)
-    files = list_files((*sources, *more_sources))
-    check_codecs(files)
-    if any(file.suffix == ".parquet" for file in files):
-        check_parquet()
+    files = find_sources((*sources, *more_sources))
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -156,19 +138,13 @@ def _show(advice: Advice, out: Path) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from drafter_service.commands.advise.page import HEADS, cells_of
+
     console = Console()
     console.print(escape(advice.verdict))
-    table = Table("drafter", "shape", "longest", "in flight", "tokens/step", "drafted", "speed-up")
+    table = Table(*HEADS)
     for one in [*advice.speedups, *advice.lengths]:
-        table.add_row(
-            one.drafter,
-            one.draft_shape,
-            str(one.max_draft),
-            str(one.in_flight),
-            f"{one.tokens_per_step:.2f}",
-            f"{one.drafted_per_step:.1f}",
-            f"{one.speedup:.2f}x",
-        )
+        table.add_row(*cells_of(one))
     console.print(table)
     for note in advice.notes:
         console.print(f"note: {escape(note)}")

@@ -12,6 +12,7 @@ from drafter_service.observability.report import units
 
 FRAME = Frame(480, 260, left=64, right=16, top=16, bottom=44)
 COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
+HEADS = ("drafter", "shape", "longest draft", "in flight", "tokens per step", "drafted", "speed-up")
 
 
 def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
@@ -52,14 +53,14 @@ def _by_concurrency(advice: Advice) -> str:
             words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
     legend = charts.legend([(COLORS[key], " ".join(key)) for key in lines])
-    rows = [_speedup_cells(one) for one in [*advice.speedups, *advice.lengths]]
-    heads = ("drafter", "shape", "longest draft", "in flight", "tokens per step", "drafted", "speed-up")
+    rows = [cells_of(one) for one in [*advice.speedups, *advice.lengths]]
     note = "Predicted from the acceptance on this log and the cost profile."
     chart = charts.chart(FRAME, "Predicted speed-up by requests in flight", parts)
-    return charts.panel("Speed-up by requests in flight", note, legend + chart, charts.table(heads, rows))
+    return charts.panel("Speed-up by requests in flight", note, legend + chart, charts.table(HEADS, rows))
 
 
-def _speedup_cells(one: Speedup) -> tuple[str, ...]:
+def cells_of(one: Speedup) -> tuple[str, ...]:
+    """Return the cells of the columns `HEADS`."""
     return (
         one.drafter,
         one.draft_shape,
