@@ -8,7 +8,7 @@ drafted.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,10 +65,10 @@ class Arrivals:
         self._places = iter(enumerate(traffic.in_order().tolist()))
         self._sessions = traffic.sessions.tolist()
         self._busy: set[int] = set()
-        self._waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """Turns of busy sessions, latest first, as pairs of place and request."""
+        self._waiting: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        """Turns of busy sessions, earliest first, as pairs of place and request."""
         self._ready: list[tuple[int, int]] = []
-        """Heap of turns whose session became free."""
+        """Heap of the next turns of sessions that became free."""
 
     def next(self) -> int | None:
         """Return the next request; None if all others wait for a session or there is none."""
@@ -89,8 +89,8 @@ class Arrivals:
         if session < 0:
             return
         self._busy.discard(session)
-        for turn in self._waiting.pop(session, ()):
-            heapq.heappush(self._ready, turn)
+        if waiting := self._waiting.get(session):
+            heapq.heappush(self._ready, waiting.popleft())
 
 
 class Running:

@@ -77,6 +77,15 @@ def test_turns_of_a_session_wait_for_each_other():
     assert [arrivals.next(), arrivals.next()] == [3, None]
 
 
+def test_a_session_of_many_turns_takes_no_more_time_for_each():
+    arrivals = Arrivals(traffic_of([([], [1])] * 1000, sessions=[7] * 1000))
+    for turn in range(1000):
+        assert arrivals.next() == turn
+        assert arrivals.next() is None
+        arrivals.end(turn)
+        assert len(arrivals._ready) <= 1
+
+
 def test_requests_are_replayed_in_the_order_of_their_times():
     arrivals = Arrivals(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
     assert [arrivals.next() for _ in range(3)] == [1, 2, 0]
