@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import MIN_CAPACITY
+from ssd.errors import UserError
 from ssd.types import DraftBatch, Drafter, Progress
 
 POLL_S = 0.1
@@ -59,10 +62,6 @@ class Outcome:
     draft_ms: float
     """Mean time in which the drafter answers a step, for all its sequences together."""
     origins: Origins | None = None
-
-    def gain(self, cost: float) -> float:
-        """Return tokens per step divided by the duration of a step with drafts, relative to one without."""
-        return self.replay.tokens_per_step / (1 + cost * self.replay.drafted_per_step)
 
 
 class TimedDrafter:
@@ -150,19 +149,29 @@ def size_of(traffic: Traffic, trials: Sequence[Trial]) -> int:
 
 
 def run_trials(traffic: Traffic, path: Path, trials: Sequence[Trial], watch: Callable[[int], None]) -> list[Outcome]:
-    """Run trials, as many at a time as there are cores; path: the file with the tokens of the traffic."""
+    """Run trials, as many at a time as there are cores; path: the file with the tokens of the traffic.
+
+    Raises UserError if the system ends one of the processes.
+    """
     workers = min(len(trials), os.cpu_count() or 1)
     if workers == 1 or size_of(traffic, trials) <= INLINE_TOKENS:
         return [run_trial(traffic, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")
     without_tokens = replace(traffic, tokens=np.empty(0, np.uint32))
-    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
+    # Ctrl-C must end the processes. With Python's own handler each would go on with the next trial.
+    end_on_interrupt = signal.SIGINT, signal.SIG_DFL
+    with context.Manager() as manager, ProcessPoolExecutor(workers, context, signal.signal, end_on_interrupt) as pool:
         done: Queue[int] = manager.Queue()
         futures = [pool.submit(_run, without_tokens, path, trial, done) for trial in trials]
-        while not all(future.done() for future in futures):
-            with suppress(Empty):
-                watch(done.get(timeout=POLL_S))
-        return [future.result() for future in futures]
+        try:
+            while not all(future.done() for future in futures):
+                with suppress(Empty):
+                    watch(done.get(timeout=POLL_S))
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise UserError("the system ended a replay, perhaps for lack of memory; give a part of the log") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _run(traffic: Traffic, path: Path, trial: Trial, done: Queue[int]) -> Outcome:

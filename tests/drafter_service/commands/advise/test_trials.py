@@ -1,0 +1,39 @@
+"""Trials have the same results in this process and in others."""
+
+import pytest
+
+from drafter_service.commands.advise import trials
+from drafter_service.commands.advise.trials import Trial, run_trials
+from ssd.errors import UserError
+from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
+
+TRIALS = [Trial("ssd", "path", 8, 2, 0.02, 20_000, is_whole=True), Trial("ngram", "path", 8, 2, 0.02, 20_000)]
+
+
+def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
+    traffic, path = traffic_of(repeated_requests()), tmp_path / "tokens"
+    traffic.tokens.tofile(path)
+    inline = run_trials(traffic, path, TRIALS, lambda _: None)
+    monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    spawned = run_trials(traffic, path, TRIALS, lambda _: None)
+    for one, other in zip(inline, spawned, strict=True):
+        assert one.trial == other.trial
+        assert one.origins == other.origins
+        assert one.replay.steps.tolist() == other.replay.steps.tolist()
+        assert one.replay.order.tolist() == other.replay.order.tolist()
+
+
+def test_a_process_that_the_system_ends_is_said(tmp_path, monkeypatch):
+    traffic = traffic_of(repeated_requests())
+    monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(trials, "_run", end_this_process)
+    with pytest.raises(UserError, match="the system ended a replay"):
+        run_trials(traffic, tmp_path / "tokens", TRIALS, lambda _: None)
+
+
+def end_this_process(*_):
+    import os
+
+    os._exit(1)
