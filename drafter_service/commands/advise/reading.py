@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -58,27 +59,26 @@ class TrafficWriter:
         """path: file to write tokens to."""
         self._path = path
         self._file = path.open("wb")
-        self._lengths: list[tuple[int, int]] = []
-        self._times: list[tuple[float, float]] = []
+        # Two numbers per request each: tokens of prompt and output, times of both ends, numbers of user and session.
+        self._lengths, self._times, self._codes = array("q"), array("d"), array("q")
         self._users: dict[str, int] = {}
         self._sessions: dict[str, int] = {}
-        self._codes: list[tuple[int, int]] = []
         self._names: set[int] = set()
         self.facts = LogFacts()
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._lengths) // 2
 
     def add(self, request: Named) -> None:
         """Append a request."""
         self._file.write(request.prompt.tobytes())
         self._file.write(request.output.tobytes())
-        self._lengths.append((len(request.prompt), len(request.output)))
+        self._lengths.extend((len(request.prompt), len(request.output)))
         began, ended, user, session = request.origin
-        if self._times and began is not None and began < self._times[-1][0]:
+        if self._times and began is not None and began < self._times[-2]:
             self.facts.backwards += 1
-        self._times.append((math.nan if began is None else began, math.nan if ended is None else ended))
-        self._codes.append((_code(self._users, user), _code(self._sessions, session)))
+        self._times.extend((math.nan if began is None else began, math.nan if ended is None else ended))
+        self._codes.extend((_code(self._users, user), _code(self._sessions, session)))
         key = hash(request.name)
         self.facts.repeated_names += key in self._names
         self._names.add(key)
