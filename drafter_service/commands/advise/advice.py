@@ -47,6 +47,8 @@ class Speedup:
     drafted_per_step: float
     draft_ms: float
     speedup: float
+    output_tokens: int
+    """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Advice:
     verdict: str
     settings: DrafterConfig
     best: Speedup
+    whole: Sequence[Speedup]
+    """For each shape, over the whole log."""
     speedups: Sequence[Speedup]
-    """For each drafter, shape and number of requests in flight."""
+    """For each drafter, shape and number of requests in flight, over the first part of the log."""
     lengths: Sequence[Speedup]
-    """For several maximum lengths of drafts."""
+    """For several maximum lengths of drafts, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
     """Output tokens remembered so far, and tokens per step of the requests that ended then."""
     groups: Sequence[Group]
@@ -115,7 +119,7 @@ def plan_trials(traffic: Traffic, profile: CostProfile, given: int | None) -> li
         return Trial(drafter, shape, max_draft, limit, cost_of(profile, in_flight), capacity, is_whole)
 
     whole = [trial("ssd", shape, longest, main, is_whole=True) for shape in SHAPES]
-    by_flight = [trial("ssd", shape, longest, count) for count in CONCURRENCIES for shape in SHAPES]
+    by_flight = [trial("ssd", shape, longest, count) for count in sorted({*CONCURRENCIES, main}) for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
     return whole + by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
 
@@ -143,7 +147,8 @@ def advise(
         verdict=_verdict(best, profile),
         settings=settings,
         best=best,
-        speedups=[*predicted, *(_speedup(outcome, profile, outcome.trial.in_flight) for outcome in rest)],
+        whole=predicted,
+        speedups=[_speedup(outcome, profile, outcome.trial.in_flight) for outcome in rest],
         lengths=lengths,
         growth=_growth(chosen.replay),
         groups=_prefix_groups(traffic, chosen.replay),
@@ -168,6 +173,7 @@ def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
         replay.drafted_per_step,
         outcome.draft_ms,
         speedup,
+        int(replay.output_lengths.sum()),
     )
 
 

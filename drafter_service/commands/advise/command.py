@@ -143,7 +143,7 @@ def _show(advice: Advice, out: Path) -> None:
     console = Console()
     console.print(escape(advice.verdict))
     table = Table(*HEADS)
-    for one in [*advice.speedups, *advice.lengths]:
+    for one in [*advice.whole, *advice.speedups, *advice.lengths]:
         table.add_row(*cells_of(one))
     console.print(table)
     for note in advice.notes:

@@ -12,7 +12,7 @@ from drafter_service.observability.report import units
 
 FRAME = Frame(480, 260, left=64, right=16, top=16, bottom=44)
 COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
-HEADS = ("drafter", "shape", "longest draft", "in flight", "tokens per step", "drafted", "speed-up")
+HEADS = ("drafter", "shape", "longest", "in flight", "output tokens", "tokens per step", "drafted", "speed-up")
 
 
 def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
@@ -53,8 +53,9 @@ def _by_concurrency(advice: Advice) -> str:
             words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
     legend = charts.legend([(COLORS[key], " ".join(key)) for key in lines])
-    rows = [cells_of(one) for one in [*advice.speedups, *advice.lengths]]
-    note = "Predicted from the acceptance on this log and the cost profile."
+    rows = [cells_of(one) for one in [*advice.whole, *advice.speedups, *advice.lengths]]
+    replayed = units.count(advice.speedups[0].output_tokens)
+    note = f"Predicted from the cost profile and the acceptance on the first {replayed} output tokens of this log."
     chart = charts.chart(FRAME, "Predicted speed-up by requests in flight", parts)
     return charts.panel("Speed-up by requests in flight", note, legend + chart, charts.table(HEADS, rows))
 
@@ -66,6 +67,7 @@ def cells_of(one: Speedup) -> tuple[str, ...]:
         one.draft_shape,
         str(one.max_draft),
         str(one.in_flight),
+        units.count(one.output_tokens),
         f"{one.tokens_per_step:.2f}",
         f"{one.drafted_per_step:.1f}",
         f"{one.speedup:.2f}x",
