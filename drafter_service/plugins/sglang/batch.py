@@ -25,7 +25,7 @@ class BatchDrafts:
         self._session = session
         self._nodes = nodes
         self._requests: dict[str, weakref.ref[Any]] = {}
-        """The requests that the session follows. The host drops some without a word: retracted, then aborted."""
+        """The requests that the session follows. The host does not report the end of all: retracted, then aborted."""
 
     def nodes(self, requests: Sequence[Any], accepted: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the nodes of a batch, int64 [2, B, K]: their tokens, and the indices of their parents, -1 for none.
@@ -58,10 +58,12 @@ class BatchDrafts:
         """End a request of which the host says that it has ended. Does nothing for one that had no drafts."""
         with self._session.guarded():
             request = self._requests.pop(rid, lambda: None)()
-            if request is not None:
-                text = [*request.origin_input_ids_unpadded, *request.output_ids_through_stop]
-                was_aborted = type(request.finished_reason).__name__ == "FINISH_ABORT"
-                self._session.finish(rid, text, End.CANCELLED if was_aborted else End.FINISHED)
+            if request is None:
+                self._session.finish(rid, end=End.CANCELLED)
+                return
+            text = [*request.origin_input_ids_unpadded, *request.output_ids_through_stop]
+            was_aborted = type(request.finished_reason).__name__ == "FINISH_ABORT"
+            self._session.finish(rid, text, End.CANCELLED if was_aborted else End.FINISHED)
 
     def _follow(self, request: Any) -> None:
         """Start a request, unless it is followed; end those that the host has dropped."""

@@ -252,6 +252,13 @@ def test_no_drafts_after_a_stop_token(session, drafts, sampling):
     assert ("a" in session) == ("ignore_eos" in sampling)
 
 
+def test_the_end_of_a_request_that_the_host_has_dropped_is_recorded(session, drafts):
+    drafts.nodes([Request()], [[]])
+    assert "a" in session
+    drafts.finish("a")
+    assert "a" not in session
+
+
 def test_a_request_of_the_same_id_is_a_new_one(session, drafts):
     requests = [Request(), Request(prompt=[5, 6, 5])]
     drafts.nodes(requests[:1], [[]])
