@@ -35,7 +35,7 @@ class HostLimits:
     """Tokens of a sequence, prompt included; None: no limit."""
     max_requests: int = 4096
     """Requests that are followed at a time. Beyond these the least recently drafted one has no more drafts, so that
-    requests whose end a host does not report take no memory for ever."""
+    requests whose end a host does not report take a limited amount of memory."""
 
     trees: bool = False
     """Whether a draft may be a tree."""

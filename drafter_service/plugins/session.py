@@ -2,7 +2,7 @@
 
 A plug-in starts each request once, gives its whole text in every step, says which draft tokens the host verifies, and
 ends it. Whatever the host does in between (preempt, retract, batch anew, repeat or reorder requests, pad drafts, drop
-requests without a word), the drafter gets a sequence whose text only grows.
+requests without reporting their end), the drafter gets a sequence whose text only grows.
 
 Nothing raises into the host. A failure costs drafts, and is reported once.
 """

@@ -3,7 +3,8 @@
 // It needs no library: the few messages of the protocol (protos/ssd/drafter/v1/drafter.proto) are written and read here.
 // One thread may use it. Arrays are copied as they are in memory, so the machine must be little-endian.
 //
-// Nothing throws and nothing waits past the deadline: whatever fails costs drafts.
+// Failures cost drafts and throw no exception. A step waits for drafts until the deadline; a step that connects waits up to
+// a second.
 
 #pragma once
 
