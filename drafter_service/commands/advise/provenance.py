@@ -19,7 +19,7 @@ CONTEXT = 32
 
 @dataclass
 class Origins:
-    """Origins of traced drafts, as parallel lists."""
+    """Origins of traced drafts, as parallel lists. Drafts from requests that were still running are left out."""
 
     accepted: list[int] = field(default_factory=list)
     """Number of accepted tokens."""
@@ -57,17 +57,19 @@ class Tracer:
         self._count += 1
         if self._count % EVERY:
             return
-        age = -1
+        age = source = -1
         if is_shared:
             start = max(int(self._traffic.starts[request]), end - max(CONTEXT, accepted + 1))
             text = np.asarray(self._traffic.tokens[start:end])
             match = longest_match(self._corpus.view, text, self._corpus.depth)
             age = match.age if match.length > min(accepted, self._corpus.depth - 1) else -1
-        source = self._request_at(self._corpus.indexed - age) if age >= 0 else -1
+            source = self._request_at(self._corpus.indexed - age) if age >= 0 else -1
+            if source < 0:  # Its user is unknown, but it is not the request's own text either.
+                return
         origins = self.origins
         for column, value in (
             (origins.accepted, accepted),
-            (origins.ages, age if source >= 0 else -1),
+            (origins.ages, age),
             (origins.requests, request),
             (origins.sources, source),
         ):
