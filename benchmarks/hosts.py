@@ -52,7 +52,7 @@ SSD_FLAGS = {
     },
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT}
-"""Of vLLM. By default it looks for the last 5 tokens."""
+"""Settings of vLLM's own drafter. By default it looks for the last 5 tokens."""
 VLLM_FLAGS: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"speculative_config": NGRAM},

@@ -36,7 +36,7 @@ NOT_LINES = {
     b"PAR1": "a Parquet file",
     MAGIC: "a snapshot",
 }
-"""What a file is that begins like this, although its name says JSON lines."""
+"""Actual format of a file named as JSON lines, by its first bytes."""
 READERS = {
     "JSONL": read_jsonl,
     "Parquet": read_parquet,

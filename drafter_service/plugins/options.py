@@ -1,4 +1,4 @@
-"""What a host and each of its requests ask for: limits, ends, and options of a request."""
+"""Limits of a host, and options and ends of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the replays of a log say: whether drafting pays, for which requests, and with which settings."""
+"""Advice from the replays of a log: whether drafting pays, for which requests, and with which settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Advice:
     other_sessions: float | None
     """The same for sessions."""
     notes: Sequence[str]
-    """What is unusual about the log."""
+    """Sentences about anything unusual in the log."""
 
 
 def cost_of(profile: CostProfile, in_flight: int) -> float:

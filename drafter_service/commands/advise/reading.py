@@ -41,7 +41,7 @@ class Named(NamedTuple):
 
 @dataclass
 class LogFacts:
-    """What was read, and what is unusual about it."""
+    """Contents of a log, and anything unusual about it."""
 
     files: Counter[str] = field(default_factory=Counter)
     """Number of files by format."""

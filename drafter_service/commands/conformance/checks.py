@@ -12,13 +12,13 @@ class Check:
 
     name: str
     claim: str
-    """What must hold, as a sentence."""
+    """The rule, as a sentence."""
     advice: str = ""
     """How to bring about the situation that the check is about."""
     is_seen: bool = False
     """Whether there was a situation that the check is about."""
     failure: str | None = None
-    """What was wrong first, as a sentence."""
+    """The first violation, as a sentence."""
 
     @property
     def has_passed(self) -> bool:

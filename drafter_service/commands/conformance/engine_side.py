@@ -55,7 +55,7 @@ def engine_checks() -> Checks:
 
 @dataclass
 class Reply:
-    """What to do after a request."""
+    """The answer to a request."""
 
     response: pb.DraftResponse | None
     """None: break the stream."""

@@ -1,4 +1,4 @@
-"""What a conformance run knows of an engine's sequences, and what it does to them."""
+"""The sequences of an engine as a conformance run sees them, and the events that it plans for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT_AT = 2
 
 
 class Scenario(Enum):
-    """What happens to a sequence."""
+    """Events that are planned for a sequence."""
 
     NONE = "no drafts"
     """Its output is what later runs of the prompt must produce."""

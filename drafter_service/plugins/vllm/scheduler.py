@@ -24,7 +24,7 @@ def warn(sentence: str) -> None:
 
 
 class SchedulerWithDrafts:
-    """What is added to vLLM's scheduler; `scheduler_class` combines the two.
+    """The methods that are added to vLLM's scheduler; `scheduler_class` combines the two.
 
     Arguments are passed on as they are, so that a version of vLLM that is not supported runs as without this class.
     """

@@ -30,7 +30,7 @@ class Variant(Enum):
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the choice depends on, besides the version."""
+    """Facts on which the choice depends, besides the version."""
 
     scheduler: str
     """Name of the scheduler's class; "" for vLLM's own."""
