@@ -25,7 +25,7 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     prompt = await _prompt(service, body)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.max_tokens - len(prompt))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = service.requests(body, prompt, max_tokens, logprobs=logprobs)
+    requests = service.requests(body, prompt, max_tokens, await service.hints(body), logprobs=logprobs)
     return await respond(service, body, requests, _ChatFormat(service, body, requests), http)
 
 

@@ -26,11 +26,12 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     # The engine always produces at least one token; for max_tokens 0 it is dropped.
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     prompt_logprobs = body.logprobs if body.echo else None
+    hints = await service.hints(body)
     requests = [
         request
         for prompt in await _prompts(service, body)
         for request in service.requests(
-            body, prompt, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+            body, prompt, max_tokens, hints, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
         )
     ]
     return await respond(service, body, requests, _CompletionFormat(service, body, requests), http)

@@ -67,6 +67,25 @@ class UnsupportedFields(Body):
     priority: Literal[0] = 0
 
 
+class ContentPart(Body):
+    """One part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's "predicted output": text that the output may largely repeat."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class SamplingFields(UnsupportedFields):
     """Fields of both endpoints."""
 
@@ -100,6 +119,8 @@ class SamplingFields(UnsupportedFields):
     """Drafters to use, among those that the server has loaded: one, several joined by +, or `none`; None: all."""
     max_draft: Annotated[int, Field(ge=0)] | None = None
     """Largest number of draft tokens per step, 0 (no drafts) to the server's --max-draft; None: the latter."""
+    prediction: Prediction | None = None
+    """Text that this output alone may be drafted from; it changes the speed, not the output."""
     verification: Literal["exact", "rejection"] | None = None
     """How drafts are verified when sampling; None: the server's setting."""
     return_drafted: bool = False
@@ -144,13 +165,6 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.logprobs is not None and self.stream:
             raise ValueError("echo: with logprobs it cannot be streamed; set stream to false")
         return self
-
-
-class ContentPart(Body):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: str
 
 
 class Message(Body):

@@ -136,8 +136,20 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    def requests(self, body: SamplingFields, prompt: np.ndarray, max_tokens: int, **more: Any) -> list[Request]:
-        """Return a request for each of the `n` outputs of a prompt, uint32 [P]. Raises UserError."""
+    async def hints(self, body: SamplingFields) -> np.ndarray | None:
+        """Return the token ids of the predicted output, uint32 [H]; None without one."""
+        if body.prediction is None:
+            return None
+        text = body.prediction.text
+        return await encode_in_background(partial(self.served.tokenizer.encode, text), len(text))
+
+    def requests(
+        self, body: SamplingFields, prompt: np.ndarray, max_tokens: int, hints: np.ndarray | None = None, **more: Any
+    ) -> list[Request]:
+        """Return a request for each of the `n` outputs of a prompt, uint32 [P]; hints: see `Request`.
+
+        Raises UserError.
+        """
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         shared = {"temperature": DEFAULT_TEMPERATURE} | self.served.defaults | given | more
@@ -156,6 +168,7 @@ class Service:
                 salt=body.user or "",
                 drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,
+                hints=hints,
             )
             for index in range(body.n)
         ]

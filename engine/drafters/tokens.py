@@ -7,6 +7,7 @@ steps, so the adapter records how much of each sequence has been reported and wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,12 +59,14 @@ class TokenDrafter:
     def __init__(self, drafter: types.Drafter) -> None:
         self.inner = drafter
         self._reported: dict[int, Reported] = {}
+        self._takes_hints = "hints" in signature(drafter.start).parameters
 
     def start(self, sequence: Sequence) -> None:
         """See `engine.drafters.base.Drafter.start`."""
-        prompt = sequence.request.prompt
-        self.inner.start(sequence.sequence_id, prompt)
-        self._reported[sequence.sequence_id] = Reported(len(prompt))
+        request = sequence.request
+        hints = {"hints": request.hints} if self._takes_hints and request.hints is not None else {}
+        self.inner.start(sequence.sequence_id, request.prompt, **hints)
+        self._reported[sequence.sequence_id] = Reported(len(request.prompt))
 
     def propose(self, plan: StepPlan) -> Drafts:
         """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""

@@ -181,6 +181,9 @@ class Request:
     salt: str = ""
     """Requests share cached keys and values only with requests of the same salt. With one salt per tenant, the time to
     the first token does not reveal whether another tenant sent the same prompt."""
+    hints: np.ndarray | None = None
+    """uint32: text that the output may repeat, such as the file that it edits. Drafters of text search it like the
+    prompt; it is never remembered, and no other request is drafted from it."""
     recorded: np.ndarray | None = None
     """uint32: tokens that replace the target's own, for measurements with recorded traffic. The target's own tokens
     follow them."""
@@ -189,7 +192,7 @@ class Request:
         """Raise UserError for tokens or settings that `model` cannot run."""
         if len(self.prompt) == 0:
             raise UserError("the prompt is empty; give at least one token")
-        for name, tokens in (("prompt", self.prompt), ("recorded output", self.recorded)):
+        for name, tokens in (("prompt", self.prompt), ("hints", self.hints), ("recorded output", self.recorded)):
             if tokens is None or len(tokens) == 0:
                 continue
             largest = int(tokens.max())

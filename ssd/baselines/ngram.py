@@ -20,11 +20,14 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._texts: dict[int, np.ndarray] = {}
 
-    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
-        """Begin a sequence. Raises ValueError if its id is in use."""
+    def start(self, sequence_id: int, prompt: np.ndarray, *, hints: np.ndarray | None = None) -> None:
+        """Begin a sequence; hints: uint32 [H], text that is searched like the prompt.
+
+        Raises ValueError if its id is in use.
+        """
         if sequence_id in self._texts:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        self._texts[sequence_id] = prompt
+        self._texts[sequence_id] = prompt if hints is None else np.concatenate((hints, prompt))
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return drafts from each sequence's own text. Raises ValueError for a sequence that was not started."""

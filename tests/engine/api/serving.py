@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,6 +14,15 @@ from engine.models.shipped import SHIPPED_MODEL
 TIMEOUT_S = 60
 """Generous, since test machines are shared."""
 MODEL = "stdlib-7m"
+
+
+def eventually(condition):
+    """Return the value of `condition` once it is true."""
+    until = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        assert time.monotonic() < until, "the condition did not become true"
+        time.sleep(0.01)
+    return value
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
 
 PROMPT = "def quicksort(items):\n    "
 NO_DRAFTS = ("--drafter", "none")
@@ -34,14 +33,6 @@ def client_of(server):
 def client(server):
     with client_of(server) as client:
         yield client
-
-
-def eventually(condition):
-    until = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < until, "the condition did not become true"
-        time.sleep(0.01)
-    return value
 
 
 def metric(http, name):
@@ -72,6 +63,11 @@ def test_a_stream_equals_the_complete_response(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def mostly_drafted(answer):
+    """Return an answer if most of it was drafted. While drafting does not pay, as on a busy machine, little is."""
+    return answer if answer.usage.model_dump()["draft"]["accepted_tokens"] > 30 else None
+
+
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_repeats_are_drafted_and_reported(shape, folder, request):
     with ExitStack() as stack:
@@ -85,10 +81,10 @@ def test_repeats_are_drafted_and_reported(shape, folder, request):
         # Outputs that diverge, so that drafts can have branches.
         client.completions.create(**asked, temperature=1, seed=3, n=8)
         asked["temperature"] = 0
-        first, second = [client.completions.create(**asked) for _ in range(2)]
+        first = client.completions.create(**asked)
+        second = eventually(lambda: mostly_drafted(client.completions.create(**asked)))
         assert first.choices[0].text == second.choices[0].text
         draft = second.usage.model_dump()["draft"]
-        assert draft["accepted_tokens"] > 30
         assert draft["tokens_per_step"] > 2
         assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
         without = client.completions.create(**asked, extra_body={"max_draft": 0})

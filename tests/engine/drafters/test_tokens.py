@@ -7,6 +7,8 @@ from engine.drafters.tokens import TokenDrafter, adapt, innermost
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from ssd.baselines.ngram import NgramDrafter
+from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Path
 
 PROMPT = np.array([5, 6, 7], np.uint32)
@@ -126,3 +128,28 @@ def test_both_drafter_interfaces_are_accepted():
     assert isinstance(drafter, TokenDrafter)
     assert adapt(drafter) is drafter
     assert innermost(drafter) is inner is innermost(inner)
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, SuffixDrafter])
+def test_hints_are_drafted_for_their_request_alone(make):
+    hints = np.array([1, 2, 6, 7, 8, 9, 10, 11], np.uint32)
+    drafter = TokenDrafter(make())
+    hinted, other = (
+        Sequence(number, Request(PROMPT, SamplingParams(max_tokens=20), hints=given), 23)
+        for number, given in enumerate((hints, None))
+    )
+    for sequence in (hinted, other):
+        drafter.start(sequence)
+    drafts = drafter.propose(plan_of(hinted, other)).batch
+    assert drafts.tokens_of(0).tolist()[:2] == [8, 9]
+    assert len(drafts.tokens_of(1)) == 0
+    drafter.finish(hinted, learn=True)
+    assert len(drafter.propose(plan_of(other)).batch.tokens) == 0
+    drafter.close()
+
+
+def test_drafters_without_hints_get_none():
+    recorder = Recorder()
+    hints = np.array([1, 2], np.uint32)
+    TokenDrafter(recorder).start(Sequence(0, Request(PROMPT, SamplingParams(max_tokens=20), hints=hints), 23))
+    assert recorder.calls == [("start", 0, PROMPT.tolist())]
