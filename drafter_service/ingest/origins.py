@@ -81,8 +81,10 @@ def _time(value: object) -> float | None:
     return number * next((unit for least, unit in UNITS if number > least), 1.0)
 
 
-def _stamp(moment: datetime) -> float:
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+def _stamp(moment: datetime) -> float | None:
+    """Return a moment in seconds since the epoch; None before it, as for the zero time of Go."""
+    seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return seconds if seconds >= 0 else None
 
 
 def _number(value: object, unit: float) -> float | None:

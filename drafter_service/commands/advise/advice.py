@@ -22,6 +22,8 @@ MAX_DRAFTS = (4, 8, 16)
 SHAPES: tuple[DraftShape, ...] = ("path", "tree")
 TYPICAL_DRAFT = 16
 """Draft tokens per sequence for which the cost of a token is taken from a profile."""
+NEARLY = 0.99
+"""Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
 PAYS_FROM = 1.05
 """Least predicted speed-up that is worth the installation."""
 POINTS = 40
@@ -135,21 +137,20 @@ def advise(
     chosen = whole[predicted.index(best)]
     assert chosen.origins is not None
     kept = _kept(chosen.origins)
+    compared = [_speedup(outcome, profile, outcome.trial.in_flight) for outcome in samples]
     settings = DrafterConfig(
         capacity=_capacity(kept),
         draft_shape=best.draft_shape,
-        max_draft=best.max_draft,
+        max_draft=_max_draft(best, compared),
         cost=round(chosen.trial.cost, 4),
     )
-    lengths = [_speedup(outcome, profile, main) for outcome in samples if outcome.trial.max_draft in MAX_DRAFTS]
-    rest = [outcome for outcome in samples if outcome.trial.max_draft not in MAX_DRAFTS]
     return Advice(
         verdict=_verdict(best, profile),
         settings=settings,
         best=best,
         whole=predicted,
-        speedups=[_speedup(outcome, profile, outcome.trial.in_flight) for outcome in rest],
-        lengths=lengths,
+        speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
+        lengths=[one for one in compared if one.max_draft in MAX_DRAFTS],
         growth=_growth(chosen.replay),
         groups=_prefix_groups(traffic, chosen.replay),
         sizes=_size_groups(chosen.replay),
@@ -159,6 +160,17 @@ def advise(
         other_sessions=_foreign(chosen.origins, traffic.sessions),
         notes=_notes(traffic, facts, chosen.trial),
     )
+
+
+def _max_draft(best: Speedup, compared: Sequence[Speedup]) -> int:
+    """Return the smallest maximum length of a path that is nearly as fast as the best one; trees keep the default."""
+    alike = [
+        one
+        for one in compared
+        if (one.drafter, one.draft_shape, one.in_flight) == (best.drafter, best.draft_shape, best.in_flight)
+    ]
+    fastest = max(one.speedup for one in alike)
+    return min(one.max_draft for one in alike if one.speedup >= NEARLY * fastest)
 
 
 def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
@@ -261,12 +273,13 @@ def _tokens_per_hour(traffic: Traffic) -> float | None:
 
 
 def _foreign(origins: Origins, owners: np.ndarray) -> float | None:
-    """Return the share of the traced accepted tokens that came from a request of another owner."""
+    """Return the share of the traced accepted tokens that came from a request of another known owner."""
     requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
     accepted = np.array(origins.accepted, np.int64)
     if not len(requests) or (owners < 0).all():
         return None
-    is_foreign = (sources >= 0) & (owners[requests] != owners[sources])
+    mine, theirs = owners[requests], owners[sources]
+    is_foreign = (sources >= 0) & (mine >= 0) & (theirs >= 0) & (mine != theirs)
     return float(accepted[is_foreign].sum() / accepted.sum())
 
 

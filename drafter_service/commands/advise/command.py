@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Durations of the target's steps, measured with `ssd-engine profile`.",
 )
-@click.option("--gpu", default="h100", help="Without --cost-profile: estimate step durations for this GPU.")
+@click.option("--gpu", help="Without --cost-profile: estimate step durations for this GPU.  [default: h100]")
 @click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page.")
 @click.option(
@@ -48,7 +48,7 @@ def advise(
     fields: tuple[str, ...],
     inflight: int | None,
     cost_profile: Path | None,
-    gpu: str,
+    gpu: str | None,
     model_size: str,
     out: Path,
     config: Path | None,
@@ -61,7 +61,9 @@ def advise(
     from ssd.hardware.cost_profile import CostProfile
     from ssd.hardware.roofline import roofline
 
-    profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu, model_size)
+    if cost_profile is not None and gpu is not None:
+        raise UserError("give either --cost-profile or --gpu, not both")
+    profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
     files = find_sources((*sources, *more_sources))
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:

@@ -29,7 +29,7 @@ from ssd.types import DraftBatch, Drafter, Progress
 
 POLL_S = 0.1
 """Interval at which progress is reported."""
-SAMPLE_TOKENS = 500_000
+SAMPLE_TOKENS = 200_000
 """Output tokens of a trial that compares settings; only the two main trials replay the whole log."""
 INLINE_TOKENS = 500_000
 """Logs up to this size are replayed in this process, because starting others takes longer."""

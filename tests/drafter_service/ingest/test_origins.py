@@ -15,7 +15,7 @@ def test_times_are_seconds_since_the_epoch(value):
     assert origin_of({"timestamp": value}).began_s == pytest.approx(MOMENT)
 
 
-@pytest.mark.parametrize("value", [True, -1, "yesterday", [], float("nan"), {}])
+@pytest.mark.parametrize("value", [True, -1, "yesterday", [], float("nan"), {}, "0001-01-01T00:00:00Z"])
 def test_other_values_are_no_times(value):
     assert origin_of({"timestamp": value}).began_s is None
 

@@ -132,3 +132,8 @@ def test_odd_logs_are_described(tmp_path, profile):
     assert result.exit_code == 0, result.output
     for words in ("1 records could not be read", "5 requests are earlier", "1 requests have the id"):
         assert words in " ".join(result.output.split())
+
+
+def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
+    result = run("--from", tmp_path, "--cost-profile", profile, "--gpu", "h100")
+    assert "either --cost-profile or --gpu" in str(result.exception)
