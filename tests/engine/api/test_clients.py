@@ -61,7 +61,7 @@ def test_chats_of_common_clients_work(http, body):
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type"),
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"top_logprobs": 3}, "top_logprobs"),
