@@ -73,8 +73,7 @@ class Advice:
     verdict: str
     settings: DrafterConfig
     best: Speedup
-    whole: Sequence[Speedup]
-    """For each shape, over the whole log."""
+    """Over the whole log."""
     speedups: Sequence[Speedup]
     """For each drafter, shape and number of requests in flight, over the first part of the log."""
     lengths: Sequence[Speedup]
@@ -110,67 +109,80 @@ def concurrency_of(traffic: Traffic, given: int | None) -> int:
     return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
 
 
-def plan_trials(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
-    """Return the trials to run, the whole replays first. given: requests in flight; None: as in the log."""
+def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
+    """Return the trials that compare settings on a part of the log. given: requests in flight; None: as in the log."""
     main = concurrency_of(traffic, given)
     capacity = needed_capacity(traffic, DrafterConfig.capacity)
     longest = DrafterConfig.max_draft
 
-    def trial(drafter: str, shape: DraftShape, max_draft: int, in_flight: int, is_whole: bool = False) -> Trial:
-        limit = (given or 0) if is_whole else in_flight
-        return Trial(drafter, shape, max_draft, limit, cost_of(profile, in_flight), capacity, is_whole)
+    def trial(drafter: str, shape: DraftShape, max_draft: int, in_flight: int) -> Trial:
+        return Trial(drafter, shape, max_draft, in_flight, cost_of(profile, in_flight), capacity)
 
-    whole = [trial("ssd", shape, longest, main, is_whole=True) for shape in SHAPES]
     by_flight = [trial("ssd", shape, longest, count) for count in sorted({*CONCURRENCIES, main}) for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
-    return whole + by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
+    return by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
+
+
+def plan_whole(traffic: Traffic, profile: CostProfile, given: int | None, samples: Sequence[Outcome]) -> Trial:
+    """Return the trial over the whole log: with the settings that are best in the outcomes of `plan_samples`."""
+    main = concurrency_of(traffic, given)
+    alike = [one for one in _speedups(samples, profile) if (one.drafter, one.in_flight) == ("ssd", main)]
+    shape = max(alike, key=lambda one: one.speedup).draft_shape
+    return Trial(
+        "ssd",
+        shape,
+        _max_draft([one for one in alike if one.draft_shape == shape]),
+        given or 0,
+        cost_of(profile, main),
+        needed_capacity(traffic, DrafterConfig.capacity),
+        is_whole=True,
+    )
 
 
 def advise(
-    traffic: Traffic, facts: LogFacts, profile: CostProfile, outcomes: Sequence[Outcome], given: int | None
+    traffic: Traffic,
+    facts: LogFacts,
+    profile: CostProfile,
+    samples: Sequence[Outcome],
+    whole: Outcome,
+    given: int | None,
 ) -> Advice:
-    """Return the advice; outcomes: those of `plan_trials`, in order."""
-    main = concurrency_of(traffic, given)
-    whole, samples = outcomes[: len(SHAPES)], outcomes[len(SHAPES) :]
-    predicted = [_speedup(outcome, profile, main) for outcome in whole]
-    best = max(predicted, key=lambda one: one.speedup)
-    chosen = whole[predicted.index(best)]
-    assert chosen.origins is not None
-    kept = _kept(chosen.origins)
-    compared = [_speedup(outcome, profile, outcome.trial.in_flight) for outcome in samples]
+    """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
+    best = _speedup(whole, profile, concurrency_of(traffic, given))
+    assert whole.origins is not None
+    kept = _kept(whole.origins)
     settings = DrafterConfig(
         capacity=_capacity(kept),
         draft_shape=best.draft_shape,
-        max_draft=_max_draft(best, compared),
-        cost=round(chosen.trial.cost, 4),
+        max_draft=best.max_draft,
+        cost=round(whole.trial.cost, 4),
     )
+    compared = _speedups(samples, profile)
     return Advice(
         verdict=_verdict(best, profile),
         settings=settings,
         best=best,
-        whole=predicted,
         speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
         lengths=[one for one in compared if one.max_draft in MAX_DRAFTS],
-        growth=_growth(chosen.replay),
-        groups=_prefix_groups(traffic, chosen.replay),
-        sizes=_size_groups(chosen.replay),
+        growth=_growth(whole.replay),
+        groups=_prefix_groups(traffic, whole.replay),
+        sizes=_size_groups(whole.replay),
         kept=kept,
         tokens_per_hour=_tokens_per_hour(traffic),
-        other_users=_foreign(chosen.origins, traffic.users),
-        other_sessions=_foreign(chosen.origins, traffic.sessions),
-        notes=_notes(traffic, facts, chosen.trial),
+        other_users=_foreign(whole.origins, traffic.users),
+        other_sessions=_foreign(whole.origins, traffic.sessions),
+        notes=_notes(traffic, facts, whole.trial),
     )
 
 
-def _max_draft(best: Speedup, compared: Sequence[Speedup]) -> int:
-    """Return the smallest maximum length of a path that is nearly as fast as the best one; trees keep the default."""
-    alike = [
-        one
-        for one in compared
-        if (one.drafter, one.draft_shape, one.in_flight) == (best.drafter, best.draft_shape, best.in_flight)
-    ]
-    fastest = max(one.speedup for one in alike)
-    return min(one.max_draft for one in alike if one.speedup >= NEARLY * fastest)
+def _max_draft(compared: Sequence[Speedup]) -> int:
+    """Return the smallest maximum length that is nearly as fast as the best one."""
+    fastest = max(one.speedup for one in compared)
+    return min(one.max_draft for one in compared if one.speedup >= NEARLY * fastest)
+
+
+def _speedups(samples: Sequence[Outcome], profile: CostProfile) -> list[Speedup]:
+    return [_speedup(outcome, profile, outcome.trial.in_flight) for outcome in samples]
 
 
 def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drafter_service.commands.advise.advice import Advice
     from drafter_service.commands.advise.reading import LogFacts
     from drafter_service.commands.advise.traffic import Traffic
+    from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
     from drafter_service.ingest.reading import Reading
     from ssd.hardware.cost_profile import CostProfile
@@ -85,16 +86,20 @@ def _analyse(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from drafter_service.commands.advise.advice import advise as advice_of
-    from drafter_service.commands.advise.advice import plan_trials
+    from drafter_service.commands.advise.advice import plan_samples, plan_whole
     from drafter_service.commands.advise.trials import run_trials, size_of
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         traffic, facts = _read(files, reading, path, progress)
-        trials = plan_trials(traffic, profile, inflight)
-        task = progress.add_task("replaying", total=size_of(traffic, trials))
-        outcomes = run_trials(traffic, path, trials, lambda tokens: progress.advance(task, tokens))
-    return advice_of(traffic, facts, profile, outcomes, inflight), traffic, facts
+
+        def run(what: str, trials: list[Trial]) -> list[Outcome]:
+            task = progress.add_task(what, total=size_of(traffic, trials))
+            return run_trials(traffic, path, trials, lambda tokens: progress.advance(task, tokens))
+
+        samples = run("comparing settings", plan_samples(traffic, profile, inflight))
+        [whole] = run("replaying the log", [plan_whole(traffic, profile, inflight, samples)])
+    return advice_of(traffic, facts, profile, samples, whole, inflight), traffic, facts
 
 
 def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:
@@ -145,7 +150,7 @@ def _show(advice: Advice, out: Path) -> None:
     console = Console()
     console.print(escape(advice.verdict))
     table = Table(*HEADS)
-    for one in [*advice.whole, *advice.speedups, *advice.lengths]:
+    for one in [advice.best, *advice.speedups, *advice.lengths]:
         table.add_row(*cells_of(one))
     console.print(table)
     for note in advice.notes:

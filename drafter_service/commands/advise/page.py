@@ -53,7 +53,7 @@ def _by_concurrency(advice: Advice) -> str:
             words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
     legend = charts.legend([(COLORS[key], " ".join(key)) for key in lines])
-    rows = [cells_of(one) for one in [*advice.whole, *advice.speedups, *advice.lengths]]
+    rows = [cells_of(one) for one in [advice.best, *advice.speedups, *advice.lengths]]
     replayed = units.count(advice.speedups[0].output_tokens)
     note = f"Predicted from the cost profile and the acceptance on the first {replayed} output tokens of this log."
     chart = charts.chart(FRAME, "Predicted speed-up by requests in flight", parts)

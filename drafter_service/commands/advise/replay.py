@@ -19,6 +19,8 @@ from drafter_service.commands.advise.traffic import Traffic
 from ssd.kernels.jit import Longs, Nothing, Parents, Tokens, TokensOut, kernel, outline
 from ssd.types import DraftBatch, Progress, Source
 
+SHARED = int(Source.CORPUS)
+
 
 @dataclass(frozen=True, eq=False)
 class Replay:
@@ -147,11 +149,11 @@ class Running:
         """Yield the request, the end of the accepted tokens in the text, their number, and whether the last one came
         from another request's text, for each accepted draft of the last step.
         """
-        requests, done, _, committed, _, accepted, last = self._columns
-        for row in np.flatnonzero(accepted).tolist():
-            end = int(done[row] - committed[row] + accepted[row])
-            is_shared = bool(drafts.source[drafts.offsets[row] + last[row]] == Source.CORPUS)
-            yield int(requests[row]), end, int(accepted[row]), is_shared
+        rows = np.flatnonzero(self._columns[5])
+        requests, done, _, committed, _, accepted, last = self._columns[:, rows]
+        is_shared = drafts.source[drafts.offsets[rows] + last] == SHARED
+        ends = done - committed + accepted
+        yield from zip(requests.tolist(), ends.tolist(), accepted.tolist(), is_shared.tolist(), strict=True)
 
     def last(self, row: int) -> np.ndarray:
         """Return the tokens that one of the requests committed in the last step, uint32 [n]."""

@@ -29,8 +29,10 @@ from ssd.types import DraftBatch, Drafter, Progress
 
 POLL_S = 0.1
 """Interval at which progress is reported."""
+REPORTED_TOKENS = 10_000
+"""Output tokens after which a process reports progress."""
 SAMPLE_TOKENS = 200_000
-"""Output tokens of a trial that compares settings; only the two main trials replay the whole log."""
+"""Output tokens of a trial that compares settings; only the last trial replays the whole log."""
 INLINE_TOKENS = 500_000
 """Logs up to this size are replayed in this process, because starting others takes longer."""
 
@@ -176,4 +178,13 @@ def run_trials(traffic: Traffic, path: Path, trials: Sequence[Trial], watch: Cal
 
 def _run(traffic: Traffic, path: Path, trial: Trial, done: Queue[int]) -> Outcome:
     """Run a trial in a process of the pool."""
-    return run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), trial, done.put)
+    waiting = 0
+
+    def watch(tokens: int) -> None:
+        nonlocal waiting
+        waiting += tokens
+        if waiting >= REPORTED_TOKENS:
+            done.put(waiting)
+            waiting = 0
+
+    return run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), trial, watch)

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from drafter_service.commands.advise.advice import advise, plan_trials
+from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.trials import run_trials
@@ -20,8 +20,12 @@ CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n
 
 
 def advice_of(traffic, tmp_path, in_flight=1):
-    trials = plan_trials(traffic, CHEAP, in_flight)
-    return advise(traffic, LogFacts(), CHEAP, run_trials(traffic, tmp_path, trials, lambda _tokens: None), in_flight)
+    def run_all(trials):
+        return run_trials(traffic, tmp_path, trials, lambda _tokens: None)
+
+    samples = run_all(plan_samples(traffic, CHEAP, in_flight))
+    [whole] = run_all([plan_whole(traffic, CHEAP, in_flight, samples)])
+    return advise(traffic, LogFacts(), CHEAP, samples, whole, in_flight)
 
 
 def test_repeated_outputs_pay(tmp_path):
