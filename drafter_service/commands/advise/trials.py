@@ -187,4 +187,6 @@ def _run(traffic: Traffic, path: Path, trial: Trial, done: Queue[int]) -> Outcom
             done.put(waiting)
             waiting = 0
 
-    return run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), trial, watch)
+    outcome = run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), trial, watch)
+    done.put(waiting)
+    return outcome
