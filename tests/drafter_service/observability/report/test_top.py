@@ -170,6 +170,8 @@ def test_terminal_is_restored(socket_address, leave):
             stderr=theirs,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+            # A shell that runs the tests in the background lets them ignore interrupts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
         seen = read_until(ours, b"q quits")
