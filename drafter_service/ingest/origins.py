@@ -1,4 +1,4 @@
-"""When a recorded request ran, and for whom: read from the fields that logs commonly have."""
+"""Read the times, user and session of a recorded request from the fields that logs commonly have."""
 
 from __future__ import annotations
 

@@ -62,8 +62,6 @@ class Group:
     share: float
     """Share of all output tokens."""
     tokens_per_step: float
-    first: int
-    """Its first request."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def _prefix_groups(traffic: Traffic, replay: Replay) -> list[Group]:
 
 def _group(name: str, rows: Sequence[int], replay: Replay, total: int) -> Group:
     own = int(replay.output_lengths[rows].sum())
-    return Group(name, len(rows), own / total, own / int(replay.steps[rows].sum()), rows[0])
+    return Group(name, len(rows), own / total, own / int(replay.steps[rows].sum()))
 
 
 def _size_groups(replay: Replay) -> list[Group]:

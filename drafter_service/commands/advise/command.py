@@ -155,8 +155,9 @@ def _show(advice: Advice, out: Path) -> None:
     console.print(table)
     for note in advice.notes:
         console.print(f"note: {escape(note)}")
-    if advice.other_users is not None:
-        console.print(f"{advice.other_users:.0%} of the accepted draft tokens came from another user's text")
+    for owner, share in (("user", advice.other_users), ("session", advice.other_sessions)):
+        if share is not None:
+            console.print(f"{share:.0%} of the accepted draft tokens came from another {owner}'s text")
     settings = advice.settings
     console.print(
         f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}, "

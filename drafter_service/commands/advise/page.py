@@ -23,8 +23,9 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
         charts.card("tokens per step", f"{best.tokens_per_step:.2f}", f"{best.draft_shape} drafts"),
         charts.card("drafted per step", f"{best.drafted_per_step:.1f}"),
     ]
-    if advice.other_users is not None:
-        cards.append(charts.card("from other users' text", units.share(advice.other_users), "of accepted draft tokens"))
+    for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
+        if share is not None:
+            cards.append(charts.card(f"from {name}", units.share(share), "of accepted draft tokens"))
     panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), _settings(settings_toml)]
     notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in advice.notes)
     header = f"<h1>Advice for this traffic</h1><p>{escape(advice.verdict)}</p>{notes}"

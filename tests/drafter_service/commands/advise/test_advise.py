@@ -1,4 +1,4 @@
-"""The command says whether drafting pays, for whom, and with which settings."""
+"""Tests of `ssd-drafter advise`: its verdict, groups, capacity and settings, and the logs that it refuses."""
 
 import json
 
@@ -84,6 +84,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
         created=[1_700_000_000 + number for number in range(40)],
         duration_s=[2.5] * 40,
         user=[f"u{number % 5}" for number in range(40)],
+        session_id=[f"s{number}" for number in range(40)],
     )
     page, settings = tmp_path / "a.html", tmp_path / "a.toml"
     result = run("--from", log, "--cost-profile", profile, "--out", page, "--config", settings)
@@ -91,6 +92,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "Drafting pays" in result.output
     assert "3 in flight" in result.output
     assert "another user's text" in result.output
+    assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
     text = page.read_text()
     assert "tokens per step" in text
