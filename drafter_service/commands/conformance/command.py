@@ -54,22 +54,22 @@ def conformance(
 def _check_engine(listen: str, idle_s: float, *, is_overlapped: bool) -> Any:
     import asyncio
 
-    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineExam
-    from drafter_service.commands.conformance.listening import examine_engine
+    from drafter_service.commands.conformance.engine_side import RUN_AGAIN, EngineChecker
+    from drafter_service.commands.conformance.listening import run_engine_checks
     from drafter_service.transport.address import Address
 
     def announce(address: str) -> None:
         click.echo(f"listening at {address}; let the engine use it as its drafter, and {RUN_AGAIN}, 7 times in all")
 
-    exam = EngineExam(is_overlapped=is_overlapped)
+    checker = EngineChecker(is_overlapped=is_overlapped)
     try:
-        asyncio.run(examine_engine(Address.parse(listen), exam, idle_s, announce))
+        asyncio.run(run_engine_checks(Address.parse(listen), checker, idle_s, announce))
     except KeyboardInterrupt:
-        exam.conclude()
-    return exam.checks
+        checker.conclude()
+    return checker.checks
 
 
 def _check_service(link: Link, namespace: str) -> Any:
-    from drafter_service.commands.conformance.service_side import ServiceExam
+    from drafter_service.commands.conformance.service_side import ServiceChecker
 
-    return ServiceExam(link.connector(), namespace).run()
+    return ServiceChecker(link.connector(), namespace).run()

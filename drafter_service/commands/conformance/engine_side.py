@@ -75,7 +75,7 @@ class EngineStream:
     """Name of the check that the end of the stream is about; empty: this side has not caused it."""
 
 
-class EngineExam:
+class EngineChecker:
     """Answers the requests of an engine, and checks them."""
 
     def __init__(self, *, is_overlapped: bool = False) -> None:

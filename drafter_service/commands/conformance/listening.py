@@ -10,7 +10,7 @@ import grpc
 
 from drafter_service.auth.control import Context
 from drafter_service.auth.listening import listen
-from drafter_service.commands.conformance.engine_side import EngineExam
+from drafter_service.commands.conformance.engine_side import EngineChecker
 from drafter_service.server.step_socket import StepSocket
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
@@ -24,36 +24,38 @@ POLL_S = 0.05
 MAX_CONNECTIONS = 64
 
 
-class ExamStreams:
-    """Draft streams whose requests an `EngineExam` answers. Used by one event loop."""
+class CheckedStreams:
+    """Draft streams whose requests an `EngineChecker` answers. Used by one event loop."""
 
-    def __init__(self, exam: EngineExam) -> None:
-        self._exam = exam
+    def __init__(self, checker: EngineChecker) -> None:
+        self._checker = checker
         self.last_request = asyncio.get_running_loop().time()
         """Time of the last request, by the event loop's clock."""
 
     async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
         """Serve one stream."""
-        stream = self._exam.opened()
+        stream = self._checker.opened()
         try:
             async for data in requests:
                 self.last_request = asyncio.get_running_loop().time()
-                reply = self._exam.answer(stream, data)
+                reply = self._checker.answer(stream, data)
                 if reply.response is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the conformance test breaks this stream")
                     return
                 await asyncio.sleep(LATE_S if reply.is_late else 0)
                 yield reply.response
         finally:
-            self._exam.closed(stream)
+            self._checker.closed(stream)
 
 
-async def examine_engine(address: Address, exam: EngineExam, idle_s: float, ready: Callable[[str], None]) -> None:
+async def run_engine_checks(
+    address: Address, checker: EngineChecker, idle_s: float, ready: Callable[[str], None]
+) -> None:
     """Serve at an address until everything was tested, or no request has come for `idle_s` seconds.
 
     ready: called with the address once streams are accepted. Raises UserError for an address that cannot be used.
     """
-    streams = ExamStreams(exam)
+    streams = CheckedStreams(checker)
     steps = StepSocket(streams, MAX_CONNECTIONS)
     server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
     handler = grpc.stream_stream_rpc_method_handler(
@@ -68,9 +70,9 @@ async def examine_engine(address: Address, exam: EngineExam, idle_s: float, read
         await steps.start()
         await server.start()
         ready(address.text)
-        while not exam.is_complete and asyncio.get_running_loop().time() < streams.last_request + idle_s:
+        while not checker.is_complete and asyncio.get_running_loop().time() < streams.last_request + idle_s:
             await asyncio.sleep(POLL_S)
     finally:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(server.stop(0), steps.stop(0))
-    exam.conclude()
+    checker.conclude()

@@ -31,7 +31,7 @@ NO_ACCESS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.
 
 
 @dataclass
-class ServiceExam:
+class ServiceChecker:
     """Checks of the service at one address."""
 
     connector: Connector

@@ -16,8 +16,8 @@ LENGTH = 33
 class MiniEngine:
     """The engine's side of the protocol in its simplest form."""
 
-    def __init__(self, exam):
-        self.exam = exam
+    def __init__(self, checker):
+        self.checker = checker
         self.stream = None
         self.step = 0
         self.last_id = 0
@@ -60,16 +60,16 @@ class MiniEngine:
     # The engine.
 
     def connect(self):
-        self.stream = self.exam.opened()
+        self.stream = self.checker.opened()
         model = pb.Model(vocab_size=VOCAB_SIZE)
         self.send(hello=pb.Hello(protocol=self.protocol, client="mini/1", model=model))
 
     def send(self, **fields):
         self.step += 1
         request = pb.DraftRequest(step=self.step, **fields)
-        reply = self.exam.answer(self.stream, request.SerializeToString())
+        reply = self.checker.answer(self.stream, request.SerializeToString())
         if reply.response is None:
-            self.exam.closed(self.stream)
+            self.checker.closed(self.stream)
         return reply
 
     def start(self, prompt, committed=()):
@@ -140,6 +140,6 @@ class MiniEngine:
         """Run the prompt often enough for all scenarios, and end the stream."""
         for _ in range(times):
             self.run()
-        self.exam.closed(self.stream)
-        self.exam.conclude()
-        return self.exam.checks.failures
+        self.checker.closed(self.stream)
+        self.checker.conclude()
+        return self.checker.checks.failures

@@ -5,22 +5,22 @@ from unittest.mock import ANY
 
 import pytest
 
-from drafter_service.commands.conformance.engine_side import EngineExam, engine_checks
+from drafter_service.commands.conformance.engine_side import EngineChecker, engine_checks
 from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
 
 
-def failures(exam=None, **wrong):
+def failures(checker=None, **wrong):
     """Return the failures of an engine with these methods and attributes."""
-    engine = type("FaultyEngine", (MiniEngine,), wrong)(exam or EngineExam())
+    engine = type("FaultyEngine", (MiniEngine,), wrong)(checker or EngineChecker())
     return engine.run_all()
 
 
 def test_a_correct_engine_passes():
-    engine = MiniEngine(EngineExam())
+    engine = MiniEngine(EngineChecker())
     assert engine.run_all() == {}
-    assert engine.exam.checks.have_passed
-    assert engine.exam.is_complete
+    assert engine.checker.checks.have_passed
+    assert engine.checker.is_complete
 
 
 def test_an_engine_that_verifies_a_part_of_each_draft_passes():
@@ -43,9 +43,9 @@ def replace_by_late_draft(engine, draft):
 
 def test_an_overlapped_engine_may_commit_tokens_of_other_drafts():
     wrong = {"counts": lambda _, draft, verified, steps: (0, steps)}
-    assert failures(EngineExam(is_overlapped=True), **wrong) == {"counts": None, "drafts used": ANY}
+    assert failures(EngineChecker(is_overlapped=True), **wrong) == {"counts": None, "drafts used": ANY}
     wrong = {"counts": lambda _, draft, verified, steps: (verified, steps + 9)}
-    assert "a step makes one token" in failures(EngineExam(is_overlapped=True), **wrong)["counts"]
+    assert "a step makes one token" in failures(EngineChecker(is_overlapped=True), **wrong)["counts"]
 
 
 FAULTS = {
@@ -110,14 +110,14 @@ def test_a_fault_is_found(check, wrong, sentence):
 
 
 def test_too_few_runs_are_not_enough():
-    found = MiniEngine(EngineExam()).run_all(times=2)
+    found = MiniEngine(EngineChecker()).run_all(times=2)
     assert found["lost sequence"] is None
     assert "counts" not in found
 
 
 @pytest.fixture
 def engine():
-    engine = MiniEngine(EngineExam())
+    engine = MiniEngine(EngineChecker())
     engine.connect()
     return engine
 
@@ -125,33 +125,33 @@ def engine():
 def test_a_malformed_request_is_refused(engine):
     reply = engine.send(starts=[pb.Start(sequence_id=1, prompt=b"123")])
     assert "not a multiple of 4" in reply.response.error.message
-    assert "starts[0].prompt" in engine.exam.checks.failures["requests"]
-    engine.exam.answer(engine.stream, b"\xff")
-    assert engine.exam.answer(engine.stream, b"").response.HasField("drafts")
+    assert "starts[0].prompt" in engine.checker.checks.failures["requests"]
+    engine.checker.answer(engine.stream, b"\xff")
+    assert engine.checker.answer(engine.stream, b"").response.HasField("drafts")
 
 
 def test_a_stream_without_hello_is_found():
-    engine = MiniEngine(EngineExam())
-    engine.stream = engine.exam.opened()
+    engine = MiniEngine(EngineChecker())
+    engine.stream = engine.checker.opened()
     engine.start(PROMPT)
-    assert "no hello" in engine.exam.checks.failures["hello"]
+    assert "no hello" in engine.checker.checks.failures["hello"]
 
 
 def test_a_second_hello_is_found(engine):
     engine.send(hello=pb.Hello(protocol=3, client="x"))
-    assert "other than the first" in engine.exam.checks.failures["hello"]
+    assert "other than the first" in engine.checker.checks.failures["hello"]
 
 
 def test_a_second_start_is_found(engine):
     engine.start(PROMPT)
     engine.last_id -= 1
     engine.start(PROMPT)
-    assert "started while it was running" in engine.exam.checks.failures["starts"]
+    assert "started while it was running" in engine.checker.checks.failures["starts"]
 
 
 def test_a_sequence_that_was_never_started_is_found(engine):
     assert engine.send(finishes=[pb.Finish(sequence_id=9)]).response.lost_ids
-    assert "names sequence 9, which is not running" in engine.exam.checks.failures["starts"]
+    assert "names sequence 9, which is not running" in engine.checker.checks.failures["starts"]
 
 
 def test_the_documentation_names_all_checks():

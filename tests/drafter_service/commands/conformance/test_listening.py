@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from drafter_service.client import DrafterClient
 from drafter_service.commands.conformance import listening
-from drafter_service.commands.conformance.engine_side import EngineExam
+from drafter_service.commands.conformance.engine_side import EngineChecker
 from drafter_service.commands.main import cli
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.transport.address import Address
@@ -21,15 +21,15 @@ PROMPTS = (PROMPT, [5, 6])
 MAX_RUNS = 100
 
 
-class Examination(threading.Thread):
-    """An examination at an address, in a thread."""
+class RunningChecks(threading.Thread):
+    """The checks of an engine at an address, in a thread."""
 
     def __init__(self, address, idle_s=10):
         super().__init__(daemon=True)
-        self.exam = EngineExam()
+        self.checker = EngineChecker()
         self.address = ""
         self.is_ready = threading.Event()
-        self._arguments = Address.parse(address), self.exam, idle_s, self._ready
+        self._arguments = Address.parse(address), self.checker, idle_s, self._ready
         self.start()
         assert self.is_ready.wait(10)
 
@@ -38,7 +38,7 @@ class Examination(threading.Thread):
         self.is_ready.set()
 
     def run(self):
-        asyncio.run(listening.examine_engine(*self._arguments))
+        asyncio.run(listening.run_engine_checks(*self._arguments))
 
 
 def output(prompt):
@@ -67,17 +67,17 @@ def run_together(client, prompts, first_id):
 @pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_the_client_passes(transport, socket_address, monkeypatch):
     monkeypatch.setattr(listening, "LATE_S", 0.1)
-    examination = Examination(socket_address if transport == "socket" else "127.0.0.1:0")
+    running_checks = RunningChecks(socket_address if transport == "socket" else "127.0.0.1:0")
     model = ModelIdentity("m", "t", "", VOCAB_SIZE)
-    with DrafterClient(examination.address, deadline_s=0.02, model=model) as client:
+    with DrafterClient(running_checks.address, deadline_s=0.02, model=model) as client:
         assert client.transport == transport
         for run in range(MAX_RUNS):
             eventually(lambda: client.lost is None)
             run_together(client, PROMPTS, 10 * run)
-            if examination.exam.is_settled:
+            if running_checks.checker.is_settled:
                 break
-    examination.join(20)
-    assert examination.exam.checks.failures == {}
+    running_checks.join(20)
+    assert running_checks.checker.checks.failures == {}
 
 
 def test_the_command_says_what_was_not_tested(socket_address):

@@ -7,7 +7,7 @@ from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.commands.conformance import service_rules, service_side
 from drafter_service.commands.conformance.raw_stream import RawGrpcStream
 from drafter_service.commands.conformance.service_rules import RULES
-from drafter_service.commands.conformance.service_side import ServiceExam
+from drafter_service.commands.conformance.service_side import ServiceChecker
 from drafter_service.commands.main import cli
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -35,7 +35,7 @@ def test_the_service_passes_over_both_transports(socket_address, server):
 
 
 def test_the_namespace_of_the_test_is_deleted(address):
-    assert not ServiceExam(connector(address), "").run().failures
+    assert not ServiceChecker(connector(address), "").run().failures
     assert "conformance-" not in CliRunner().invoke(cli, ["namespaces", "--address", address]).output
 
 
@@ -106,10 +106,10 @@ def test_a_fault_is_found(address, monkeypatch, direction, change, check):
 
     monkeypatch.setattr(service_side, "RawGrpcStream", ChangedStream)
     monkeypatch.setattr(service_rules, "LEARNING_TIMEOUT_S", 0.2)
-    failures = ServiceExam(connector(address), "").run().failures
+    failures = ServiceChecker(connector(address), "").run().failures
     assert failures.get(f"gRPC, {check}"), failures
 
 
 def test_a_missing_service_is_an_error_of_the_user(socket_address):
     with pytest.raises(UserError, match="cannot be tested"):
-        ServiceExam(connector(socket_address), "").run()
+        ServiceChecker(connector(socket_address), "").run()
