@@ -23,6 +23,7 @@ from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.shared_log import SharedLog
 from ssd.config import DrafterConfig
+from ssd.hardware.processors import usable_processors
 from tests.redis import running_redis
 
 NAMESPACE = "benchmark"
@@ -34,7 +35,7 @@ WAITING_TOKENS = 1 << 20
 
 def use_core(number: int) -> None:
     """Pin this process to one of the available cores."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(usable_processors())
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from ssd.hardware.processors import usable_processors
+
 GPU_MARKS = ("mark.gpu", "tests.engine.flashinfer_libraries")
 """Strings that identify files with tests that need a GPU: the marker, or the module whose parameters have it."""
 LIMIT_S = 150.0
@@ -56,7 +58,7 @@ class Running:
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.tests", *PYTEST_ARGUMENTS, file]
         self._began = perf_counter()
         # FlashInfer's compilers run in parallel with those of other files, and need gigabytes each.
-        settings = {**os.environ, "MAX_JOBS": str(max(2, (os.cpu_count() or 1) // 4))}
+        settings = {**os.environ, "MAX_JOBS": str(max(2, len(usable_processors()) // 4))}
         with output.open("w") as out:
             # Use a separate process group, so that compilers are killed as well.
             self._process = subprocess.Popen(

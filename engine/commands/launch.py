@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
+from ssd.hardware.processors import usable_processors
 
 THREADS_PER_PROCESSOR = 4
 """Limit of --threads, far above useful values; OpenMP crashes the process if it cannot create its threads."""
@@ -42,10 +42,10 @@ def load(options: EngineOptions) -> Decoder:
 
 
 def _set_threads(threads: int) -> None:
-    most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    most = THREADS_PER_PROCESSOR * len(usable_processors())
     if threads > most:
         raise UserError(
-            f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} per processor of this machine"
+            f"--threads {threads}: give at most {most}, {THREADS_PER_PROCESSOR} per processor that this process may use"
         )
     torch.set_num_threads(threads)
 

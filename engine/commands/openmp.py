@@ -7,10 +7,11 @@ waits for from being scheduled. `benchmarks/contention.py` measures both; docs/e
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from pathlib import Path
+
+from ssd.hardware.processors import usable_processors
 
 NO_SPINNING = "0"
 WINDOW_S = 0.1
@@ -27,7 +28,7 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """
     if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys() or not STAT.exists():
         return
-    processors = os.cpu_count() or 1
+    processors = len(usable_processors())
     wanted = environment.get("OMP_NUM_THREADS", "")
     threads = int(wanted) if wanted.isdecimal() else processors
     if is_contended(busy_processors(), processors, threads):
@@ -40,15 +41,16 @@ def is_contended(busy: float, processors: int, threads: int) -> bool:
 
 
 def busy_processors(read: Callable[[], str] = STAT.read_text, wait: Callable[[float], None] = time.sleep) -> float:
-    """Return how many processors other processes use, measured over `WINDOW_S`. `read` returns /proc/stat."""
-    before = _times(read())
+    """Return how many of the usable processors are in use, measured over `WINDOW_S`. `read` returns /proc/stat."""
+    processors = usable_processors()
+    before = _times(read(), processors)
     wait(WINDOW_S)
-    idle, total = (after - start for after, start in zip(_times(read()), before, strict=True))
-    processors = os.cpu_count() or 1
-    return processors * (1 - idle / total) if total else 0.0
+    idle, total = (after - start for after, start in zip(_times(read(), processors), before, strict=True))
+    return len(processors) * (1 - idle / total) if total else 0.0
 
 
-def _times(stat: str) -> tuple[int, int]:
-    """Return the ticks that all processors spent idle, and all their ticks."""
-    user, nice, system, idle, iowait, *others = map(int, stat.split("\n", 1)[0].split()[1:9])
-    return idle + iowait, user + nice + system + idle + iowait + sum(others)
+def _times(stat: str, processors: Collection[int]) -> tuple[int, int]:
+    """Return the ticks that some processors spent idle, and all their ticks."""
+    names = {f"cpu{number}" for number in processors}
+    rows = [list(map(int, row.split()[1:9])) for row in stat.splitlines() if row.partition(" ")[0] in names]
+    return sum(row[3] + row[4] for row in rows), sum(map(sum, rows))

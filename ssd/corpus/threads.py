@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from threading import Thread
 
 import numpy as np
 
 from ssd.corpus.suffix_array import sort_positions, split
+from ssd.hardware.processors import usable_processors
 
 MAX_THREADS = 4
 MIN_POSITIONS = 1 << 20
@@ -35,9 +35,9 @@ class _Sort(Thread):
 
 
 def sort_in_threads(text: int, suffixes: int, size: int, depth: int, threads: int | None = None) -> None:
-    """Call `sort_positions` in `threads` threads; None: one per processor, at most `MAX_THREADS`."""
+    """Call `sort_positions` in `threads` threads; None: one per usable processor, at most `MAX_THREADS`."""
     if threads is None:
-        threads = min(MAX_THREADS, _processors(), size // MIN_POSITIONS)
+        threads = min(MAX_THREADS, len(usable_processors()), size // MIN_POSITIONS)
     *others, own = _parts(text, suffixes, size, max(1, threads))
     started = []
     try:
@@ -64,8 +64,3 @@ def _parts(text: int, suffixes: int, size: int, parts: int) -> list[tuple[int, i
     front = split(text, suffixes, size)
     back = suffixes + front * np.dtype(np.uint32).itemsize
     return [*_parts(text, suffixes, front, parts // 2), *_parts(text, back, size - front, parts - parts // 2)]
-
-
-def _processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import MIN_CAPACITY
 from ssd.errors import UserError
+from ssd.hardware.processors import usable_processors
 from ssd.types import DraftBatch, Drafter, Progress
 
 POLL_S = 0.1
@@ -155,7 +155,7 @@ def run_trials(traffic: Traffic, path: Path, trials: Sequence[Trial], watch: Cal
 
     Raises UserError if the system ends one of the processes.
     """
-    workers = min(len(trials), os.cpu_count() or 1)
+    workers = min(len(trials), len(usable_processors()))
     if workers == 1 or size_of(traffic, trials) <= INLINE_TOKENS:
         return [run_trial(traffic, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -19,7 +18,7 @@ command.main()
 @pytest.mark.parametrize(("busy", "chosen"), [(0.2, {}), (2.0, {"GOMP_SPINCOUNT": NO_SPINNING})])
 def test_threads_do_not_spin_beside_busy_processes(monkeypatch, busy, chosen):
     monkeypatch.setattr(openmp, "busy_processors", lambda: busy)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(openmp, "usable_processors", lambda: {0, 1})
     environment = {}
     limit_spinning(environment)
     assert environment == chosen
@@ -51,19 +50,21 @@ def test_the_users_choice_takes_precedence(monkeypatch, name):
 @pytest.mark.parametrize("threads", ["", "all", "2,1"])
 def test_an_unusual_number_of_threads_counts_as_all_processors(monkeypatch, threads):
     monkeypatch.setattr(openmp, "busy_processors", lambda: 2.0)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(openmp, "usable_processors", lambda: {0, 1})
     environment = {"OMP_NUM_THREADS": threads}
     limit_spinning(environment)
     assert environment["GOMP_SPINCOUNT"] == NO_SPINNING
 
 
-def test_the_load_is_the_share_of_ticks_that_are_not_idle(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    rows = iter(["cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2 3", "cpu  110 1 52 805 51 1 0 0 0 0\ncpu0 1 2 3"])
-    waits = []
-    assert busy_processors(lambda: next(rows), waits.append) == pytest.approx(2 * 14 / 20)
+def test_the_load_is_the_share_of_ticks_of_usable_processors_that_are_not_idle(monkeypatch):
+    monkeypatch.setattr(openmp, "usable_processors", lambda: {1, 3})
+    rest = "cpu10 9 9 9 9 9 9 9 9 9 9\nintr 1 2 3\n"
+    first = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 40 0 20 300 20 0 0 0 0 0\ncpu3 60 0 30 500 30 0 0 0 0 0\n"
+    second = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu1 45 1 21 302 20 1 0 0 0 0\ncpu3 65 0 31 503 31 0 0 0 0 0\n"
+    stats, waits = iter([first + rest, second + rest]), []
+    assert busy_processors(lambda: next(stats), waits.append) == pytest.approx(2 * 14 / 20)
     assert waits == [openmp.WINDOW_S]
-    assert busy_processors(lambda: "cpu  1 1 1 1 1 1 1 1 0 0\n", waits.append) == 0.0
+    assert busy_processors(lambda: first, waits.append) == 0.0
 
 
 def test_the_command_chooses_before_torch_is_imported():

@@ -15,7 +15,7 @@ def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
     traffic.tokens.tofile(path)
     inline = run_trials(traffic, path, TRIALS, lambda _: None)
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     spawned = run_trials(traffic, path, TRIALS, lambda _: None)
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
@@ -27,7 +27,7 @@ def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
 def test_a_process_that_the_system_ends_is_said(tmp_path, monkeypatch):
     traffic = traffic_of(repeated_requests())
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     monkeypatch.setattr(trials, "_run", end_this_process)
     with pytest.raises(UserError, match="the system ended a replay"):
         run_trials(traffic, tmp_path / "tokens", TRIALS, lambda _: None)
