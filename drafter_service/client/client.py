@@ -141,8 +141,8 @@ class DrafterClient:
         hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
         prompt and never learned. session_id: shared by the turns of a conversation. request_id: a name by which to
         `forget` what the sequence produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be
-        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use, a reserved token id
-        and a name that is too long.
+        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use, a token id that
+        is reserved or outside the model's vocabulary, and a name that is too long.
         """
         self._check_process()
         with self._lock:
@@ -155,7 +155,7 @@ class DrafterClient:
     def draft(self, progress: Progress) -> DraftBatch:
         """Send committed tokens and wait for drafts, at most until the deadline.
 
-        Raises ValueError as `Progress.check`.
+        Raises ValueError as `Progress.check`, and for a token id outside the model's vocabulary.
         """
         return self._await_drafts(lambda: self._protocol.draft(progress))
 
@@ -164,7 +164,7 @@ class DrafterClient:
 
         context: token ids, a list or uint32 [N]. max_draft: maximum draft length; None: as the service is configured.
         The last context is kept, so that a call whose context extends it sends only the new tokens. Contexts are never
-        learned. Raises ValueError for a reserved or negative token id.
+        learned. Raises ValueError for a token id that is reserved, negative or outside the model's vocabulary.
         """
         text = token_array(context)
         limit = (1 << 32) - 1 if max_draft is None else max(0, max_draft)

@@ -66,7 +66,8 @@ class Protocol:
         self._has_connected = False
         self._started = 0
         self._batches = 0
-        self._running = RunningSequences()
+        self._vocab_size = hello.model.vocab_size
+        self._running = RunningSequences(self._vocab_size)
         self._registration = Registration(self._running, self.pending)
 
     @property
@@ -93,12 +94,16 @@ class Protocol:
         request_id: str | None,
         learn: bool,
     ) -> None:
-        """Begin a sequence. Raises ValueError for an id in use, a reserved token id, and a name that is too long."""
+        """Begin a sequence.
+
+        Raises ValueError for an id in use, a token id that is reserved or outside the model's vocabulary, and a name
+        that is too long.
+        """
         if sequence_id in self._running.row_of:
             raise ValueError(f"sequence {sequence_id} was started before and not finished")
-        check_tokens(prompt)
+        check_tokens(prompt, self._vocab_size)
         hints = np.array([] if hints is None else hints, np.uint32)
-        check_tokens(hints)
+        check_tokens(hints, self._vocab_size)
         for what, name in (("session_id", session_id), ("request_id", request_id)):
             if name is not None and len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
@@ -111,7 +116,8 @@ class Protocol:
     def draft(self, progress: Progress) -> Turn:
         """Record committed tokens, and request drafts.
 
-        Call `settle` once `is_settled`, or at the deadline. Raises ValueError as `Progress.check`.
+        Call `settle` once `is_settled`, or at the deadline. Raises ValueError as `Progress.check`, and for a token id
+        outside the model's vocabulary.
         """
         rows = self._running.rows_of(progress)
         turn = Turn(rows, progress.max_draft)
@@ -131,9 +137,10 @@ class Protocol:
     def propose_after(self, outcomes: Outcomes) -> Turn:
         """Request drafts after possible outcomes, for sequences whose last draft is the service's last one.
 
-        Raises ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
+        Raises ValueError for a sequence that was not started, a token id that is reserved or outside the model's
+        vocabulary, and too many accepted tokens.
         """
-        check_tokens(outcomes.bonus)
+        check_tokens(outcomes.bonus, self._vocab_size)
         rows = self._running.rows(outcomes.sequence_ids.tolist())
         bounds = outcomes.offsets.astype(np.int64)
         counts = bounds[1:] - bounds[:-1]
@@ -170,7 +177,7 @@ class Protocol:
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, steps: int, learn: bool) -> None:
         """End a sequence. Raises ValueError as `Drafter.finish`."""
         running = self._running
-        check_tokens(tokens)
+        check_tokens(tokens, self._vocab_size)
         row = running.row_of.get(sequence_id)
         rows = np.array([] if row is None else [row], np.int64)
         check_verified(sequence_id, verified, dict(zip([sequence_id], running.offered(rows), strict=False)))
@@ -243,7 +250,7 @@ class Protocol:
             return None
         limits = turn.limits[turn.asked]
         try:
-            drafts, malformed = read_draft_response(message, limits, self._hello.model.vocab_size)
+            drafts, malformed = read_draft_response(message, limits, self._vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None

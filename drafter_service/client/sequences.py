@@ -92,7 +92,9 @@ class UnconfirmedEnd:
 class RunningSequences:
     """Assigns a row of the tables to each running sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = 0) -> None:
+        """vocab_size: of the model; 0 if it is not known."""
+        self._vocab_size = vocab_size
         self.row_of: dict[int, int] = {}
         """Rows by the engine's sequence id, in the order of the starts."""
         self.has_unregistered = False
@@ -117,7 +119,7 @@ class RunningSequences:
         rows = self._last_rows
         if np.count_nonzero(progress.verified > self._table[OFFERED, rows]):
             self._refuse(progress)
-        check_tokens(progress.tokens)
+        check_tokens(progress.tokens, self._vocab_size)
         if progress.cost is not None:
             check_cost(progress.cost)
         return rows

@@ -103,6 +103,8 @@ class HostSession:
         """report: writes a sentence to the host's log; called once per kind of problem, from any thread."""
         self.counters = DraftCounters()
         self._limits = limits
+        # An identity read from the model's files may have a smaller vocabulary than the host.
+        self._vocab_size = min(limits.vocab_size, settings.model.vocab_size or limits.vocab_size)
         self._report = report
         self._reported: set[str] = set()
         self._namespaces = HostNamespaces(settings, limits, report)
@@ -246,8 +248,8 @@ class HostSession:
 
     def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
         """Start a sequence for a request, unless its options or its prompt forbid it."""
-        options, vocab_size = request.options, self._limits.vocab_size
-        ids, hints = valid_prefix(prompt, vocab_size), valid_prefix(options.hints, vocab_size)
+        options = request.options
+        ids, hints = (valid_prefix(tokens, self._vocab_size) for tokens in (prompt, options.hints))
         if len(ids) < len(prompt) or len(hints) < len(options.hints):
             self._report_once(
                 "prompt", "a prompt or hints with token ids outside of the vocabulary; the request has no drafts"
@@ -284,7 +286,7 @@ class HostSession:
             self._restart(request, text)
             if request.namespace is None:
                 return None
-        added = valid_prefix(text[request.reported :], self._limits.vocab_size)
+        added = valid_prefix(text[request.reported :], self._vocab_size)
         is_complete = request.reported + len(added) == len(text)
         room = self._room(request, len(text)) if is_complete else 0
         verified = (request.verified or 0) if added else 0
@@ -327,7 +329,7 @@ class HostSession:
             return [NO_DRAFT] * len(turns)
         for at, turn in enumerate(turns):
             self._commit(turn)
-            draft = Draft.from_batch(batch, at, self._limits.vocab_size, is_tree=self._limits.trees)
+            draft = Draft.from_batch(batch, at, self._vocab_size, is_tree=self._limits.trees)
             turn.request.draft = draft.cut(turn.room)
             self.counters.drafted += len(turn.request.draft)
         return [turn.request.draft for turn in turns]

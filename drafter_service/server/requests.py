@@ -88,26 +88,26 @@ def has_few_fields(data: bytes, limit: int) -> bool:
     return fields <= limit
 
 
-def read_start(message: pb.Start, index: int) -> StartedSequence:
-    """Return the start at an index of a request. Raises WireError."""
+def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSequence:
+    """Return the start at an index of a request; vocab_size: 0 if it is not known. Raises WireError."""
     field = f"starts[{index}]"
     return StartedSequence(
         message.sequence_id,
-        unpack_tokens(message.prompt, f"{field}.prompt"),
-        unpack_tokens(message.hints, f"{field}.hints"),
-        unpack_tokens(message.committed, f"{field}.committed"),
+        _read_tokens(message.prompt, vocab_size, f"{field}.prompt"),
+        _read_tokens(message.hints, vocab_size, f"{field}.hints"),
+        _read_tokens(message.committed, vocab_size, f"{field}.committed"),
         _read_name(message.session_id, f"{field}.session_id"),
         _read_name(message.request_id, f"{field}.request_id"),
         message.learn,
     )
 
 
-def read_finish(message: pb.Finish, index: int) -> FinishedSequence:
-    """Return the finish at an index of a request. Raises WireError."""
+def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> FinishedSequence:
+    """Return the finish at an index of a request; vocab_size: 0 if it is not known. Raises WireError."""
     field = f"finishes[{index}]"
     if message.steps > MAX_STEPS:
         raise WireError(f"{field}.steps is {message.steps}; the maximum is {MAX_STEPS}")
-    tokens = unpack_tokens(message.tokens, f"{field}.tokens")
+    tokens = _read_tokens(message.tokens, vocab_size, f"{field}.tokens")
     return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
 
 
@@ -135,16 +135,26 @@ def default_namespace(model: ModelIdentity) -> str:
 
 def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
-    tokens = unpack_tokens(message.tokens, "texts.tokens")
+    tokens = _read_tokens(message.tokens, vocab_size, "texts.tokens")
     data = message.offsets or bytes(4)
     texts = max(0, len(data) // 4 - 1)
     offsets = read_offsets(data, texts, len(tokens), "texts.offsets")
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
-    if vocab_size and len(tokens) and int(tokens.max()) >= vocab_size:
-        raise WireError(f"texts.tokens holds the id {int(tokens.max())}; the vocabulary has {vocab_size} tokens")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
     return Texts(tokens, offsets, names or [None] * texts)
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int, field: str) -> None:
+    """Raise WireError for token ids, uint32 [N], outside the vocabulary; vocab_size: 0 if it is not known."""
+    if vocab_size and len(tokens) and int(tokens.max()) >= vocab_size:
+        raise WireError(f"{field} holds the id {int(tokens.max())}; the vocabulary has {vocab_size} tokens")
+
+
+def _read_tokens(data: bytes, vocab_size: int, field: str) -> np.ndarray:
+    tokens = unpack_tokens(data, field)
+    check_vocabulary(tokens, vocab_size, field)
+    return tokens
 
 
 def _read_name(text: str, field: str) -> str | None:

@@ -16,6 +16,7 @@ from drafter_service.server.requests import (
     MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
+    check_vocabulary,
     read_finish,
     read_start,
 )
@@ -88,11 +89,12 @@ class Session:
         self.namespace.release(self._drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
-        starts = [read_start(message, index) for index, message in enumerate(request.starts)]
+        vocab_size = self.namespace.model.vocab_size
+        starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
         new = {start.sequence_id for start in starts}
         if starts:
             self._check_starts(starts, new)
-        finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
+        finishes = [read_finish(message, index, vocab_size) for index, message in enumerate(request.finishes)]
         if finishes:
             self._check_finishes(finishes, new)
         batch = None
@@ -100,10 +102,13 @@ class Session:
         if request.HasField("batch"):
             _check_count(request.batch.sequence_ids, "batch")
             batch = read_batch(request.batch)
+            check_vocabulary(batch.tokens, vocab_size, "batch.tokens")
             self._check_batch(batch, new)
         elif request.HasField("outcomes"):
             _check_count(request.outcomes.sequence_ids, "outcomes")
-            outcomes = self._propose_after(read_outcomes(request.outcomes))
+            possible = read_outcomes(request.outcomes)
+            check_vocabulary(possible.bonus, vocab_size, "outcomes.bonus")
+            outcomes = self._propose_after(possible)
         # Nothing below can fail.
         for start in starts:
             self._start(start)

@@ -26,12 +26,18 @@ MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
 """Maximum capacity in tokens; slots are 32-bit numbers."""
 
 
-def check_tokens(tokens: np.ndarray) -> None:
-    """Raise ValueError unless `tokens` is uint32 [N] and none of them is the separator's id."""
+def check_tokens(tokens: np.ndarray, vocab_size: int = 0) -> None:
+    """Raise ValueError unless `tokens` is uint32 [N], without the separator's id and ids outside the vocabulary.
+
+    vocab_size: 0 if it is not known.
+    """
     if tokens.dtype != np.uint32 or tokens.ndim != 1:
         raise ValueError(f"token ids must be a 1-D uint32 array, not {tokens.dtype} {list(tokens.shape)}")
-    if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
+    largest = int(tokens.max()) if len(tokens) else 0
+    if largest > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
+    if vocab_size and largest >= vocab_size:
+        raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
 
 
 def token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from drafter_service.client.pending import Phase
 from drafter_service.client.sequences import RunningSequences
+from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_engine import FakeEngine, Request
 from tests.drafter_service.fake_server import FakeService
@@ -251,3 +252,16 @@ def test_invalid_calls_are_refused_without_effect():
     wire.settle()
     assert len(wire.service.requests) == before
     assert wire.draft(progress_of({1: [6], 2: [7]}, limit=1, verified=1)).tokens.tolist() == [7, 8]
+
+
+def test_token_ids_outside_the_vocabulary_are_not_sent():
+    wire = connected(counting, model=pb.Model(vocab_size=10))
+    start(wire.client, 1, [5])
+    for call in (
+        lambda: start(wire.client, 2, [10]),
+        lambda: wire.client.draft(progress_of({1: [10]}, limit=1)),
+        lambda: finish(wire.client, 1, [10]),
+    ):
+        with pytest.raises(ValueError, match="token id 10 is outside the vocabulary of 10 tokens"):
+            call()
+    assert wire.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 7]

@@ -215,6 +215,16 @@ def test_a_prompt_outside_of_the_vocabulary_has_no_drafts():
     session.close()
 
 
+def test_the_drafter_gets_no_tokens_outside_the_vocabulary_of_the_models_files():
+    reports = []
+    settings = DrafterSettings(ssd="embedded", capacity=20_000, model=ModelIdentity(vocab_size=6))
+    session = HostSession(settings, HostLimits(max_draft=8, vocab_size=50), reports.append)
+    assert first_draft(session)
+    assert first_draft(session, [1, 6, 1], name="b") == []
+    assert len(reports) == 1
+    session.close()
+
+
 def test_a_reused_id_with_another_prompt_has_no_drafts():
     session, reports = embedded()
     first_draft(session)
