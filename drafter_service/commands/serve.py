@@ -77,12 +77,13 @@ FLAGS = {
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
 @click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as limits.streams=64.")
-@click.option("--print-config", is_flag=True, help="Print all settings as TOML and exit.")
+@click.option("--print-config", is_flag=True, help="Print all settings and their meanings as TOML, and exit.")
 def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **flags: Any) -> None:
     """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
     import asyncio
 
-    from drafter_service.settings.load import load_settings, read_assignments, to_toml
+    from drafter_service.settings.load import load_settings, read_assignments
+    from drafter_service.settings.printed import to_toml
 
     given = {FLAGS[name]: value for name, value in flags.items() if value is not None}
     tree = load_settings(config, read_assignments(settings) | given)

@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from drafter_service.settings.quantity import parse_quantity
@@ -21,8 +20,6 @@ from ssd.errors import UserError
 PREFIX = "SSD_DRAFTER_"
 """Prefix of environment variables, such as SSD_DRAFTER_DRAFTING__CAPACITY for the key drafting.capacity. Empty ones are
 ignored."""
-
-PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 
 KUBERNETES = re.compile(PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)")
 """Variables that Kubernetes sets in every pod if there is a Service called ssd-drafter."""
@@ -58,14 +55,6 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"{text!r} is not of the form KEY=VALUE, such as limits.streams=64")
         flat[key.strip()] = _parse_value(value.strip())
     return flat
-
-
-def to_toml(config: ServiceConfig) -> str:
-    """Return settings as a file that `load_settings` reads, without unset values and with passwords masked."""
-    tree = TypeAdapter(ServiceConfig).dump_python(config, mode="json", exclude_none=True)
-    if "url" in tree["log"]:
-        tree["log"]["url"] = PASSWORD.sub(r"\1***@", tree["log"]["url"])
-    return tomli_w.dumps(tree)
 
 
 def _read_file(path: Path) -> Tree:

@@ -124,7 +124,9 @@ class ReportsConfig:
     passages: bool = False
     """Whether administrators may read the texts that drafts came from. They are users' text."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important events that are logged."""
     log_format: Literal["console", "json"] = "console"
+    """`console`: for people. `json`: an object per line, for log collectors."""
     tracing: bool = False
     """Export traces through OpenTelemetry, configured by its own environment variables."""
 
@@ -134,7 +136,7 @@ class ServiceConfig:
     """Settings of the service."""
 
     listen: str = "unix:/tmp/ssd-drafter.sock"
-    """unix:/path/to/socket or host:port; port 0 selects a free one."""
+    """Address: unix:/path/to/socket or host:port; port 0 selects a free one."""
     drafting: DrafterConfig = field(default_factory=DrafterConfig)
     namespaces: NamespacesConfig = field(default_factory=NamespacesConfig)
     limits: Limits = field(default_factory=Limits)

@@ -1,6 +1,8 @@
 """Sources of settings, their precedence, and error messages."""
 
+import re
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import get_type_hints
 
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.settings.load import load_settings, read_assignments, to_toml
+from drafter_service.settings.load import load_settings, read_assignments
+from drafter_service.settings.printed import to_toml
 from drafter_service.settings.quantity import parse_quantity
 from drafter_service.settings.tree import ServiceConfig
 from ssd.errors import UserError
@@ -243,3 +246,21 @@ def test_policies_of_namespaces_are_read():
     assert config.drafting.classic_matches == 0
     with pytest.raises(UserError, match=r"namespaces\.policies\.team-a"):
         loaded(flags=read_assignments(["namespaces.policies={'team-a' = 'best'}"]))
+
+
+def test_every_setting_is_printed_below_its_meaning():
+    lines = to_toml(ServiceConfig()).splitlines()
+    settings = [(above, line) for above, line in pairwise(lines) if re.match(r"#?\w+ = ", line)]
+    assert [line.lstrip("#").partition(" ")[0] for _, line in settings] == [
+        key.rpartition(".")[2] for key, _ in leaves()
+    ]
+    tables = [(above, line) for above, line in pairwise(lines) if line.startswith("[")]
+    assert {"[namespaces.capacities]", "[namespaces.policies]"} < {line for _, line in tables}
+    assert all(above.startswith("# ") and above.endswith(".") for above, _ in settings + tables)
+
+
+def test_settings_without_a_value_are_comments_that_can_be_completed(tmp_path):
+    printed = to_toml(ServiceConfig())
+    assert '#folder = ""' in printed.splitlines()
+    (tmp_path / "settings.toml").write_text(printed.replace('#folder = ""', 'folder = "/snapshots"'))
+    assert loaded(tmp_path / "settings.toml").snapshots.folder == Path("/snapshots")
