@@ -56,7 +56,8 @@ def _blocks(tree: dict[str, Any], section: type, path: str = "") -> Iterator[str
             line = f'#{name} = ""' if tree[name] is None else tomli_w.dumps({name: tree[name]}).rstrip()
             yield f"{_comment(explained[name])}\n{line}"
     for name in tables:
-        if is_dataclass(kind := hints[name]):
+        kind: type = hints[name]
+        if is_dataclass(kind):
             yield from _blocks(tree[name], kind, f"{path}{name}.")
         else:
             rows = tomli_w.dumps(tree[name]).rstrip()

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from drafter_service.observability.charts import style_sheet
 from engine.api.chat import chat
 from engine.api.completions import complete
-from engine.api.errors import ApiError, error_response, from_engine, from_validation
+from engine.api.errors import ApiError, error_response, from_engine, from_http, from_validation
 from engine.api.middleware import RequestChecks
 from engine.api.responses import ClientGoneError
 from engine.api.schemas import ChatRequest, CompletionRequest
@@ -33,7 +33,7 @@ def create_app(service: Service, *, keys: Collection[str], max_body_bytes: int, 
     """Return an application that serves one model."""
     app = FastAPI(title="SSD engine", version=version, docs_url=None, redoc_url=None)
     app.add_middleware(RequestChecks, keys=keys, max_body_bytes=max_body_bytes)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     _add_model_routes(app, service)
     _add_status_routes(app, service)
     return app
@@ -88,7 +88,9 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         return service.figures()
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer exceptions with errors in the format of the API."""
+
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
         return error_response(error)
@@ -103,7 +105,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, problem: HTTPException) -> Response:
-        return error_response(ApiError(problem.status_code, str(problem.detail)))
+        return error_response(from_http(problem))
 
     @app.exception_handler(ClientGoneError)
     async def on_client_gone(_: Request, __: ClientGoneError) -> Response:

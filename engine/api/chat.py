@@ -23,7 +23,9 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
     prompt = await _prompt(service, body)
-    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.max_tokens - len(prompt))
+    given = body.max_completion_tokens or body.max_tokens
+    param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    max_tokens = service.output_limit(prompt, given, service.max_tokens, param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = service.requests(body, prompt, max_tokens, await service.hints(body), logprobs=logprobs)
     return await respond(service, body, requests, _ChatFormat(service, body, requests), http)

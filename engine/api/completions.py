@@ -23,18 +23,26 @@ from engine.scheduling.request import Request
 async def complete(service: Service, body: CompletionRequest, http: HttpRequest) -> dict[str, Any] | Response:
     """Complete one or several prompts. Raises ApiError and UserError."""
     service.check_model(body.model)
-    # The engine always produces at least one token; for max_tokens 0 it is dropped.
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
     prompt_logprobs = body.logprobs if body.echo else None
     hints = await service.hints(body)
     requests = [
         request
         for prompt in await _prompts(service, body)
         for request in service.requests(
-            body, prompt, max_tokens, hints, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+            body,
+            prompt,
+            _max_tokens(service, body, prompt),
+            hints,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
     ]
     return await respond(service, body, requests, _CompletionFormat(service, body, requests), http)
+
+
+def _max_tokens(service: Service, body: CompletionRequest, prompt: np.ndarray) -> int:
+    # The engine always produces at least one token; for max_tokens 0 it is dropped.
+    return max(1, service.output_limit(prompt, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens"))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:

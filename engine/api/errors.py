@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -14,11 +16,22 @@ ERROR_TYPES = {
     404: "not_found_error",
     413: "invalid_request_error",
 }
-RETRY_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "5"},
+}
 LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 """Matches the parameter name at the start of an error message about a parameter."""
 ALIASES = {"prompt_logprobs": "logprobs"}
 """Maps the engine's parameter names to request fields where they differ."""
+EITHER_TYPE = {
+    "prompt": "a string or a list of token ids, or a list of either",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts of the type text",
+}
+"""What fields of several possible types must be."""
 
 
 class ApiError(Exception):
@@ -43,7 +56,7 @@ def error_body(error: ApiError) -> dict[str, object]:
 
 def error_response(error: ApiError) -> JSONResponse:
     """Return the HTTP response for an error."""
-    return JSONResponse(error_body(error), error.status, RETRY_HEADERS.get(error.status))
+    return JSONResponse(error_body(error), error.status, HEADERS.get(error.status))
 
 
 def from_engine(message: str, prompt_field: str) -> ApiError:
@@ -60,13 +73,17 @@ def from_engine(message: str, prompt_field: str) -> ApiError:
 def from_validation(problem: RequestValidationError) -> ApiError:
     """Convert the first problem that pydantic found in a request body."""
     errors = problem.errors()
+    missing = [_path_of(error) for error in errors if error["type"] == "missing"]
+    if any(len(path) < 2 for path in missing):
+        return _missing([path for path in missing if len(path) < 2])
     # For a field of several possible types, prefer the error of the type that was sent over "wrong type" errors.
     place = errors[0]["loc"][:2]
     same_type = [error for error in errors if error["loc"][:2] == place and not error["type"].endswith("_type")]
     first = (same_type or errors)[0]
-    # pydantic adds the names of the types that it tried to the path; they are not part of the request.
-    path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and _is_type_name(part))]
+    path = _path_of(first)
     param = ".".join(path) or None
+    if not same_type and (either := _either_type(path, errors)) is not None:
+        return ApiError(400, f"{either[0]}: must be {either[1]}", param=either[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     if first["type"] == "model_attributes_type" and not path:
@@ -83,6 +100,40 @@ def from_validation(problem: RequestValidationError) -> ApiError:
     if param is None and (found := LEADING_PARAM.match(message)):
         return ApiError(400, message, param=found[1])
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def from_http(problem: HTTPException) -> ApiError:
+    """Convert an error of the web framework."""
+    # FastAPI reports all exceptions of parsing a body alike.
+    if isinstance(problem.__cause__, UnicodeDecodeError):
+        return ApiError(400, "the body is not UTF-8")
+    if isinstance(problem.__cause__, RecursionError):
+        return ApiError(400, "the body is nested too deep")
+    return ApiError(problem.status_code, str(problem.detail))
+
+
+def _missing(paths: list[list[str]]) -> ApiError:
+    """Return the error for missing fields; an empty path stands for an empty body."""
+    if not paths[0]:
+        message = "the body is empty; send a JSON object with the fields model and prompt, or model and messages"
+        return ApiError(400, message, param="model")
+    names = [name for [name] in paths]
+    return ApiError(400, f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing", param=names[0])
+
+
+def _path_of(error: Any) -> list[str]:
+    """Return the names and indices that lead to a field; [] for the body."""
+    # pydantic adds the names of the types that it tried to the path; they are not part of the request.
+    return [str(part) for part in error["loc"][1:] if not (isinstance(part, str) and _is_type_name(part))]
+
+
+def _either_type(path: list[str], errors: Sequence[Any]) -> tuple[str, str] | None:
+    """Return the parameter of several possible types that a path leads to or into, and what it must be."""
+    for depth, name in enumerate(path, 1):
+        # pydantic reports an error for each type that it tried.
+        if name in EITHER_TYPE and [_path_of(error)[:depth] for error in errors].count(path[:depth]) > 1:
+            return ".".join(path[:depth]), EITHER_TYPE[name]
+    return None
 
 
 def _message_of(error: Any) -> str:

@@ -22,6 +22,10 @@ STALL_TIMEOUT_S = 60.0
 """Time after which a response is aborted if its buffers are full and the client reads nothing."""
 
 
+BODY_TIMEOUT_S = 30.0
+"""Time after which a request whose body has not arrived completely is answered with status 408."""
+
+
 class StalledError(Exception):
     """Raised when the client has stopped reading its response."""
 
@@ -30,12 +34,18 @@ class RequestChecks:
     """ASGI middleware. Routes below `/v1/` require one of `keys`, if there are any."""
 
     def __init__(
-        self, app: ASGIApp, keys: Collection[str], max_body_bytes: int, stall_timeout_s: float = STALL_TIMEOUT_S
+        self,
+        app: ASGIApp,
+        keys: Collection[str],
+        max_body_bytes: int,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._max_body_bytes = max_body_bytes
         self._stall_timeout_s = stall_timeout_s
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or reject it with an error response."""
@@ -77,12 +87,20 @@ class RequestChecks:
         return scheme.lower() == "bearer" and any(matches)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Enforce the body size limit while reading, since requests may lack a Content-Length."""
-        received = 0
+        """Enforce the limits on size, since requests may lack a Content-Length, and time while reading the body."""
+        received, is_complete = 0, False
+        until = asyncio.get_running_loop().time() + self._body_timeout_s
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_complete
+            try:
+                # After the body comes the end of the connection, at any time.
+                async with asyncio.timeout_at(None if is_complete else until):
+                    message = await receive()
+            except TimeoutError:
+                detail = f"the body was not received completely within {self._body_timeout_s:g} s"
+                raise HTTPException(408, detail) from None
+            is_complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 raise HTTPException(413, self._too_long().message)

@@ -143,6 +143,21 @@ class Service:
         text = body.prediction.text
         return await encode_in_background(partial(self.served.tokenizer.encode, text), len(text))
 
+    def output_limit(self, prompt: np.ndarray, given: int | None, default: int, param: str) -> int:
+        """Return the maximum number of output tokens after a prompt, uint32 [P]; param: name of the field with `given`.
+
+        Raises ApiError if prompt and output would exceed the context window.
+        """
+        room = self.max_tokens - len(prompt)
+        if given is None:
+            return max(1, min(default, room))
+        if 0 < room < given:
+            raise ApiError(
+                400, f"{param}: {given} output tokens do not fit; with the prompt's {len(prompt)} tokens the context "
+                f"window of {self.max_tokens} has room for {room}", param=param, code="context_length_exceeded",
+            )  # fmt: skip
+        return given
+
     def requests(
         self, body: SamplingFields, prompt: np.ndarray, max_tokens: int, hints: np.ndarray | None = None, **more: Any
     ) -> list[Request]:

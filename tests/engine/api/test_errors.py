@@ -16,7 +16,12 @@ from engine.api.schemas import ChatRequest, CompletionRequest
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt.0", "at least 1 item"),
         ({"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
-        ({"stop": 5}, "stop", "valid string"),
+        ({"stop": 5}, "stop", "a string or a list of strings"),
+        ({"prompt": 5}, "prompt", "a string or a list of token ids, or a list of either"),
+        ({"prompt": ["a", 1]}, "prompt", "a string or a list of token ids, or a list of either"),
+        ({"prompt": [[1], "a"]}, "prompt", "a string or a list of token ids, or a list of either"),
+        ({"prompt": [1.5]}, "prompt", "a string or a list of token ids, or a list of either"),
+        ({"metadata": {"content": 5}}, "metadata.content", "valid string"),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"colour": 1}, "colour", "there is no parameter"),
     ],
@@ -36,3 +41,50 @@ def test_unsupported_fields_are_refused_by_name():
     [found] = caught.value.errors()
     error = from_validation(RequestValidationError([{**found, "loc": ("body", *found["loc"])}]))
     assert (error.status, error.param, error.message) == (400, "tools", "tools are not supported")
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "param"),
+    [
+        (b"", "the body is empty; send a JSON object with the fields model and prompt, or model and messages", "model"),
+        (b"{}", "model and {prompt} are missing", "model"),
+        (b'{"model": "stdlib-7m"}', "{prompt} is missing", "{prompt}"),
+        (b'{"model": "caf\xe9"}', "the body is not UTF-8", None),
+        (b"[" * 100_000, "the body is nested too deep", None),
+        (b"[1", "the body is not JSON: Expecting ',' delimiter", None),
+    ],
+)
+def test_the_server_says_what_is_wrong_with_a_body(http, content, message, param):
+    for route, prompt in (("completions", "prompt"), ("chat/completions", "messages")):
+        answer = http.post(f"/v1/{route}", content=content, headers={"Content-Type": "application/json"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (400, message.format(prompt=prompt))
+        assert error["param"] == (param and param.format(prompt=prompt))
+
+
+@pytest.mark.parametrize("content", [5, [5], [{"type": "text", "text": 5}]])
+def test_the_possible_types_of_a_message_are_named(http, content):
+    asked = {"model": "stdlib-7m", "messages": [{"role": "user", "content": content}]}
+    error = http.post("/v1/chat/completions", json=asked).json()["error"]
+    assert error["message"] == "messages.0.content: must be a string or a list of parts of the type text"
+    assert error["param"] == "messages.0.content"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_more_output_than_the_context_window_holds_is_refused(http, field):
+    window = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if "completion" in field else {"prompt": [5, 6, 7]}
+    route = "chat/completions" if "completion" in field else "completions"
+    answer = http.post(f"/v1/{route}", json={"model": "stdlib-7m", field: window} | prompt)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded")
+    assert error["message"].startswith(f"{field}: {window} output tokens do not fit; with the prompt's ")
+
+
+def test_a_default_length_fits_the_context_window(http):
+    window = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    asked = {"model": "stdlib-7m", "prompt": [5] * (window - 3), "ignore_eos": True}
+    assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 3
+    assert http.post("/v1/completions", json=asked | {"max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
+    error = http.post("/v1/completions", json=asked | {"max_tokens": 4}).json()["error"]
+    assert error["message"].endswith(f"the context window of {window} has room for 3")

@@ -1,11 +1,16 @@
 """Request checks in front of a small application."""
 
 import asyncio
+import socket
+from contextlib import contextmanager
+from threading import Thread
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 
+from engine.api.app import add_error_handlers
 from engine.api.middleware import RequestChecks
 
 pytestmark = pytest.mark.anyio
@@ -86,3 +91,51 @@ async def test_a_response_that_is_not_read_is_aborted():
     scope = {"type": "http", "path": "/", "headers": []}
     await asyncio.wait_for(RequestChecks(endless, (), 10, stall_timeout_s=0.05)(scope, None, send), 30)
     assert (ended, len(received)) == ([True], 4)
+
+
+@contextmanager
+def listening(app):
+    """Serve an application from another thread; yield its port."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_body_that_does_not_arrive_is_answered_and_the_connection_closed():
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.post("/v1/echo")
+    async def echo(body: dict):
+        return body
+
+    head = b"POST /v1/echo HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    with listening(RequestChecks(app, (), 100, body_timeout_s=0.2)) as port:
+        with socket.create_connection(("127.0.0.1", port), 30) as half:
+            half.sendall(head + b'{"a":')
+            answer = b"".join(iter(lambda: half.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"the body was not received completely within 0.2 s" in answer
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/echo", json={"a": 1}).json() == {"a": 1}
+
+
+async def test_a_complete_body_may_be_followed_by_a_long_response():
+    async def app(scope, receive, send):
+        assert (await receive())["more_body"] is False
+        ended.append(await receive())
+
+    async def receive():
+        if not ended:
+            ended.append("body")
+            return {"type": "http.request", "body": b"x", "more_body": False}
+        await asyncio.sleep(0.1)
+        return {"type": "http.disconnect"}
+
+    ended = []
+    scope = {"type": "http", "path": "/", "headers": []}
+    await RequestChecks(app, (), 10, body_timeout_s=0.01)(scope, receive, None)
+    assert ended == ["body", {"type": "http.disconnect"}]
