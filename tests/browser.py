@@ -15,6 +15,42 @@ CHROMIUM, DRIVER = (
     shutil.which("chromedriver"),
 )
 TIMEOUT_S = 60
+CHART_FAULTS = """
+const COLORS = ['green', 'blue', 'amber', 'violet', 'gray'], found = [];
+const cross = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+                        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+function* boxes(mark) {
+  if (mark.tagName !== 'polyline') { yield mark.getBoundingClientRect(); return; }
+  const matrix = mark.getScreenCTM(), length = mark.getTotalLength();
+  for (let at = 0; at <= length; at += 3) {
+    const {x, y} = mark.getPointAtLength(at).matrixTransform(matrix);
+    yield {left: x - 1.5, right: x + 1.5, top: y - 1.5, bottom: y + 1.5};
+  }
+}
+for (const chart of document.querySelectorAll('svg:not(.spark)')) {
+  if (!chart.getBoundingClientRect().width) continue;
+  const name = chart.ariaLabel, texts = [...chart.querySelectorAll('text:not(.on-bar)')];
+  const marks = [...chart.querySelectorAll('.bar, .volume, .dot, .line, .dashed')];
+  texts.forEach((words, index) => {
+    const box = words.getBoundingClientRect();
+    for (const mark of marks) for (const part of boxes(mark))
+      if (cross(box, part)) { found.push(`${name}: "${words.textContent}" covers ${mark.tagName}`); break; }
+    for (const other of texts.slice(index + 1))
+      if (cross(box, other.getBoundingClientRect()))
+        found.push(`${name}: "${words.textContent}" on "${other.textContent}"`);
+  });
+  const near = chart.closest('figure, main');
+  for (const color of COLORS)
+    if (chart.querySelector(`.${color}`) && !near.querySelector(`.legend i.${color}`))
+      found.push(`${name}: ${color} has no legend`);
+  if (chart.querySelector('.dashed') && !near.querySelector('.legend i.dashed') && !/within/.test(name))
+    found.push(`${name}: the dashed line has no legend`);
+  if (chart.querySelector('.grid') && chart.querySelectorAll('.axis').length < 2)
+    found.push(`${name}: an axis has no title`);
+}
+return found;
+"""
+"""Script that returns the faults of the charts of a page: text on marks, colors without legend, axes without title."""
 
 
 class Browser:
@@ -90,3 +126,15 @@ def browser():
         process.terminate()
         process.wait(TIMEOUT_S)
         process.stdout.close()
+
+
+def chart_faults(page):
+    """Return what is wrong with the charts of a file, at two widths; nothing where there is no browser."""
+    if not (CHROMIUM and DRIVER):
+        return []
+    with browser() as tab:
+        found = []
+        for width in (400, 1400):
+            tab.show(page, width)
+            found += tab.run(CHART_FAULTS)
+        return found

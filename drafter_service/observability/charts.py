@@ -20,6 +20,10 @@ Point = tuple[float, float]
 MAX_TICKS = 5
 LABEL_GAP = 8
 """Gap between an axis and its labels, in pixels."""
+X_LABEL_DROP = 17
+"""Distance of the base line of the lower axis' labels from the plotting area, in pixels."""
+DASHED = "dashed"
+"""Class of dashed lines in charts and legends."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Content security policy: nothing is loaded and no script runs, even if a text on the page contains markup."""
 
@@ -44,11 +48,11 @@ class Frame(NamedTuple):
     """Size and margins of a chart in pixels."""
 
     width: float = 400
-    height: float = 250
-    left: float = 46
+    height: float = 268
+    left: float = 62
     right: float = 12
     top: float = 14
-    bottom: float = 26
+    bottom: float = 44
 
     @property
     def right_edge(self) -> float:
@@ -168,26 +172,30 @@ def y_axis(frame: Frame, y: Scale, marks: Iterable[float], written: Callable[[fl
     return parts
 
 
-def x_axis(frame: Frame, x: Scale, marks: Iterable[tuple[float, str]], y: float | None = None) -> list[str]:
-    """Return labels below the plotting area, or at the height `y`, shifted where they would leave the chart."""
-    height = frame.height - LABEL_GAP if y is None else y
+def x_axis(frame: Frame, x: Scale, marks: Iterable[tuple[float, str]]) -> list[str]:
+    """Return labels below the plotting area, shifted where they would leave the chart."""
     least, most = frame.left + 10, frame.right_edge - 18
-    return [text(words, min(max(x(mark), least), most), height, text_anchor="middle") for mark, words in marks]
-
-
-def y_title(frame: Frame, words: str, x: float = 16) -> str:
-    """Return the vertical title of the left axis."""
-    place = f"translate({x:g} {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
-    return element("text", escape(words), transform=place, text_anchor="middle")
-
-
-def reference_line(frame: Frame, y: float, words: str, below: bool = False) -> list[str]:
-    """Return a dashed horizontal line with a label at its right end."""
-    label_y = y + 14 if below else y - 6
     return [
-        line(frame.left, y, frame.right_edge, y, kind="dashed"),
-        text(words, frame.right_edge, label_y, text_anchor="end", kind="halo"),
+        text(words, min(max(x(mark), least), most), frame.floor + X_LABEL_DROP, text_anchor="middle")
+        for mark, words in marks
     ]
+
+
+def x_title(frame: Frame, words: str) -> str:
+    """Return the title of the lower axis, with its unit."""
+    middle = (frame.left + frame.right_edge) / 2
+    return text(words, middle, frame.height - 6, text_anchor="middle", kind="axis")
+
+
+def y_title(frame: Frame, words: str) -> str:
+    """Return the vertical title of the left axis, with its unit."""
+    place = f"translate(12 {(frame.top + frame.floor) / 2:.1f}) rotate(-90)"
+    return element("text", escape(words), transform=place, text_anchor="middle", kind="axis")
+
+
+def reference_line(frame: Frame, y: float) -> str:
+    """Return a dashed horizontal line; its meaning belongs into the legend, as `DASHED`."""
+    return line(frame.left, y, frame.right_edge, y, kind="dashed")
 
 
 def area(points: Sequence[Point], base: float, kind: str) -> str:
@@ -211,7 +219,7 @@ def sparkline(values: Sequence[float | None], label: str) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return the meaning of colors, from pairs of color class and name; a name without a color is a remark."""
+    """Return the meaning of colors, from pairs of classes and name; a name without a class is a remark."""
     spans = (
         f'<span><i class="{color}"></i>{escape(name)}</span>' if color else f"<span>{escape(name)}</span>"
         for color, name in entries

@@ -10,8 +10,9 @@ from drafter_service.commands.advise.advice import Advice, Group, Speedup
 from drafter_service.observability.charts import Frame, Value
 from drafter_service.observability.report import units
 
-FRAME = Frame(480, 260, left=64, right=16, top=16, bottom=44)
+FRAME = Frame(480, 260, right=16, top=16)
 COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
+NO_DRAFTS = (charts.DASHED, "no drafts, 1")
 HEADS = ("drafter", "shape", "longest", "in flight", "output tokens", "tokens per step", "drafted", "speed-up")
 
 
@@ -44,16 +45,16 @@ def _by_concurrency(advice: Advice) -> str:
     y = FRAME.y_scale(0, marks[-1])
     x = FRAME.x_scale(0, max(1, len(flights) - 1))
     parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}x")
-    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(flights)], FRAME.floor + 18)
-    parts += [_x_title("requests in flight"), charts.y_title(FRAME, "speed-up")]
-    parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
+    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(flights)])
+    parts += [charts.x_title(FRAME, "requests in flight"), charts.y_title(FRAME, "speed-up")]
+    parts.append(charts.reference_line(FRAME, y(1)))
     for key, line in lines.items():
         points = [(x(flights.index(one.in_flight)), y(one.speedup)) for one in line]
         parts.append(charts.polyline(points, kind=f"line {COLORS[key]}"))
         for (left, top), one in zip(points, line, strict=True):
             words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
-    legend = charts.legend([(COLORS[key], " ".join(key)) for key in lines])
+    legend = charts.legend([*((COLORS[key], " ".join(key)) for key in lines), NO_DRAFTS])
     rows = [cells_of(one) for one in [advice.best, *advice.speedups, *advice.lengths]]
     replayed = units.count(advice.speedups[0].output_tokens)
     note = f"Predicted from the cost profile and the acceptance on the first {replayed} output tokens of this log."
@@ -82,13 +83,14 @@ def _growth(advice: Advice) -> str:
     x, points = FRAME.x_scale(0, most), [(tokens, value) for tokens, value in advice.growth]
     parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}")
     ends = [(share * most, units.count(share * most)) for share in (0, 0.25, 0.5, 0.75, 1)]
-    parts += charts.x_axis(FRAME, x, ends, FRAME.floor + 18)
-    parts += [_x_title("output tokens seen"), charts.y_title(FRAME, "tokens per step")]
+    parts += charts.x_axis(FRAME, x, ends)
+    parts += [charts.x_title(FRAME, "output tokens seen"), charts.y_title(FRAME, "tokens per step")]
     placed = [(x(tokens), y(value)) for tokens, value in points]
     parts += [charts.area(placed, y(0), "green"), charts.polyline(placed, kind="line green")]
-    parts += charts.reference_line(FRAME, y(1), "1 = no drafts")
+    parts.append(charts.reference_line(FRAME, y(1)))
     rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in points]
-    chart = charts.chart(FRAME, "Tokens per step while the corpus grows", parts)
+    legend = charts.legend([("green", "tokens per step so far"), NO_DRAFTS])
+    chart = legend + charts.chart(FRAME, "Tokens per step while the corpus grows", parts)
     note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
     return charts.panel("While the corpus grows", note, chart, charts.table(("tokens", "tokens per step"), rows))
 
@@ -101,8 +103,8 @@ def _kept(advice: Advice) -> str:
     every = max(1, -(-len(advice.kept) // 6))
     parts = charts.y_axis(FRAME, y, (0, 0.25, 0.5, 0.75, 1), units.share)
     labels = [(place, units.count(age)) for place, (age, _) in enumerate(advice.kept) if place % every == 0]
-    parts += charts.x_axis(FRAME, x, labels, FRAME.floor + 18)
-    parts += [_x_title("tokens remembered"), charts.y_title(FRAME, "accepted tokens kept")]
+    parts += charts.x_axis(FRAME, x, labels)
+    parts += [charts.x_title(FRAME, "tokens remembered"), charts.y_title(FRAME, "accepted tokens kept")]
     placed = [(x(place), y(share)) for place, (_, share) in enumerate(advice.kept)]
     parts.append(charts.polyline(placed, kind="line violet"))
     per_hour = advice.tokens_per_hour
@@ -111,7 +113,9 @@ def _kept(advice: Advice) -> str:
         for age, share in advice.kept
     ]
     heads = ("tokens remembered", "time to fill", "accepted tokens kept")
-    chart = charts.chart(FRAME, "Share of accepted tokens whose source is still remembered, by capacity", parts)
+    legend = charts.legend([("violet", "accepted tokens kept")])
+    label = "Share of accepted tokens whose source is still remembered, by capacity"
+    chart = legend + charts.chart(FRAME, label, parts)
     note = "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
     return charts.panel("Capacity, and how long text stays useful", note, chart, charts.table(heads, rows))
 
@@ -135,7 +139,3 @@ def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
 def _settings(toml: str) -> str:
     note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml"
     return charts.panel("Settings", note, f"<pre>{escape(toml)}</pre>")
-
-
-def _x_title(words: str) -> str:
-    return charts.text(words, (FRAME.left + FRAME.right_edge) / 2, FRAME.height - 6, text_anchor="middle")

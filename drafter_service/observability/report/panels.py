@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from drafter_service.observability.charts import Cell, Value, description_list, legend, panel, table
+from drafter_service.observability.charts import DASHED, Cell, Value, description_list, legend, panel, table
 from drafter_service.observability.report import plots, units
 from drafter_service.observability.report.plots import SOURCE_COLORS, Bar
 from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
@@ -76,7 +76,12 @@ def _over_time(namespace: NamespaceReport) -> list[str]:
         for period in periods
     ]
     heads = ("from", "tokens per step", "hit rate", "acceptance", "output tokens", "late steps")
-    colors = (("green", "tokens per step"), ("blue", "hit rate"), ("amber", "acceptance"))
+    colors = (
+        ("green", "tokens per step"),
+        (DASHED, "plain decoding, 1"),
+        ("blue", "hit rate: steps with a draft"),
+        ("amber", "acceptance: accepted draft tokens"),
+    )
     plot = plots.drafting_over_time(periods) + legend(colors)
     return [panel("Over time", "The shaded area is the gain over plain decoding.", plot, table(heads, rows), "across")]
 
@@ -90,7 +95,7 @@ def _positions(namespace: NamespaceReport) -> list[str]:
         name = _open_name(tally.position, LAST_POSITION)
         bars.append(Bar(name, f"position {name}", tally.acceptance, tally.drafted))
         rows.append((name, Value(tally.accepted_share_of_drafts, units.share), *_tally_cells(tally)))
-    plot = plots.shares(bars, "Acceptance by position in the draft", 12)
+    plot = plots.shares(bars, "Acceptance by position in the draft", "position in the draft", 12)
     data = table(("position", "of all drafts", *TALLY_HEADS), rows)
     return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
 
@@ -106,7 +111,7 @@ def _match_lengths(namespace: NamespaceReport) -> list[str]:
         bars.append(Bar(name, f"{name} tokens matched", tally.acceptance, tally.drafted))
         if length in tallies:
             rows.append((name, *_tally_cells(tally)))
-    plot = plots.shares(bars, "Acceptance by match length", 9)
+    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", 9)
     note = "Number of the context's last tokens that were found."
     return [panel("By match length", note, plot, table(("tokens", *TALLY_HEADS), rows))]
 
@@ -121,7 +126,7 @@ def _ages(namespace: NamespaceReport) -> list[str]:
         bars.append(Bar(units.count(tally.least_tokens), f"{name} tokens old", tally.acceptance, tally.drafted))
         rows.append((name, *_tally_cells(tally)))
     note = f"Half of the accepted tokens come from text at most {units.count(age.median_tokens)} tokens old."
-    plot = plots.shares(bars, "Acceptance by age of the text", 6)
+    plot = plots.shares(bars, "Acceptance by age of the text", "age (tokens learned since)", 6)
     return [panel("By age of the text", note, plot, table(("tokens since", *TALLY_HEADS), rows))]
 
 
@@ -138,7 +143,7 @@ def _calibration(namespace: NamespaceReport) -> list[str]:
         )
         for one in known.bins
     ]
-    note = f"Predicted (across) and actual (up) acceptance; they differ by {units.share(known.error)} on average."
+    note = f"Predicted and actual acceptance differ by {units.share(known.error)} on average."
     data = table(("path probability", "predicted", "accepted", "draft tokens"), rows)
     return [panel("Calibration", note, plots.calibration(known), data)]
 
@@ -188,17 +193,18 @@ def _open_name(number: int, last: int) -> str:
 
 def _latencies(namespace: NamespaceReport) -> list[str]:
     kinds = (
-        ("Draft latency", "One message: drafts for the whole batch of an engine.", namespace.draft_latency),
+        ("Draft latency", "One message: drafts for the whole batch of an engine.", "messages", namespace.draft_latency),
         (
             "Merge latency",
             "Time to make finished requests draftable; drafting continues.",
+            "merges",
             namespace.merge_latency,
         ),
     )
-    return [_latency(title, note, known) for title, note, known in kinds if known is not None and known.count]
+    return [_latency(title, note, counted, known) for title, note, counted, known in kinds if known and known.count]
 
 
-def _latency(title: str, note: str, known: LatencyReport) -> str:
+def _latency(title: str, note: str, counted: str, known: LatencyReport) -> str:
     quantiles = (
         ("p50", known.p50_s),
         ("p90", known.p90_s),
@@ -208,7 +214,8 @@ def _latency(title: str, note: str, known: LatencyReport) -> str:
     )
     rows: list[tuple[Cell, ...]] = [(name, Value(value, units.duration)) for name, value in quantiles]
     rows.append(("number measured", Value(known.count, units.count)))
-    return panel(title, note, plots.durations(known, title), table(("", ""), rows))
+    plot = plots.durations(known, title, counted) + legend([("blue", f"{units.count(known.count)} {counted}")])
+    return panel(title, note, plot, table(("", ""), rows))
 
 
 def _occupancy(namespace: NamespaceReport) -> list[str]:
@@ -227,7 +234,10 @@ def _occupancy(namespace: NamespaceReport) -> list[str]:
     note = f"Overwritten {units.ratio(corpus.turnovers)} times"
     if corpus.turnover_s is not None:
         note += f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
-    plot = plots.corpus_over_time(periods, corpus.capacity_tokens)
+    colors = [("violet", "tokens remembered"), (DASHED, "capacity")]
+    plot = plots.corpus_over_time(periods, corpus.capacity_tokens) + legend(
+        colors[: 2 if corpus.capacity_tokens else 1]
+    )
     data = table(("until", "tokens remembered", "tokens learned", "memory"), rows)
     return [panel("Occupancy", f"{note}.", plot, data)]
 
@@ -276,7 +286,8 @@ def _engines(namespace: NamespaceReport) -> list[str]:
         for each in namespace.by_client or ()
     )
     content = description_list((name, Value(value, units.count)) for name, value in rows)
-    return [panel("Engines", note, content + table(("client", "connected", "tokens", "tokens per step"), by_client))]
+    heads = ("client", "connected", "tokens", "per step")
+    return [panel("Engines", note, content + table(heads, by_client, kinds=("name", "", "", "")))]
 
 
 def _passages(namespace: NamespaceReport) -> list[str]:

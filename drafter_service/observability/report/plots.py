@@ -13,7 +13,7 @@ from drafter_service.observability.report import units
 from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally
 
 FRAME = Frame()
-WIDE, NARROW = Frame(width=1080, height=330), Frame(width=400, height=330)
+WIDE, NARROW = Frame(width=1080, height=348), Frame(width=400, height=348)
 LOWER_HEIGHT, LOWER_GAP = 78, 30
 """Height of the lower chart of `drafting_over_time`, and of the gap above it, in pixels."""
 VOLUME_HEIGHT, VOLUME_GAP = 34, 22
@@ -55,6 +55,8 @@ def _drafting(periods: Sequence[Period], frame: Frame, kind: str) -> str:
         *charts.y_axis(upper, y, marks, "{:g}".format),
         *charts.y_axis(lower, lower_y, (0.0, 0.5, 1.0), units.share),
         *_dates(periods, frame, x),
+        charts.y_title(upper, "tokens per step"),
+        charts.y_title(lower, "share"),
     ]
     for run in _runs(periods):
         points = _curve(run, "tokens_per_step", x, y)
@@ -62,7 +64,7 @@ def _drafting(periods: Sequence[Period], frame: Frame, kind: str) -> str:
         parts.append(charts.polyline(points, kind="line green"))
         for name, color in (("hit_rate", "blue"), ("acceptance", "amber")):
             parts.append(charts.polyline(_curve(run, name, x, lower_y), kind=f"line thin {color}"))
-    parts += charts.reference_line(frame, y(1), "1 = plain decoding")
+    parts.append(charts.reference_line(frame, y(1)))
     parts += [_spot(period, frame, x, y(period.tokens_per_step or 0.0)) for period in periods]
     label = f"Tokens per step over time, now {units.ratio(known[-1])}; hit rate and acceptance below"
     return charts.chart(frame, label, parts, kind)
@@ -80,11 +82,12 @@ def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
     parts = [
         *charts.y_axis(frame, y, marks, units.count),
         *_dates(periods, frame, x),
+        charts.y_title(frame, "tokens"),
         charts.area(points, frame.floor, "violet"),
         charts.polyline(points, kind="line violet"),
     ]
     if capacity:
-        parts += charts.reference_line(frame, y(capacity), "capacity", below=True)
+        parts.append(charts.reference_line(frame, y(capacity)))
     for period in periods:
         words = f"{units.moment(period.ends_at)}: {units.count(period.corpus_tokens)} tokens"
         parts.append(charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words))
@@ -104,7 +107,8 @@ def time_ticks(begin: float, end: float, at_most: int) -> list[tuple[float, str]
 
 def _dates(periods: Sequence[Period], frame: Frame, x: Scale) -> list[str]:
     at_most = 8 if frame.width > 600 else 4
-    return charts.x_axis(frame, x, time_ticks(periods[0].begins_at, periods[-1].ends_at, at_most))
+    marks = time_ticks(periods[0].begins_at, periods[-1].ends_at, at_most)
+    return [*charts.x_axis(frame, x, marks), charts.x_title(frame, "time (UTC)")]
 
 
 def _runs(periods: Iterable[Period]) -> list[list[Period]]:
@@ -155,17 +159,18 @@ class Bar(NamedTuple):
     volume: int
 
 
-def shares(bars: Sequence[Bar], label: str, labels: int) -> str:
+def shares(bars: Sequence[Bar], label: str, x_title: str, labels: int) -> str:
     """Chart shares from 0 to 100 % as bars, with their volumes below; about `labels` bars are labeled."""
     frame = FRAME
     upper = frame._replace(bottom=frame.bottom + VOLUME_HEIGHT + VOLUME_GAP)
     lower = frame._replace(top=frame.floor - VOLUME_HEIGHT)
-    y, volume_y = upper.y_scale(0, 1), lower.y_scale(0, max(1, *(bar.volume for bar in bars), 1))
+    most = max(1, *(bar.volume for bar in bars), 1)
+    y, volume_y = upper.y_scale(0, 1), lower.y_scale(0, most)
     slot = (frame.right_edge - frame.left) / len(bars)
     gap = min(4.0, slot * 0.2)
     parts = charts.y_axis(upper, y, QUARTERS, units.share)
-    parts.append(charts.line(frame.left, frame.floor, frame.right_edge, frame.floor, kind="grid"))
-    parts.append(charts.text("draft tokens", frame.left, lower.top - 5))
+    parts += charts.y_axis(lower, volume_y, (0, most), units.count)
+    parts += [charts.y_title(upper, "accepted"), charts.y_title(lower, "tokens"), charts.x_title(frame, x_title)]
     every = max(1, math.ceil(len(bars) / labels))
     for index, bar in enumerate(bars):
         left, width = frame.left + index * slot + gap / 2, slot - gap
@@ -176,8 +181,11 @@ def shares(bars: Sequence[Bar], label: str, labels: int) -> str:
         words = f"{bar.name}: {units.share(bar.share)} of {units.count(bar.volume)} accepted"
         parts.append(charts.hover_strip(frame, left - gap / 2, left - gap / 2 + slot, words))
         if index % every == 0:
-            parts.append(charts.text(bar.label, left + width / 2, frame.height - 8, text_anchor="middle"))
-    return charts.chart(frame, label, parts)
+            drop = frame.floor + charts.X_LABEL_DROP
+            parts.append(charts.text(bar.label, left + width / 2, drop, text_anchor="middle"))
+    colors = [("green", "accepted"), ("green pale", f"accepted of fewer than {FEW_TOKENS}"), ("violet", "draft tokens")]
+    has_few = any(bar.share is not None and bar.volume < FEW_TOKENS for bar in bars)
+    return charts.chart(frame, label, parts) + charts.legend(colors if has_few else [colors[0], colors[2]])
 
 
 def calibration(known: Calibration) -> str:
@@ -185,9 +193,9 @@ def calibration(known: Calibration) -> str:
     frame = FRAME
     x, y = frame.x_scale(0, 1), frame.y_scale(0, 1)
     parts = charts.y_axis(frame, y, QUARTERS, units.share)
-    for mark, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        parts.append(charts.text(units.share(mark), x(mark), frame.height - 8, text_anchor=anchor))
-    parts.append(charts.line(x(0), y(0), x(1), y(1), kind="dashed"))
+    parts += charts.x_axis(frame, x, [(mark, units.share(mark)) for mark in (0.0, 0.5, 1.0)])
+    parts += [charts.y_title(frame, "accepted"), charts.x_title(frame, "predicted")]
+    parts.append(charts.line(x(0), y(0), x(1), y(1), kind=charts.DASHED))
     placed = [
         (one, x(one.predicted), y(one.acceptance))
         for one in known.bins
@@ -203,7 +211,11 @@ def calibration(known: Calibration) -> str:
         radius = max(3.0, MAX_RADIUS * math.sqrt(one.drafted / most))
         parts.append(charts.circle(left, top, radius, words, kind="dot green"))
     label = f"Predicted and actual acceptance, mean difference {units.share(known.error)}; the diagonal is perfect"
-    return charts.chart(frame, label, parts)
+    colors = [
+        ("green", f"areas in proportion to draft tokens, at most {units.count(most)}"),
+        (charts.DASHED, "perfect"),
+    ]
+    return charts.chart(frame, label, parts) + charts.legend(colors)
 
 
 def sources(tallies: Sequence[SourceTally]) -> str:
@@ -230,14 +242,18 @@ def sources(tallies: Sequence[SourceTally]) -> str:
 # --- Durations
 
 
-def durations(known: LatencyReport, title: str) -> str:
-    """Chart a histogram of durations over a logarithmic axis, with median and 99th percentile."""
+def durations(known: LatencyReport, title: str, counted: str) -> str:
+    """Chart a histogram of durations over a logarithmic axis, with median and 99th percentile.
+
+    counted: what was measured, in the plural.
+    """
     frame = FRAME
     marks = charts.ticks(max([1, *(one.count for one in known.bins)]), min_step=1)
     y = frame._replace(top=frame.top + QUANTILE_LABELS_HEIGHT).y_scale(0, marks[-1])
     slots = max(MIN_BINS, len(known.bins))
     slot, every = (frame.right_edge - frame.left) / slots, max(1, math.ceil(slots / 5))
     parts = charts.y_axis(frame, y, marks, units.count)
+    parts += [charts.y_title(frame, counted), charts.x_title(frame, "duration")]
     for index, one in enumerate(known.bins):
         left, top = frame.left + index * slot, y(one.count)
         upper = "and more" if one.most_s is None else f"to {units.duration(one.most_s)}"
@@ -245,8 +261,8 @@ def durations(known: LatencyReport, title: str) -> str:
         parts.append(charts.rect(left + 0.5, top, slot - 1, frame.floor - top, kind="bar blue"))
         parts.append(charts.hover_strip(frame, left, left + slot, words))
         if index % every == 0:
-            anchor = "middle" if index else "start"
-            parts.append(charts.text(units.duration(one.least_s), left, frame.height - 8, text_anchor=anchor))
+            drop = frame.floor + charts.X_LABEL_DROP
+            parts.append(charts.text(units.duration(one.least_s), left, drop, text_anchor="middle"))
     parts += _quantile(frame, known, "p50", known.p50_s, slot, frame.top + 8)
     parts += _quantile(frame, known, "p99", known.p99_s, slot, frame.top + 24)
     label = f"{title}: half within {units.duration(known.p50_s)}, 99% within {units.duration(known.p99_s)}"
@@ -259,7 +275,7 @@ def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None
     is_right = x > (frame.left + frame.width) / 2
     shift, anchor = (-5, "end") if is_right else (5, "start")
     return [
-        charts.line(x, frame.top + 4, x, frame.floor, kind="dashed"),
+        charts.line(x, frame.top + 4, x, frame.floor, kind=charts.DASHED),
         charts.text(f"{name} {units.duration(value)}", x + shift, y, text_anchor=anchor, kind="halo"),
     ]
 

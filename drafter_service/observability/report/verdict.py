@@ -41,8 +41,8 @@ def worth(drafting: Drafting) -> str:
     speedup = next((estimate.speedup for estimate in drafting.estimates if estimate.cost == USUAL_COST), None)
     limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any cost"
     return (
-        f"{units.ratio(speedup)}x as fast where verifying a token costs {units.share(USUAL_COST)} of a step; "
-        f"it pays {limit}."
+        f"Estimated from {units.count(drafting.steps)} steps: {units.ratio(speedup)}x as fast where verifying a token "
+        f"costs {units.share(USUAL_COST)} of a step; it pays {limit}."
     )
 
 

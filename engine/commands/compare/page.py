@@ -133,7 +133,9 @@ def render_page(comparison: Comparison) -> str:
         headings, rows = table_of(comparison, condition)
         content = _bars(comparison.of(condition), str(condition)) + charts.table(headings, rows)
         sections.append(f"<section><h2>{escape(str(condition))}</h2>{content}</section>")
-    legend = charts.legend([("gray", "tokens per step"), ("green", "speed-up here")])
+    legend = charts.legend(
+        [("gray pale", "tokens per step"), ("green", "speed-up here"), (charts.DASHED, "no drafts, 1")]
+    )
     header = f"<h1>{escape(title)}</h1><p>{escape(comparison.recommendation())}</p>"
     explained = "".join(f"<p class='soft'>{escape(note)}</p>" for note in notes(comparison))
     facts = {**comparison.settings, **comparison.versions}
@@ -142,16 +144,25 @@ def render_page(comparison: Comparison) -> str:
 
 
 def _bars(results: Sequence[Result], label: str) -> str:
-    """Return a chart with two bars per drafter: tokens per step, and speed-up."""
-    frame = Frame(900, BAR * len(results) + 30, left=200, right=60, top=6, bottom=24)
+    """Return a chart with two bars per drafter, tokens per step and speed-up, for wide and for narrow screens."""
+    height = BAR * len(results) + 50
+    wide, narrow = Frame(900, height, left=200, right=60, top=6), Frame(height=height, left=130, top=6)
+    return _bars_in(wide, results, label, "wide") + _bars_in(narrow, results, label, "narrow")
+
+
+def _bars_in(frame: Frame, results: Sequence[Result], label: str, kind: str) -> str:
     ticks = charts.ticks(max(result.tokens_per_step for result in results))
     x = frame.x_scale(0, ticks[-1])
     parts = charts.x_axis(frame, x, [(tick, f"{tick:g}") for tick in ticks])
+    parts += [
+        charts.x_title(frame, "tokens per step, and speed-up"),
+        charts.line(x(1), frame.top, x(1), frame.floor, kind=charts.DASHED),
+    ]
     for number, result in enumerate(results):
         y = frame.top + BAR * number
         name = f"{result.drafter}, K = {result.K}" if result.has_depth else result.drafter
         parts.append(charts.text(name, frame.left - charts.LABEL_GAP, y + 14, text_anchor="end"))
-        for top, value, kind in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup, "green")):
+        for top, value, color in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup, "green")):
             tooltip = f"{name}: {value:.2f}"
-            parts.append(charts.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {kind}"))
-    return charts.chart(frame, label, parts, "full")
+            parts.append(charts.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {color}"))
+    return charts.chart(frame, label, parts, kind)

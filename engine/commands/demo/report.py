@@ -17,8 +17,10 @@ from engine.commands.demo.measure import Measurement, Part, Summary
 from engine.commands.reports import package_versions
 
 JSON_FILE, PAGE_FILE = "run.json", "run.html"
-FRAME = Frame(width=900, height=420, left=70, right=20, top=20, bottom=55)
-KIND_COLORS = {"new": "blue", "near repeat": "amber", "exact repeat": "green"}
+WIDE, NARROW = Frame(width=900, height=420, left=70, right=20, top=20), Frame(height=360)
+KIND_COLORS = {"new": "blue", "near repeat": "amber", "exact repeat": "violet"}
+LINES = (("without drafts", "plain_tokens_per_s", "gray"), ("with drafts", "drafted_tokens_per_s", "green"))
+"""Label, field of `Part` and color of the lines of the plot."""
 COLUMNS = (
     "",
     "corpus tokens",
@@ -90,18 +92,25 @@ def _cells(part: Part) -> tuple[str, ...]:
 def render_page(summary: Summary, measurements: Sequence[Measurement], notes: Mapping[str, str]) -> str:
     """Return the page; its footer shows `notes` as names and values."""
     last, new = summary.last_tenth, summary.last_tenth_new
+    in_last, in_all = f"{last.requests} requests", f"{summary.whole.requests} requests"
     cards = [
-        charts.card("speed-up in the last tenth", f"{last.speedup:.2f}x", kind="green"),
-        charts.card("speed-up of new requests in it", f"{new.speedup:.2f}x" if new else "none"),
-        charts.card("tokens per step in the last tenth", f"{last.tokens_per_step:.2f}"),
-        charts.card("outputs with and without drafts", "identical" if summary.identical else "DIFFERENT"),
-        charts.card("share of loops in the output", f"{summary.loop_share:.0%}"),
+        charts.card("speed-up in the last tenth", f"{last.speedup:.2f}x", in_last, kind="green"),
+        charts.card(
+            "speed-up of new requests in it",
+            f"{new.speedup:.2f}x" if new else "none",
+            f"{new.requests if new else 0} requests",
+        ),
+        charts.card("tokens per step in the last tenth", f"{last.tokens_per_step:.2f}", in_last),
+        charts.card("outputs with and without drafts", "identical" if summary.identical else "DIFFERENT", in_all),
+        charts.card("share of loops in the output", f"{summary.loop_share:.0%}", in_all),
     ]
-    legend = [*((color, f"{kind}, with drafts") for kind, color in KIND_COLORS.items())]
+    legend = [(f"line {color}", f"{label}, by tenth") for label, _, color in LINES]
+    legend += [(color, f"{kind}, with drafts") for kind, color in KIND_COLORS.items()]
     legend.append(("", "one dot per request; dots at the upper edge are faster still"))
     main = (
         charts.cards(cards)
-        + _plot(summary.tenths, measurements)
+        + _plot(summary.tenths, measurements, WIDE, "wide")
+        + _plot(summary.tenths, measurements, NARROW, "narrow")
         + charts.legend(legend)
         + charts.table(COLUMNS, *table_rows(summary))
     )
@@ -112,25 +121,21 @@ def render_page(summary: Summary, measurements: Sequence[Measurement], notes: Ma
     return charts.page(title, header, main, footer)
 
 
-def _plot(tenths: Sequence[Part], measurements: Sequence[Measurement]) -> str:
+def _plot(tenths: Sequence[Part], measurements: Sequence[Measurement], frame: Frame, kind: str) -> str:
     """Return a chart of tokens per second over the size of the corpus: a dot per request, lines through the tenths."""
     rates = [m.output_tokens / m.drafted_s for m in measurements]
     # Draw a few very fast repeats at the upper edge, since they would compress the scale.
     largest = max(max(part.drafted_tokens_per_s for part in tenths) * 1.6, sorted(rates)[int(0.9 * (len(rates) - 1))])
     rate_ticks, token_ticks = charts.ticks(largest), charts.ticks(max(1, measurements[-1].corpus_tokens))
-    x = FRAME.x_scale(0, max(1, measurements[-1].corpus_tokens))
-    y = FRAME.y_scale(0, rate_ticks[-1])
-    parts = charts.y_axis(FRAME, y, rate_ticks, lambda rate: f"{rate:,.0f}")
-    parts += charts.x_axis(FRAME, x, [(tokens, f"{tokens:,.0f}") for tokens in token_ticks], FRAME.floor + 20)
+    x = frame.x_scale(0, token_ticks[-1])
+    y = frame.y_scale(0, rate_ticks[-1])
+    parts = charts.y_axis(frame, y, rate_ticks, lambda rate: f"{rate:,.0f}")
+    parts += charts.x_axis(frame, x, [(tokens, f"{tokens:,.0f}") for tokens in token_ticks])
+    parts += [charts.x_title(frame, "tokens in the corpus"), charts.y_title(frame, "tokens/s")]
     for m, rate in zip(measurements, rates, strict=True):
         title = f"{m.kind}, {m.output_tokens} tokens, {rate:,.0f} tokens/s, {m.output_tokens / m.steps:.1f} per step"
         parts.append(charts.circle(x(m.corpus_tokens), y(rate), 4, title, kind=f"dot {KIND_COLORS[m.kind]}"))
-    for name, label, color in (("plain", "without drafts", "gray"), ("drafted", "with drafts", "green")):
-        values = [getattr(part, f"{name}_tokens_per_s") for part in tenths]
-        points = [(x(part.corpus_tokens), y(value)) for part, value in zip(tenths, values, strict=True)]
+    for _, field, color in LINES:
+        points = [(x(part.corpus_tokens), y(getattr(part, field))) for part in tenths]
         parts.append(charts.polyline(points, kind=f"line {color}"))
-        parts.append(charts.text(label, FRAME.right_edge, y(values[-1]) - 10, text_anchor="end", kind="halo"))
-    middle = (FRAME.left + FRAME.right_edge) / 2
-    parts.append(charts.text("tokens in the corpus", middle, FRAME.height - 8, text_anchor="middle"))
-    parts.append(charts.y_title(FRAME, "tokens/s"))
-    return charts.chart(FRAME, "Tokens per second by corpus size", parts, "full")
+    return charts.chart(frame, "Tokens per second by corpus size", parts, kind)

@@ -103,7 +103,7 @@ def test_the_corpus_history_begins_before_the_page_is_opened(server, tab):
     first = corpus_tokens()
     tab.show(server.url, 1100)
     eventually(lambda: numbers_of(text_of(tab, "corpus"))[:2] == [first, 16_000_000])
-    assert "top line" in text_of(tab, "corpus")
+    assert text_of(tab, "history-start").endswith(" ago")
     heights_script = "return document.querySelector('#history .line').getAttribute('d').split('V').map(parseFloat)"
     heights = tab.run(heights_script)[1:]
     assert heights == sorted(heights, reverse=True)  # y grows downwards
@@ -136,7 +136,7 @@ def test_a_drafter_without_a_corpus(server, tab):
     # Shown and read at once, before the next update.
     texts = tab.run("""
         show({...previous, drafter: "ngram", corpus: null, drafted_by_source: {corpus: 0, local: 0}});
-        const none = [$("corpus").textContent, $("sources").textContent, $("history").style.display];
+        const none = [$("corpus").textContent, $("sources").textContent, $("history-plot").style.display];
         show({...previous, drafted_by_source: {corpus: 0, local: 200}, accepted_by_source: {corpus: 0, local: 50}});
         return [...none, $("sources").innerText.replaceAll("\\n", " ")];
     """)

@@ -13,6 +13,7 @@ from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
 from ssd.errors import UserError
 from ssd.hardware.cost_profile import CostProfile
+from tests.browser import chart_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.ingest.loads import model_folder
 
@@ -97,6 +98,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     text = page.read_text()
     assert "tokens per step" in text
     assert "While the corpus grows" in text
+    assert chart_faults(page) == []
 
 
 def test_no_text_appears_in_the_page(tmp_path, profile):

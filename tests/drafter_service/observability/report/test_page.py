@@ -11,7 +11,7 @@ from drafter_service.observability.report import page as page_module
 from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.page import render_page
-from tests.browser import CHROMIUM, DRIVER, browser
+from tests.browser import CHART_FAULTS, CHROMIUM, DRIVER, browser
 from tests.drafter_service.observability.report.samples import (
     begun_namespace,
     busy_namespace,
@@ -163,6 +163,7 @@ def test_page_fits_the_screen_and_requests_nothing(tab, page_of, name):
         assert tab.run("return innerWidth") == width
         tab.run("for (const one of document.querySelectorAll('details')) one.open = true;")
         assert tab.run(OUTSIDE) == [False, []]
+        assert tab.run(CHART_FAULTS) == []
         assert tab.run("return [...document.querySelectorAll('svg')].filter(one => !one.ariaLabel).length") == 0
 
 
@@ -181,7 +182,7 @@ const tables = {};
 for (const panel of document.querySelectorAll('figure')) {
   const rows = [...panel.querySelectorAll('tbody tr')].map(row => [...row.cells].map(figure));
   const list = [...panel.querySelectorAll('dd')].map(cell => [cell.previousElementSibling.textContent, figure(cell)]);
-  tables[panel.querySelector('h3').textContent] = rows.length ? rows : list;
+  tables[panel.querySelector('h3').textContent] = list.length ? list : rows;
 }
 return tables;
 """

@@ -11,6 +11,7 @@ from engine.commands import main as cli
 from engine.commands.compare import trial
 from engine.speculation import verify
 from ssd.hardware.cost_profile import CostProfile
+from tests.browser import chart_faults
 
 FIELDS = {
     "drafter", "verification", "temperature", "K", "concurrency", "tokens_per_step", "tokens_per_step_no_loops",
@@ -103,6 +104,7 @@ def test_every_figure_is_reported(compare, tmp_path):
 def test_the_page_is_self_contained(compare, tmp_path):
     compare(tmp_path, "--requests", 1, "--temperature", 0)
     page = (tmp_path / "compare.html").read_text()
+    assert chart_faults(tmp_path / "compare.html") == []
 
     class Checker(HTMLParser):
         def __init__(self):
