@@ -1,7 +1,6 @@
 """The plug-in in a real vLLM, with the shipped model, on a CPU: `make hosts`."""
 
 import importlib.util
-import inspect
 import json
 import os
 import subprocess
@@ -120,19 +119,4 @@ def test_tensor_parallel_workers_verify_the_same_drafts(plain, folder):
 
 
 def test_the_fake_has_the_signatures_and_names_of_vllm():
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request, RequestStatus
-
-    for name in ("schedule", "update_draft_token_ids", "_free_request", "shutdown"):
-        fake, real = (inspect.signature(getattr(each, name)) for each in (fake_vllm.FakeScheduler, Scheduler))
-        assert list(fake.parameters) == list(real.parameters)
-    assert set(SchedulerOutput.__dataclass_fields__) >= fake_vllm.OUTPUT_ATTRIBUTES
-    assert [status.name for status in RequestStatus if status > RequestStatus.PREEMPTED] == [
-        status.name for status in fake_vllm.RequestStatus if status > fake_vllm.RequestStatus.PREEMPTED
-    ]
-    source = inspect.getsource(Request)
-    missing = [
-        name for name in fake_vllm.REQUEST_ATTRIBUTES if f"self.{name}" not in source and f"def {name}" not in source
-    ]
-    assert not missing
+    fake_vllm.compare_with_host()

@@ -1,21 +1,18 @@
-"""Drafts for vLLM, with two of its own flags and no change of vLLM:
+"""Drafts for vLLM, with a few of its own flags and no change of vLLM.
 
-    vllm serve MODEL --scheduler-cls drafter_service.plugins.vllm.Scheduler --speculative-config '{
-        "method": "custom_class", "model": "drafter_service.plugins.vllm.NullProposer", "num_speculative_tokens": 8}'
-
-`python -m drafter_service.plugins.vllm check` with the same flags says whether the installed vLLM would get drafts.
-vLLM is imported when its scheduler is needed, and only then.
+`variants.py` has the flags of each version. `python -m drafter_service.plugins.vllm check` with the flags of a server
+says whether it would get drafts. vLLM is imported when it asks for one of the classes, and only then.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["NullProposer", "Scheduler"]
+__all__ = ["NullProposer", "Scheduler", "Worker"]
 
 
 class NullProposer:
-    """The proposer of vLLM's workers: it proposes nothing, because the scheduler has the drafts.
+    """The proposer of the V1 model runner: it proposes nothing, because the scheduler has the drafts.
 
     There is one scheduler for all tensor-parallel workers, so that these cannot get different drafts.
     """
@@ -31,9 +28,13 @@ class NullProposer:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class `Scheduler` when vLLM asks for it."""
-    if name != "Scheduler":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from drafter_service.plugins.vllm.scheduler import scheduler_class
+    """Make the class `Scheduler` or `Worker` when vLLM asks for it."""
+    if name == "Scheduler":
+        from drafter_service.plugins.vllm.scheduler import scheduler_class
 
-    return scheduler_class()
+        return scheduler_class()
+    if name == "Worker":
+        from drafter_service.plugins.vllm.runner import worker_class
+
+        return worker_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

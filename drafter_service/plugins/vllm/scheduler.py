@@ -1,4 +1,4 @@
-"""The scheduler of vLLM's V1 model runner with drafts of the sidecar. One process has it, whatever the parallelism."""
+"""vLLM's synchronous scheduler with drafts of the sidecar. One process has it, whatever the parallelism."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SchedulerWithDrafts:
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Ignore the drafts of the workers' proposer, which has none."""
+        """Ignore the drafts of the workers, which have none."""
         if self._session is None:
             super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
 

@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-TESTED = ("0.32",)
-"""Versions of vLLM, without the last number."""
-
-PROPOSER = "drafter_service.plugins.vllm.NullProposer"
-SCHEDULER = "drafter_service.plugins.vllm.Scheduler"
-METHOD = "custom_class"
-
-FLAGS = (
-    f"--scheduler-cls {SCHEDULER} --speculative-config "
-    f'\'{{"method": "{METHOD}", "model": "{PROPOSER}", "num_speculative_tokens": 8}}\''
-)
+OWN = "vLLM's own"
+PACKAGE = "drafter_service.plugins.vllm"
+SCHEDULER, WORKER, PROPOSER = f"{PACKAGE}.Scheduler", f"{PACKAGE}.Worker", f"{PACKAGE}.NullProposer"
 
 
 class Variant(Enum):
@@ -24,8 +16,47 @@ class Variant(Enum):
 
     NONE = "none"
     """Nowhere: the host serves without drafts."""
-    SCHEDULER = "scheduler"
-    """In the synchronous scheduler of the V1 model runner."""
+    V1_SCHEDULER = "scheduler of the V1 model runner"
+    """In the synchronous scheduler, which gives their ids to the runner."""
+    V2_SCHEDULER = "scheduler, and the V2 model runner"
+    """In the synchronous scheduler, and in a runner that takes their ids from it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a variant needs of vLLM's configuration."""
+
+    method: str
+    model: str
+    """Method and model of the speculative configuration."""
+    flags: str
+    """Flags of vLLM that give that."""
+    reason: str
+    """Why drafts are verified then."""
+
+
+SETUPS = {
+    Variant.V1_SCHEDULER: Setup(
+        "custom_class",
+        PROPOSER,
+        f"--scheduler-cls {SCHEDULER} --speculative-config "
+        f'\'{{"method": "custom_class", "model": "{PROPOSER}", "num_speculative_tokens": 8}}\'',
+        "the V1 model runner verifies the drafts of its scheduler, which is synchronous with this proposer",
+    ),
+    Variant.V2_SCHEDULER: Setup(
+        "ngram",
+        "ngram",
+        f"--no-async-scheduling --scheduler-cls {SCHEDULER} --worker-cls {WORKER} "
+        '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 8}\'',
+        "the V2 model runner verifies the drafts of its scheduler, which this worker gives to it",
+    ),
+}
+
+SUPPORTED = {
+    "0.32": (Variant.V1_SCHEDULER,),
+    "0.33": (Variant.V2_SCHEDULER, Variant.V1_SCHEDULER),
+}
+"""Variants by the version of vLLM without its last number; the first is the one to recommend."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +65,8 @@ class HostFacts:
 
     scheduler: str
     """Name of the scheduler's class; "" for vLLM's own."""
+    worker: str
+    """Name of the worker's class. vLLM replaces its default by that of the platform."""
     method: str
     """Method of the speculative configuration; "" without one."""
     proposer: str
@@ -59,35 +92,49 @@ def choose(vllm_config: Any) -> Choice:
     from vllm import __version__
 
     # Another version may lack what `facts_of` reads.
-    return check_version(__version__) or choose_variant(facts_of(vllm_config))
+    return check_version(__version__) or choose_variant(minor_version(__version__), facts_of(vllm_config))
 
 
 def check_version(version: str) -> Choice | None:
     """Return the choice for a version that was not tested; None for others."""
-    if version.partition("+")[0].rpartition(".")[0] in TESTED:
+    if minor_version(version) in SUPPORTED:
         return None
-    return Choice(Variant.NONE, f"vLLM {version} was not tested, only {', '.join(TESTED)}")
+    return Choice(Variant.NONE, f"vLLM {version} was not tested, only {', '.join(SUPPORTED)}")
 
 
-def choose_variant(facts: HostFacts) -> Choice:
-    """Return the variant of a configuration."""
+def minor_version(version: str) -> str:
+    """Return a version without its last number, such as "0.33"."""
+    return version.partition("+")[0].rpartition(".")[0]
+
+
+def choose_variant(version: str, facts: HostFacts) -> Choice:
+    """Return the variant of a configuration. version: one of `SUPPORTED`."""
+    wanted = Variant.V2_SCHEDULER if facts.uses_v2_runner else Variant.V1_SCHEDULER
+    if reason := reason_against(version, wanted, facts):
+        # A synchronous scheduler in an asynchronous engine schedules tokens twice.
+        return Choice(Variant.NONE, reason, is_error=facts.scheduler == SCHEDULER and facts.is_asynchronous)
+    return Choice(wanted, SETUPS[wanted].reason)
+
+
+def reason_against(version: str, wanted: Variant, facts: HostFacts) -> str:
+    """Return why a configuration does not get a variant's drafts; "" if it does."""
+    setup = SETUPS[wanted]
+    advice = f"start vLLM with {SETUPS[wanted if wanted in SUPPORTED[version] else SUPPORTED[version][0]].flags}"
     if facts.scheduler != SCHEDULER:
-        scheduler = facts.scheduler or "vLLM's own"
-        return Choice(Variant.NONE, f"the scheduler is {scheduler}; start vLLM with {FLAGS}")
-    if facts.method != METHOD or facts.proposer != PROPOSER:
-        given = f"speculative decoding is {facts.method} with {facts.proposer}"
-        reason = f"{given if facts.method else 'there is no speculative decoding'}; start vLLM with {FLAGS}"
-        # Without speculative decoding vLLM schedules asynchronously by default.
-        return Choice(Variant.NONE, reason, is_error=facts.is_asynchronous)
+        return f"the scheduler is {facts.scheduler or OWN}; {advice}"
+    if not facts.method:
+        return f"there is no speculative decoding; {advice}"
+    if (facts.method, facts.proposer) != (setup.method, setup.model):
+        return f"speculative decoding is {facts.method} with {facts.proposer}; {advice}"
     if facts.is_asynchronous:
-        reason = "asynchronous scheduling needs drafts for a step whose outcome is unknown; add --no-async-scheduling"
-        return Choice(Variant.NONE, reason, is_error=True)
-    if facts.uses_v2_runner:
-        return Choice(Variant.NONE, "the V2 model runner does not take drafts from the scheduler")
+        return "asynchronous scheduling needs drafts for a step whose outcome is unknown; add --no-async-scheduling"
+    if wanted not in SUPPORTED[version]:
+        return f"the V2 model runner of vLLM {version} was not tested; set VLLM_USE_V2_MODEL_RUNNER=0, and {advice}"
+    if wanted is Variant.V2_SCHEDULER and facts.worker != WORKER:
+        return f"the worker is {facts.worker}, whose V2 model runner takes no drafts from the scheduler; {advice}"
     if facts.pipeline_stages > 1:
-        return Choice(Variant.NONE, "pipeline parallelism was not tested")
-    reason = "the V1 model runner verifies the drafts of its scheduler, which is synchronous with this proposer"
-    return Choice(Variant.SCHEDULER, reason)
+        return "pipeline parallelism was not tested"
+    return ""
 
 
 def facts_of(vllm_config: Any) -> HostFacts:
@@ -95,6 +142,7 @@ def facts_of(vllm_config: Any) -> HostFacts:
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     return HostFacts(
         scheduler=class_name(scheduler.scheduler_cls),
+        worker=class_name(vllm_config.parallel_config.worker_cls),
         method=getattr(speculative, "method", None) or "",
         proposer=str(getattr(speculative, "model", None) or ""),
         is_asynchronous=bool(scheduler.async_scheduling),

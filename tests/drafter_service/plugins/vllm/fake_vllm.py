@@ -1,4 +1,4 @@
-"""The parts of vLLM 0.32 that its plug-in uses, with the signatures that tests/hosts compares with the real ones.
+"""The parts of vLLM that its scheduler with drafts uses. Tests that have vLLM compare them with it.
 
 `FakeScheduler` schedules all running requests in each step, verifies drafts as vLLM does, and fails where vLLM's engine
 would.
@@ -6,6 +6,7 @@ would.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
@@ -101,7 +102,7 @@ def vllm_config(drafts=8, **scheduler):
         speculative_config=SimpleNamespace(
             method="custom_class", model="drafter_service.plugins.vllm.NullProposer", num_speculative_tokens=drafts
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, worker_cls=""),
         use_v2_model_runner=False,
     )
 
@@ -205,3 +206,22 @@ class FakeScheduler:
 
     def shutdown(self):
         self.is_shut_down = True
+
+
+def compare_with_host():
+    """Compare the signatures and names of this module with those of the installed vLLM."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request as HostRequest
+    from vllm.v1.request import RequestStatus as HostStatus
+
+    for name in ("schedule", "update_draft_token_ids", "_free_request", "shutdown"):
+        fake, real = (inspect.signature(getattr(each, name)) for each in (FakeScheduler, Scheduler))
+        assert list(fake.parameters) == list(real.parameters)
+    assert set(SchedulerOutput.__dataclass_fields__) >= OUTPUT_ATTRIBUTES
+    assert [status.name for status in HostStatus if status > HostStatus.PREEMPTED] == [
+        status.name for status in RequestStatus if status > RequestStatus.PREEMPTED
+    ]
+    source = inspect.getsource(HostRequest)
+    missing = [name for name in REQUEST_ATTRIBUTES if f"self.{name}" not in source and f"def {name}" not in source]
+    assert not missing

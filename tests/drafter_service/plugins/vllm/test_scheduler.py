@@ -54,7 +54,7 @@ def log():
 @pytest.fixture(autouse=True)
 def tested_version(monkeypatch):
     """Let the fake be of a tested version, with an embedded drafter."""
-    choice = Choice(Variant.SCHEDULER, "")
+    choice = Choice(Variant.V1_SCHEDULER, "")
     monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.choose", lambda _: choice)
     monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
 

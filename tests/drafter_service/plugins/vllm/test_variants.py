@@ -7,9 +7,9 @@ import pytest
 
 from drafter_service.plugins.vllm.__main__ import main, report
 from drafter_service.plugins.vllm.variants import (
-    METHOD,
     PROPOSER,
     SCHEDULER,
+    WORKER,
     Choice,
     HostFacts,
     Variant,
@@ -19,7 +19,10 @@ from drafter_service.plugins.vllm.variants import (
 )
 from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
 
-FACTS = HostFacts(SCHEDULER, METHOD, PROPOSER, is_asynchronous=False, uses_v2_runner=False, pipeline_stages=1)
+FACTS = HostFacts(
+    SCHEDULER, "", "custom_class", PROPOSER, is_asynchronous=False, uses_v2_runner=False, pipeline_stages=1
+)
+V2_FACTS = replace(FACTS, worker=WORKER, method="ngram", proposer="ngram", uses_v2_runner=True)
 
 
 def test_facts_of_a_configuration():
@@ -32,7 +35,9 @@ def test_facts_of_a_configuration():
 
 
 def test_the_documented_flags_get_drafts():
-    assert choose_variant(FACTS).variant is Variant.SCHEDULER
+    assert choose_variant("0.32", FACTS).variant is Variant.V1_SCHEDULER
+    assert choose_variant("0.33", FACTS).variant is Variant.V1_SCHEDULER
+    assert choose_variant("0.33", V2_FACTS).variant is Variant.V2_SCHEDULER
 
 
 @pytest.mark.parametrize(
@@ -43,33 +48,53 @@ def test_the_documented_flags_get_drafts():
         ({"method": "", "is_asynchronous": True}, "there is no speculative decoding", True),
         ({"method": "ngram", "proposer": "ngram"}, "speculative decoding is ngram with ngram", False),
         ({"is_asynchronous": True}, "add --no-async-scheduling", True),
-        ({"uses_v2_runner": True}, "V2 model runner", False),
         ({"pipeline_stages": 2}, "pipeline parallelism", False),
     ],
 )
 def test_other_configurations_do_not_and_say_why(change, reason, is_error):
-    choice = choose_variant(replace(FACTS, **change))
+    choice = choose_variant("0.32", replace(FACTS, **change))
     assert choice.variant is Variant.NONE
     assert reason in choice.reason
     assert choice.is_error == is_error
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("0.3.2", False)]
+    ("version", "change", "reason"),
+    [
+        (
+            "0.32",
+            {},
+            "V2 model runner of vLLM 0.32 was not tested; set VLLM_USE_V2_MODEL_RUNNER=0, and start vLLM with",
+        ),
+        ("0.33", {"worker": "vllm.Worker"}, "the worker is vllm.Worker, whose V2 model runner takes no drafts"),
+        ("0.33", {"method": "mtp", "proposer": "m"}, "mtp with m; start vLLM with --no-async-scheduling"),
+        ("0.33", {"pipeline_stages": 2}, "pipeline parallelism"),
+        ("0.33", {"uses_v2_runner": False}, '"method": "custom_class"'),
+    ],
 )
-def test_versions_that_were_not_tested_are_named(version, is_tested):
+def test_other_configurations_of_the_v2_runner(version, change, reason):
+    choice = choose_variant(version, replace(V2_FACTS, **change))
+    assert (choice.variant, choice.is_error) == (Variant.NONE, False)
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "is_supported"),
+    [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", True), ("0.34.0", False), ("0.3.2", False)],
+)
+def test_versions_that_were_not_tested_are_named(version, is_supported):
     choice = check_version(version)
-    assert (choice is None) == is_tested
+    assert (choice is None) == is_supported
     if choice is not None:
-        assert choice.reason == f"vLLM {version} was not tested, only 0.32"
+        assert choice.reason == f"vLLM {version} was not tested, only 0.32, 0.33"
 
 
 def test_the_report_says_what_happens(capsys):
-    assert report(Choice(Variant.SCHEDULER, "because")) == 0
+    assert report(Choice(Variant.V1_SCHEDULER, "because")) == 0
     assert report(Choice(Variant.NONE, "because")) == 1
     assert report(Choice(Variant.NONE, "because", is_error=True)) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "drafts: in the scheduler"
+    assert lines[0] == "drafts: in the scheduler of the V1 model runner"
     assert lines[2] == "drafts: none; it would serve without them"
     assert lines[4] == "drafts: none; the server would not start"
     assert set(lines[1::2]) == {"why: because"}
