@@ -6,8 +6,8 @@
 
 Requests are those of the demo's workload, or with --replay recorded traffic: the model's outputs are then replaced by
 the recorded ones, so that a shape with random weights has the acceptance of real text. A trace is an .npz file, see
-benchmarks/traces.py. Every run begins with an empty cache and an empty corpus. Contestants alternate, in reversed order
-every second round; figures are medians over the rounds:
+benchmarks/traces/reading.py. Every run begins with an empty cache and an empty corpus. Contestants alternate, in
+reversed order every second round; figures are medians over the rounds:
 
     tokens_per_s          output tokens divided by the time of the whole run, prompts included
     speedup_vs_none       ratio to `none` at the same concurrency in the same round

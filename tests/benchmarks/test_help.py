@@ -15,6 +15,7 @@ BENCHMARKS = (
     "soak",
     "startup",
     "steps",
+    "traces",
     "warm",
 )
 

@@ -1,0 +1,252 @@
+"""Traces are downloaded from an HTTP server, continued after interruptions, and checked."""
+
+import base64
+import hashlib
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from benchmarks.traces import load_trace
+from benchmarks.traces.__main__ import main
+from benchmarks.traces.download import DownloadError, download
+from benchmarks.traces.fetching import compare, fetch, read_arrays, remote_files
+from benchmarks.traces.formats import FORMATS
+from benchmarks.traces.manifest import Remote, load_manifest
+from benchmarks.traces.vocabularies import VOCABULARIES
+from tests.benchmarks.traces.byte_encoder import ByteEncoder
+
+ANSWERS = b"\n".join(
+    json.dumps({"uid": str(number), "messages": [{"content": "q"}, {"content": {"answer": f"a{number}"}}]}).encode()
+    for number in range(5)
+)
+BYTES = b"\n".join(base64.b64encode(bytes([byte])) + f" {byte}".encode() for byte in range(256))
+PATHS = {
+    "/raw.githubusercontent.com/owner/name/c0ffee/LICENSE": b"Do what you like.",
+    "/raw.githubusercontent.com/owner/name/c0ffee/data/a%2Bb%3D1.jsonl": ANSWERS,
+    "/ranks.example/o200k.tiktoken": BYTES,
+    "/ranks.example/LICENSE": b"MIT",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves PATHS, with ranges. `cut`: number of answers that end after 10 bytes; `ranges`: ranges asked for."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.paths, self.cut, self.asked, self.ranges, self.knows_ranges = dict(PATHS), 0, [], [], True
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.asked.append(self.path)
+        if self.path not in server.paths:
+            self.send_error(404)
+            return
+        content, wanted = server.paths[self.path], self.headers["Range"]
+        if wanted and server.knows_ranges:
+            server.ranges.append(wanted)
+            content = content[int(wanted.removeprefix("bytes=").removesuffix("-")) :]
+        self.send_response(206 if wanted and server.knows_ranges else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if server.cut:
+            server.cut -= 1
+            content = content[:10]
+            self.close_connection = True
+        self.wfile.write(content)
+
+    def log_message(self, *_arguments):
+        """Print nothing."""
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def entry(content):
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
+@pytest.fixture
+def manifest_path(tmp_path):
+    """A manifest of one trace, whose digests are not known yet."""
+    ranks = {"url": "https://ranks.example/o200k.tiktoken"} | entry(BYTES)
+    notice = {"url": "https://ranks.example/LICENSE"} | entry(b"MIT")
+    trace = {
+        "repository": "owner/name",
+        "commit": "c0ffee",
+        "licence": "MIT",
+        "format": "arena-hard",
+        "vocabulary": "o200k",
+        "notice": {"LICENSE": entry(b"Do what you like.")},
+        "files": {"data/a+b=1.jsonl": entry(ANSWERS)},
+        "requests": 5,
+        "prompt_tokens": 5 * 19,
+        "output_tokens": 5 * 3,
+        "digests": {},
+    }
+    path = tmp_path / "manifest.json"
+    vocabularies = {"o200k": {"ranks": ranks, "licence": "MIT", "notice": notice}}
+    path.write_text(json.dumps({"vocabularies": vocabularies, "traces": {"chat": trace}}))
+    return path
+
+
+def remote(content):
+    return Remote("https://ranks.example/o200k.tiktoken", hashlib.sha256(content).hexdigest(), len(content))
+
+
+def fetched(manifest_path, folder, server):
+    advanced = []
+    differences = fetch(
+        load_manifest(manifest_path), "chat", folder, server.url, advanced.append, lambda *_: ByteEncoder()
+    )
+    return differences, sum(advanced)
+
+
+def test_a_trace_is_made_with_its_licences(manifest_path, tmp_path, server):
+    differences, advanced = fetched(manifest_path, tmp_path / "traces", server)
+    assert differences == []
+    assert advanced == sum(map(len, PATHS.values()))
+    trace = load_trace(tmp_path / "traces" / "chat.npz")
+    assert len(trace.requests) == 5
+    assert sorted(bytes(request.output[:-1].tolist()) for request in trace.requests) == [
+        b"a%d" % number for number in range(5)
+    ]
+    licences = {path.name: path.read_text() for path in (tmp_path / "traces" / "licences").iterdir()}
+    assert licences == {"chat.txt": "Do what you like.", "o200k.txt": "MIT"}
+
+
+def test_what_is_there_is_not_downloaded_again(manifest_path, tmp_path, server):
+    fetched(manifest_path, tmp_path, server)
+    asked = len(server.asked)
+    _, advanced = fetched(manifest_path, tmp_path, server)
+    (tmp_path / "chat.npz").unlink()
+    fetched(manifest_path, tmp_path, server)
+    assert len(server.asked) == asked
+    assert advanced == sum(map(len, PATHS.values()))
+    assert (tmp_path / "chat.npz").exists()
+
+
+def test_differences_from_the_manifest_are_named(manifest_path, tmp_path, server):
+    document = json.loads(manifest_path.read_text())
+    document["traces"]["chat"] |= {"requests": 6, "digests": {"tokens": "0" * 64}}
+    manifest_path.write_text(json.dumps(document))
+    assert fetched(manifest_path, tmp_path, server)[0] == ["5 requests, not 6", "array tokens"]
+
+
+def test_a_download_is_continued_after_the_connection_is_lost(tmp_path, server):
+    server.cut, advanced = 2, []
+    download(remote(BYTES), tmp_path / "ranks", server.url, advanced.append)
+    assert (tmp_path / "ranks").read_bytes() == BYTES
+    assert server.ranges == ["bytes=10-", "bytes=20-"]
+    assert sum(advanced) == len(BYTES)
+
+
+def test_an_interrupted_download_is_continued_by_the_next_one(tmp_path, server):
+    server.cut = 3
+    with pytest.raises(DownloadError, match="the same command continues"):
+        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert (tmp_path / "ranks.part").stat().st_size == 30
+    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert (tmp_path / "ranks").read_bytes() == BYTES
+    assert server.ranges[-1] == "bytes=30-"
+    assert not (tmp_path / "ranks.part").exists()
+
+
+def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path, server):
+    server.knows_ranges, server.cut, advanced = False, 1, []
+    download(remote(BYTES), tmp_path / "ranks", server.url, advanced.append)
+    assert (tmp_path / "ranks").read_bytes() == BYTES
+    assert sum(advanced) == len(BYTES)
+
+
+def test_another_file_than_expected_is_refused_and_not_kept(tmp_path, server):
+    server.paths["/ranks.example/o200k.tiktoken"] = BYTES[::-1]
+    with pytest.raises(DownloadError, match="another file than expected"):
+        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+    server.paths["/ranks.example/o200k.tiktoken"] = BYTES
+    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert (tmp_path / "ranks").read_bytes() == BYTES
+
+
+def test_a_missing_file_is_an_error(tmp_path, server):
+    server.paths.clear()
+    with pytest.raises(DownloadError, match="404"):
+        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert len(server.asked) == 1
+
+
+def test_files_of_another_format_are_an_error(manifest_path, tmp_path, server):
+    document = json.loads(manifest_path.read_text())
+    document["traces"]["chat"]["format"] = "zero-eval"
+    manifest_path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="chat are not in the format zero-eval"):
+        fetched(manifest_path, tmp_path, server)
+
+
+def test_compare(manifest_path, tmp_path, server):
+    fetched(manifest_path, tmp_path, server)
+    ours = read_arrays(tmp_path / "chat.npz")
+    assert compare(ours, ours) == "identical"
+    assert compare(ours, ours | {"group": ours["group"] + 1}) == "the same requests, but other arrays: group"
+    changed = ours["tokens"].copy()
+    changed[-1] += 1
+    assert compare(ours, ours | {"tokens": changed}) == "4 requests are in both; 1 only here, 1 only there"
+    swapped = {
+        name: np.concatenate((array[-22:], array[:-22])) if name == "tokens" else array for name, array in ours.items()
+    }
+    assert compare(ours, swapped) == "the same requests, but other arrays: tokens"
+
+
+def test_the_command_reports_each_trace(manifest_path, tmp_path, server, capsys):
+    pytest.importorskip("tiktoken", reason="tiktoken (extra dev) is not installed")
+    folder = tmp_path / "traces"
+    arguments = ["fetch", "all", "--folder", str(folder), "--mirror", server.url, "--manifest", str(manifest_path)]
+    assert main(arguments) == 0
+    assert "as in the manifest" in capsys.readouterr().out
+    assert main([*arguments, "--compare", str(tmp_path)]) == 0
+    assert "absent" in capsys.readouterr().out
+    (folder / "chat.npz").rename(tmp_path / "chat.npz")
+    assert main([*arguments, "--compare", str(tmp_path)]) == 0
+    assert "identical" in capsys.readouterr().out
+    (folder / "chat.npz").unlink()
+    shutil.rmtree(folder / "sources")
+    server.paths.pop("/ranks.example/o200k.tiktoken")
+    assert main(arguments) == 1
+    assert "404" in capsys.readouterr().out
+
+
+def test_unknown_traces_are_refused(manifest_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["fetch", "nothing", "--manifest", str(manifest_path)])
+    assert "unknown trace nothing; known are chat" in capsys.readouterr().err
+
+
+def test_the_manifest_is_complete(tmp_path):
+    manifest = load_manifest()
+    assert len(manifest.traces) == 7
+    for name, source in manifest.traces.items():
+        assert source.format in FORMATS
+        assert source.vocabulary in VOCABULARIES
+        assert len(source.commit) == 40
+        assert {*source.digests} == {"tokens", "prompt_len", "output_len", "session", "turn", "group", "shared_prefix"}
+        files = remote_files(manifest, name, tmp_path)
+        assert all(len(remote.sha256) == 64 and remote.size > 0 for remote, _ in files)
+        assert len({path for _, path in files}) == len(files)
