@@ -61,6 +61,11 @@ class Contest:
         self._in_flight = in_flight
 
     @property
+    def items(self) -> Sequence[Item]:
+        """The requests."""
+        return self._items
+
+    @property
     def size(self) -> int:
         """Number of requests."""
         return len(self._items)

@@ -89,14 +89,29 @@ class CostProfile:
             return of_depth[0]
         return _line([(0, 0.0), *sorted(of_depth.items())], depth)
 
-    def speedup(self, tokens_per_step: float, drafted_per_step: float, drafting_ms: float, sequences: int) -> float:
+    @property
+    def prompt_token_ms(self) -> float:
+        """Return the milliseconds that a token of a prompt takes: its share of the largest step of the profile."""
+        tokens = max(size for size, row in self.step_ms.items() if row)
+        return min(self.step_ms[tokens].values()) / tokens
+
+    def speedup(
+        self,
+        tokens_per_step: float,
+        drafted_per_step: float,
+        drafting_ms: float,
+        sequences: int,
+        prompt_tokens: float = 0.0,
+    ) -> float:
         """Return the speed-up over plain decoding, as derived in docs/drafters.md.
 
         tokens_per_step, drafted_per_step: mean over the steps of a sequence. drafting_ms: time that drafting adds to a
-        step.
+        step. prompt_tokens: tokens of prompts that are computed per output token, which drafts do not save.
         """
-        plain = self.step(sequences, sequences)
-        return tokens_per_step * plain / (self.step(sequences * (1 + drafted_per_step), sequences) + drafting_ms)
+        prompts = prompt_tokens * self.prompt_token_ms
+        plain = self.step(sequences, sequences) / sequences
+        drafted = self.step(sequences * (1 + drafted_per_step), sequences) + drafting_ms
+        return (plain + prompts) / (drafted / (sequences * tokens_per_step) + prompts)
 
     def write(self, path: Path) -> None:
         """Write the file. Raises UserError if that is not possible."""

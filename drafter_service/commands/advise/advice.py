@@ -185,7 +185,9 @@ def _speedups(samples: Sequence[Outcome], profile: CostProfile) -> list[Speedup]
 
 def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
     trial, replay = outcome.trial, outcome.replay
-    speedup = profile.speedup(replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, in_flight)
+    speedup = profile.speedup(
+        replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, in_flight, outcome.prompt_tokens
+    )
     return Speedup(
         trial.drafter,
         trial.draft_shape,

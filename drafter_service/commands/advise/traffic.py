@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 import numpy as np
+
+PAGE_SIZE = 16
+"""Tokens that a prefix cache keeps or drops together, as in vLLM."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,16 @@ class Traffic:
         running = np.searchsorted(began, self.began_s, "right") - np.searchsorted(ended, self.began_s, "left")
         return np.maximum(running, 1)
 
+    def uncached_prompt_tokens(self) -> int:
+        """Return the number of prompt tokens that a target computes if its prefix cache keeps all earlier requests."""
+        tokens, cached, missing = np.asarray(self.tokens), set[int](), 0
+        for request in self.in_order().tolist():
+            pages = _page_hashes(tokens[self.starts[request] : self.starts[request + 1]])
+            found = sum(1 for _ in takewhile(cached.__contains__, pages))
+            missing += max(0, int(self.prompt_lengths[request]) - found * PAGE_SIZE)
+            cached.update(pages)
+        return missing
+
     def first(self, output_tokens: int) -> Traffic:
         """Return the first requests in order of arrival that have this number of output tokens together, or more."""
         order = self.in_order()
@@ -80,3 +94,9 @@ class Traffic:
             users=self.users[rows],
             sessions=self.sessions[rows],
         )
+
+
+def _page_hashes(tokens: np.ndarray) -> list[int]:
+    """Return a hash for each full page of a text; it identifies the text up to the end of the page."""
+    pages = (tokens[at : at + PAGE_SIZE].tobytes() for at in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE))
+    return list(accumulate(pages, lambda before, page: hash((before, page)), initial=0))[1:]

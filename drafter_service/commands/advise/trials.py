@@ -63,6 +63,8 @@ class Outcome:
     replay: Replay
     draft_ms: float
     """Mean time in which the drafter answers a step, for all its sequences together."""
+    prompt_tokens: float
+    """Tokens of prompts that the target computes per output token."""
     origins: Origins | None = None
 
 
@@ -134,7 +136,8 @@ def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> O
     )
     drafter.close()
     draft_ms = 1e3 * drafter.seconds / max(1, drafter.calls)
-    return Outcome(trial, result, draft_ms, None if tracer is None else tracer.origins)
+    prompt_tokens = traffic.uncached_prompt_tokens() / max(1, int(traffic.output_lengths.sum()))
+    return Outcome(trial, result, draft_ms, prompt_tokens, None if tracer is None else tracer.origins)
 
 
 def needed_capacity(traffic: Traffic, most: int) -> int:

@@ -58,13 +58,19 @@ def test_time_of_drafting(drafter, depth, sequences, expected):
     assert PROFILE.drafting(drafter, depth, sequences) == (None if expected is None else pytest.approx(expected))
 
 
-@given(st.floats(1, 6), st.floats(0, 8), st.floats(0, 50))
-def test_the_speedup_is_the_ratio_of_times_per_token(tokens, drafted, drafting_ms):
+@given(st.floats(1, 6), st.floats(0, 8), st.floats(0, 50), st.floats(0, 20))
+def test_the_speedup_is_the_ratio_of_times_per_token(tokens, drafted, drafting_ms, prompt_tokens):
     for sequences in (1, 2):
-        plain_ms_per_token = PROFILE.step(sequences, sequences) / sequences
+        prompt_ms = PROFILE.prompt_token_ms * prompt_tokens
+        plain_ms_per_token = PROFILE.step(sequences, sequences) / sequences + prompt_ms
         step_ms = PROFILE.step(sequences + sequences * drafted, sequences) + drafting_ms
-        expected = plain_ms_per_token / (step_ms / (sequences * tokens))
-        assert PROFILE.speedup(tokens, drafted, drafting_ms, sequences) == pytest.approx(expected)
+        expected = plain_ms_per_token / (step_ms / (sequences * tokens) + prompt_ms)
+        assert PROFILE.speedup(tokens, drafted, drafting_ms, sequences, prompt_tokens) == pytest.approx(expected)
+
+
+def test_prompts_are_computed_in_the_largest_steps():
+    profile = CostProfile("device", "model", {1: {1: 10.0}, 100: {1: 20.0, 4: 24.0}, 200: {}})
+    assert profile.prompt_token_ms == 0.2
 
 
 @pytest.mark.parametrize(
