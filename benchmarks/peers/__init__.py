@@ -1,0 +1,54 @@
+"""Other projects' drafters that need no model.
+
+Arctic and transformers' prompt lookup are the packages themselves; `make peers` installs them. The others are
+re-implementations of published algorithms with the originals' defaults, which need no package.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+
+from benchmarks.contestants import Contestant, Entry
+from benchmarks.peers.arctic import Arctic
+from benchmarks.peers.automaton import SuffixAutomata
+from benchmarks.peers.prompt_lookup import PromptLookup, VllmNgram
+from benchmarks.peers.tries import RestLike, SglangNgram
+
+PACKAGES = {"arctic": "arctic_inference", "pld": "transformers"}
+"""The packages of peers that are not re-implemented."""
+WITH_K: dict[str, tuple[Callable[[int], Contestant], str]] = {
+    "pld": (PromptLookup, "path"),
+    "vllm-ngram": (VllmNgram, "path"),
+    "sglang-ngram": (SglangNgram, "tree"),
+    "rest-like": (RestLike, "tree"),
+    "suffix-automata": (SuffixAutomata, "path"),
+}
+"""Peers whose only setting is the size of drafts, and the shape of their drafts."""
+PEERS = ("arctic", *WITH_K)
+
+ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
+
+
+def missing(peer: str) -> str | None:
+    """Return the reason why a peer cannot be replayed; None if it can."""
+    package = PACKAGES.get(peer)
+    return None if package is None or find_spec(package) else f"{package} is not installed (make peers)"
+
+
+def peer_entries(peer: str, ks: Sequence[int]) -> Iterator[Entry]:
+    """Return the settings of a peer; a grid may have its own values of k."""
+    if peer in WITH_K:
+        build, shape = WITH_K[peer]
+        for k in ks:
+            yield Entry(peer, f"k={k}", lambda _trace, k=k: build(k), k, shape)
+        return
+    for k, shape, factor, least_prob in itertools.product(*ARCTIC_GRID.values()):
+        yield Entry(
+            "arctic",
+            f"{shape} k={k} factor={factor:g} p={least_prob:g}",
+            lambda _trace, settings=(k, shape, factor, least_prob): Arctic(*settings),
+            k,
+            shape,
+        )
