@@ -70,6 +70,7 @@ class DrafterClient:
         policy: str = "",
         host: str = "",
         access: ClientAccess | None = None,
+        shadow: bool = False,
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -79,8 +80,9 @@ class DrafterClient:
         request is replaced. model: the served model. namespace: name of the corpus; "" for one named after the model.
         policy: how the namespace drafts if this client creates it, "suffix" or "classic"; "" for the service's default.
         host: name and version of the engine for the service's report, such as "vllm/0.32.0". access: TLS files and
-        bearer token. required: raise UserError if no service answers, or it refuses; otherwise
-        there are no drafts until one accepts. on_lost: called with the reason, once for each loss of the connection.
+        bearer token. shadow: withhold all drafts; the service reports what they would have gained. required: raise
+        UserError if no service answers, or it refuses; otherwise there are no drafts until one accepts. on_lost: called
+        with the reason, once for each loss of the connection.
         """
         self.address = Address.parse(address).text
         self.transport = ""
@@ -89,7 +91,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._patience_s = patience_s
         self._on_lost = on_lost
-        self._protocol = Protocol(hello_message(model, namespace, policy, host))
+        self._protocol = Protocol(hello_message(model, namespace, policy, host), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required

@@ -77,6 +77,7 @@ class OutgoingRequest:
                 session_id=start.info.session_id,
                 request_id=start.info.request_id,
                 learn=start.info.learn,
+                shadow=start.info.shadow,
             )
         for finish in self.finishes:
             self.request.finishes.add(

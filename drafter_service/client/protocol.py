@@ -55,12 +55,14 @@ class Turn:
 class Protocol:
     """State of the client's sequences and of its stream."""
 
-    def __init__(self, hello: pb.Hello, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, hello: pb.Hello, *, shadow: bool = False, clock: Callable[[], float] = monotonic) -> None:
+        """shadow: whether all drafts are withheld."""
         self.pending = PendingRequests(clock)
         self.welcome: Welcome | None = None
         """The service's last welcome."""
         self._counters = Counters()
         self._hello = hello
+        self._shadow = shadow
         self._name = secrets.token_hex(16)
         """Prefix of generated request names."""
         self._has_connected = False
@@ -110,7 +112,7 @@ class Protocol:
         self._started += 1
         # A sequence that is registered again keeps its name, so that it is learned once.
         name = request_id or f"{self._name}-{self._started}"
-        info = SequenceInfo(np.array(prompt, np.uint32), hints, session_id or "", name, learn)
+        info = SequenceInfo(np.array(prompt, np.uint32), hints, session_id or "", name, learn, self._shadow)
         self._registration.start(self._running.add(sequence_id, info))
 
     def draft(self, progress: Progress) -> Turn:
@@ -168,7 +170,8 @@ class Protocol:
     def settle(self, turn: Turn) -> DraftBatch:
         """End a turn and return the drafts that have arrived."""
         drafts = self._take_drafts(turn)
-        if drafts is None:
+        # Versions of the service without shadow mode do not withhold drafts.
+        if drafts is None or self._shadow:
             drafts = DraftBatch.empty(len(turn.limits))
         if turn.rows is not None:
             self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])

@@ -46,6 +46,8 @@ class SequenceInfo:
     """The service learns the sequence under this name, once."""
     learn: bool
     """Whether it may be learned, or used for drafts of other sequences while it runs."""
+    shadow: bool = False
+    """Whether the service withholds its drafts."""
 
     @property
     def size(self) -> int:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 )
 @click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(
+    "--shadow", is_flag=True, help="Let the service score each request first: `ssd-drafter report` shows the gain."
+)
+@click.option(
     "--resume",
     "resume_path",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -50,6 +53,7 @@ def warm(
     tokenizer: Path | None,
     fields: tuple[str, ...],
     whole_prompts: bool,
+    shadow: bool,
     resume_path: Path | None,
     link: Link,
 ) -> None:
@@ -59,7 +63,9 @@ def warm(
 
     files = find_sources((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts)
+    reading = Reading(vocabulary, fields, whole_prompts or shadow)
+    if shadow and (whole_prompts or snapshot is not None):
+        raise UserError("--shadow is for a running service, which learns the ends of prompts; remove the other option")
     if snapshot is not None and namespace is not None:
         raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
     if snapshot is None and namespace is None and tokenizer is None:
@@ -69,7 +75,7 @@ def warm(
     elif capacity is not None:
         raise UserError("--capacity applies to --snapshot; a service has its own setting")
     else:
-        sink, resume = _into_service(link, namespace, tokenizer, resume_path)
+        sink, resume = _into_service(link, namespace, tokenizer, resume_path, shadow=shadow)
     try:
         summary = _load(files, reading, sink, resume)
     except KeyboardInterrupt:
@@ -94,7 +100,7 @@ def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | Non
 
 
 def _into_service(
-    link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None
+    link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None, *, shadow: bool
 ) -> tuple[Sink, Resume]:
     from drafter_service.client.identity import fingerprint, model_identity
     from drafter_service.ingest.resume import Resume
@@ -110,7 +116,7 @@ def _into_service(
         model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
     click.echo(f"learning into the namespace {namespace}", err=True)
     resume = Resume(resume_path, f"the namespace {namespace} at {link.address}")
-    return RemoteSink(link.connector(), namespace, model, link.describe), resume
+    return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow), resume
 
 
 def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Summary:

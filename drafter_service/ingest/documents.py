@@ -60,7 +60,7 @@ def _size(part: Part) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """D documents as token ids. Each is an output with the last tokens of its prompt as a prefix, if it has one."""
+    """D documents as token ids. Each is an output after its prompt, if it has one: the whole prompt or its end."""
 
     tokens: np.ndarray
     """uint32 [T]."""
@@ -68,6 +68,8 @@ class Documents:
     """uint32 [D + 1]: document i is `tokens[offsets[i]:offsets[i + 1]]`; none is empty."""
     names: list[str]
     """D request names, by which documents are forgotten, and recognized when they are loaded again."""
+    prompt_lengths: np.ndarray
+    """uint32 [D]: number of tokens of the prompt in each document."""
 
     def __len__(self) -> int:
         return len(self.names)

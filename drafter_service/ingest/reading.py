@@ -113,10 +113,12 @@ def encode(items: Sequence[Item], reading: Reading) -> Documents:
     parts: list[np.ndarray] = []
     lengths: list[int] = []
     names: list[str] = []
+    prompt_lengths: list[int] = []
     for item, prompt, output in tokenize(items, reading):
         prefix = reading.prefix_of(prompt)
         parts += (prefix, output)
         lengths.append(len(prefix) + len(output))
         names.append(item.name)
+        prompt_lengths.append(len(prefix))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.uint32)
-    return Documents(tokens, offsets_of(np.array(lengths, np.int64)), names)
+    return Documents(tokens, offsets_of(np.array(lengths, np.int64)), names, np.array(prompt_lengths, np.uint32))

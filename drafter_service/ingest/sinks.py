@@ -37,9 +37,20 @@ class RemoteSink:
     window = 2 * NAMES_KNOWN
 
     def __init__(
-        self, connector: Connector, namespace: str, model: ModelIdentity, describe: Callable[[grpc.RpcError], str]
+        self,
+        connector: Connector,
+        namespace: str,
+        model: ModelIdentity,
+        describe: Callable[[grpc.RpcError], str],
+        *,
+        shadow: bool = False,
     ) -> None:
-        """Open the stream. `describe` returns a message for an error. Raises UserError if the service refuses it."""
+        """Open the stream. Raises UserError if the service refuses it.
+
+        describe: returns a message for an error. shadow: whether documents contain whole prompts, and are scored before
+        they are learned.
+        """
+        self._shadow = shadow
         self._describe = describe
         self._channel = connector.open()
         self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
@@ -61,6 +72,7 @@ class RemoteSink:
             tokens=pack(documents.tokens, "u4"),
             offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
             request_ids=documents.names,
+            prompt_lengths=pack(documents.prompt_lengths, "u4") if self._shadow else b"",
         )
         self._send(pb.WarmRequest(texts=texts))
 

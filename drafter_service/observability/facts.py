@@ -114,6 +114,18 @@ class ClientUse:
     """Tokens that the target produced."""
 
 
+@dataclass
+class ShadowUse:
+    """What withheld drafts would have gained, since the namespace was loaded."""
+
+    stats: Stats
+    """As if an engine had verified the drafts."""
+    observed: int = 0
+    """Requests that finished."""
+    scored: int = 0
+    """Requests among them whose drafts were compared with their outputs."""
+
+
 @dataclass(frozen=True)
 class NamespaceFacts:
     """Facts about one namespace. Statistics are references to those of the running service, not copies."""
@@ -125,6 +137,7 @@ class NamespaceFacts:
     corpus: CorpusReport
     """Facts of the corpus; fields that depend on rates are not set."""
     clients: ClientTotals
+    shadow: ShadowUse
     memory_bytes: int
     streams: int
     """Connected now."""

@@ -16,6 +16,7 @@ from drafter_service.client.messages import Welcome
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.options import HostLimits
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
+from ssd.errors import UserError
 
 if TYPE_CHECKING:  # It imports numba.
     from ssd.drafter import SuffixDrafter
@@ -44,6 +45,8 @@ class DrafterSettings:
     """TLS files and bearer token for the sidecar."""
     capacity: int = DrafterConfig.capacity
     """Tokens that an embedded drafter remembers, per namespace."""
+    shadow: bool = False
+    """Whether all drafts are withheld; the sidecar reports what they would have gained."""
     host: str = ""
     """Name and version of the host, such as "vllm/0.32.0"."""
 
@@ -127,6 +130,8 @@ class HostNamespaces:
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
+        if settings.ssd == EMBEDDED and settings.shadow:
+            raise UserError('"shadow" needs a sidecar, which reports the result; "ssd" is "embedded"')
         if settings.ssd == EMBEDDED:
             from ssd.drafter import SuffixDrafter
 
@@ -140,6 +145,7 @@ class HostNamespaces:
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,
             access=settings.access,
+            shadow=settings.shadow,
             required=False,
             on_lost=lambda reason: self._report(
                 f"no drafts from the drafter at {settings.ssd} ({reason}); continuing without drafts"

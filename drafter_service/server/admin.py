@@ -14,16 +14,13 @@ from google.protobuf.message import DecodeError
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
-from drafter_service.server.namespace import Namespace
+from drafter_service.server.learning import learn
 from drafter_service.server.namespaces import NamespaceError, Namespaces
-from drafter_service.server.requests import default_namespace, read_model, read_texts
+from drafter_service.server.requests import default_namespace, read_model
 from drafter_service.server.stream import REFUSALS
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError
 from ssd.corpus.sections import SnapshotError
-
-TEXTS_PER_TURN = 256
-"""Number of texts learned before other tasks of the event loop run."""
 
 
 class Admin:
@@ -176,24 +173,6 @@ class Admin:
             message.streams = len(namespace.streams)
             message.idle_s = 0.0 if namespace.streams else time.monotonic() - namespace.last_used
         return message
-
-
-async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse | pb.WarmResponse) -> None:
-    """Learn finished texts at the rate of the index, and add their counts to `total`.
-
-    Raises WireError, with no effect, for an invalid message, and ClosedError.
-    """
-    texts = read_texts(message, namespace.model.vocab_size)
-    for index, name in enumerate(texts.request_ids):
-        if index % TEXTS_PER_TURN == 0:
-            await asyncio.sleep(0)
-            await namespace.wait_for_room()
-        text = texts.text(index)
-        if namespace.learn(text, name):
-            total.tokens += len(text)
-            total.texts += 1
-        else:
-            total.duplicates += 1
 
 
 @asynccontextmanager

@@ -18,10 +18,12 @@ from drafter_service.observability.facts import (
     ModelIdentity,
     NamespaceFacts,
     Sample,
+    ShadowUse,
 )
 from drafter_service.observability.passages import Passages
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from drafter_service.server.shadow import Allowance
 from drafter_service.settings.tree import Limits
 from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
@@ -92,6 +94,9 @@ class Namespace:
         self.passages = passages
         """Counts of accepted texts; None unless reports may contain them."""
         self.clients = ClientTotals()
+        self.shadow = ShadowUse(Stats())
+        self.shadow_allowance = Allowance()
+        """Time for scoring observed requests."""
         self._uses: dict[str, ClientUse] = {}
         self.draft_latency = Latency()
         self.merge_latency = Latency()
@@ -140,28 +145,32 @@ class Namespace:
         name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
         return self._uses.setdefault(name, ClientUse())
 
-    def new_drafter(self) -> CorpusDrafter:
-        """Return a drafter for one stream."""
-        drafter = make_drafter(self.config, corpus=self.corpus, stats=self.stats, remember=self.learn)
+    def new_drafter(self, *, shadow: bool = False) -> CorpusDrafter:
+        """Return a drafter for one stream or call. shadow: whether its drafts are withheld, and counted apart."""
+        stats = self.shadow.stats if shadow else self.stats
+        drafter = make_drafter(self.config, corpus=self.corpus, stats=stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
 
     def release(self, drafter: CorpusDrafter) -> None:
-        """Close a drafter whose stream has ended."""
+        """Close a drafter whose stream or call has ended."""
         self.drafters.discard(drafter)
         drafter.close()
+
+    def has_learned(self, request_id: str | None) -> bool:
+        """Return whether a text of this name was learned; False for None."""
+        return request_id is not None and hash_of(request_id) in self._learned
 
     def learn(self, tokens: np.ndarray, request_id: str | None, *, logged_at: float | None = None) -> bool:
         """Learn a finished text, uint32 [n], unless its name was learned before; return whether it was new.
 
         logged_at: time at which a text from the shared log finished.
         """
+        if self.has_learned(request_id):
+            self.duplicates += 1
+            return False
         if request_id is not None:
-            name = hash_of(request_id)
-            if name in self._learned:
-                self.duplicates += 1
-                return False
-            self._learned[name] = self.corpus.clock() if logged_at is None else logged_at
+            self._learned[hash_of(request_id)] = self.corpus.clock() if logged_at is None else logged_at
             if len(self._learned) > MAX_NAMES:
                 for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
@@ -180,7 +189,12 @@ class Namespace:
             if self.corpus.waiting <= self._max_waiting:
                 return
             await asyncio.sleep(POLL_S)
-        raise ClosedError(f"namespace {self.name!r} was dropped")
+        self.check_is_open()
+
+    def check_is_open(self) -> None:
+        """Raise ClosedError if the namespace was unloaded."""
+        if self.is_closed:
+            raise ClosedError(f"namespace {self.name!r} was dropped")
 
     async def refresh(self) -> None:
         """Return once no draft can contain forgotten text."""
@@ -279,6 +293,7 @@ class Namespace:
             draft_latency=self.draft_latency,
             merge_latency=self.merge_latency,
             clients=self.clients,
+            shadow=self.shadow,
             duplicates=self.duplicates,
             uses=self._uses,
             passages=show.most_productive(corpus) if show is not None else None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack_tokens
+from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack, unpack_tokens
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
@@ -37,6 +37,8 @@ class StartedSequence:
     session_id: str | None
     request_id: str | None
     learn: bool
+    shadow: bool
+    """Whether its drafts are withheld."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,8 @@ class Texts:
     offsets: np.ndarray
     """uint32 [D + 1]."""
     request_ids: list[str | None]
+    prompt_lengths: np.ndarray | None
+    """uint32 [D]; None if no text has a prompt."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -99,6 +103,7 @@ def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSeq
         _read_name(message.session_id, f"{field}.session_id"),
         _read_name(message.request_id, f"{field}.request_id"),
         message.learn,
+        message.shadow,
     )
 
 
@@ -142,7 +147,21 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
-    return Texts(tokens, offsets, names or [None] * texts)
+    return Texts(tokens, offsets, names or [None] * texts, _read_prompt_lengths(message.prompt_lengths, offsets))
+
+
+def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> np.ndarray | None:
+    """Return the prompt length of each text, None if they are not given. Raises WireError."""
+    if not data:
+        return None
+    lengths = unpack(data, "u4", "texts.prompt_lengths")
+    texts = np.diff(offsets)
+    if len(lengths) != len(texts):
+        raise WireError(f"texts.prompt_lengths has {len(lengths)} elements, not {len(texts)}")
+    if (longer := lengths > texts).any():
+        index = int(longer.argmax())
+        raise WireError(f"texts.prompt_lengths[{index}] is {lengths[index]}; the text has {texts[index]} tokens")
+    return lengths
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, field: str) -> None:

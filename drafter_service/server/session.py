@@ -20,10 +20,11 @@ from drafter_service.server.requests import (
     read_finish,
     read_start,
 )
+from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
-from ssd.base import Opening
+from ssd.base import CorpusDrafter, Opening
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
 LONG_PROMPT = 8192
@@ -53,6 +54,10 @@ class Session:
         self._drafter = namespace.new_drafter()
         self._use = namespace.use_by(client)
         self._use.streams += 1
+        self._shadow: ShadowDrafter | None = None
+        """Drafter of the sequences whose drafts are withheld; None before the first."""
+        self._withheld: set[int] = set()
+        """Sequences whose drafts are withheld."""
         self._indexing: dict[int, Indexing] = {}
         self._sizes: dict[int, int] = {}
         """Tokens of each sequence, prompt included, the least recently used sequence first."""
@@ -87,6 +92,8 @@ class Session:
             indexing.task.cancel()
         self._use.streams -= 1
         self.namespace.release(self._drafter)
+        if self._shadow is not None:
+            self.namespace.release(self._shadow.drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         vocab_size = self.namespace.model.vocab_size
@@ -132,7 +139,7 @@ class Session:
             raise WireError("finishes contains a sequence twice")
         offered = self._drafter.offered_to([finish.sequence_id for finish in finishes])
         for index, (finish, limit) in enumerate(zip(finishes, offered.tolist(), strict=True)):
-            is_known = limit >= 0 or finish.sequence_id in new
+            is_known = limit >= 0 or finish.sequence_id in new or finish.sequence_id in self._withheld
             if is_known and finish.verified > max(0, limit):
                 raise WireError(
                     f"finishes[{index}].verified is {finish.verified}; the sequence's last draft had {max(0, limit)} "
@@ -152,8 +159,8 @@ class Session:
         """Check counts, except those of unknown sequences."""
         offered = self._drafter.offered_to(batch.sequence_ids.tolist())
         wrong = (offered >= 0) & (batch.verified > offered)
-        if new:
-            wrong |= np.isin(batch.sequence_ids, np.array(list(new), np.uint64)) & (batch.verified > 0)
+        if undrafted := new | self._withheld:
+            wrong |= np.isin(batch.sequence_ids, np.array(list(undrafted), np.uint64)) & (batch.verified > 0)
         if wrong.any():
             index = int(wrong.argmax())
             raise WireError(
@@ -162,7 +169,11 @@ class Session:
             )
 
     def _start(self, start: StartedSequence) -> None:
-        opening = self._drafter.open(
+        sequence_id = start.sequence_id
+        if start.shadow:
+            self._shadow = self._shadow or ShadowDrafter(self.namespace.new_drafter(shadow=True))
+            self._withheld.add(sequence_id)
+        opening = self._drafter_of(sequence_id).open(
             start.prompt,
             hints=start.hints,
             committed=start.committed,
@@ -170,12 +181,11 @@ class Session:
             request_id=start.request_id,
             learn=start.learn and self._may_learn,
         )
-        sequence_id = start.sequence_id
         self._sizes[sequence_id] = len(opening.text)
         self._tokens += len(opening.text)
         self._make_room()
         if len(opening.text) < LONG_PROMPT:
-            self._drafter.begin(sequence_id, opening)
+            self._drafter_of(sequence_id).begin(sequence_id, opening)
         else:
             task = asyncio.get_running_loop().create_task(self._index(sequence_id, opening))
             self._indexing[sequence_id] = Indexing(task, opening)
@@ -188,42 +198,72 @@ class Session:
             self._remove(sequence_id)
             return
         indexing = self._indexing.pop(sequence_id)
-        self._drafter.begin(sequence_id, opening)
+        drafter = self._drafter_of(sequence_id)
+        drafter.begin(sequence_id, opening)
         committed = np.concatenate([NO_TOKENS, *indexing.committed])
-        self._drafter.draft(Progress.of_one(sequence_id, committed, steps=len(indexing.committed)))
+        progress = Progress.of_one(sequence_id, committed, steps=len(indexing.committed))
+        if isinstance(drafter, ShadowDrafter):
+            drafter.advance(progress)
+        else:
+            drafter.draft(progress)
 
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it existed."""
         if finish.sequence_id not in self._sizes:
             return False
+        drafter = self._drafter_of(finish.sequence_id)
         self._remove(finish.sequence_id)
-        if len(finish.tokens):
-            self._use.committed += len(finish.tokens)
-            self._use.steps += finish.steps
         learn = finish.learn and self._may_learn
         indexing = self._indexing.pop(finish.sequence_id, None)
+        if isinstance(drafter, ShadowDrafter):
+            self.namespace.shadow.observed += 1
+            self.namespace.shadow.scored += indexing is None
+        elif len(finish.tokens):
+            self._use.committed += len(finish.tokens)
+            self._use.steps += finish.steps
         if indexing is not None:
             indexing.task.cancel()
-            self._finish_unindexed(indexing, finish, learn)
-            return True
-        self._drafter.finish(
-            finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn
-        )
+            self._finish_unindexed(indexing, finish, learn, counts=drafter is self._drafter)
+        elif isinstance(drafter, ShadowDrafter):
+            drafter.finish(finish.sequence_id, finish.tokens, learn=learn)
+        else:
+            drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
         return True
 
-    def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool) -> None:
-        """End a sequence before its prompt is indexed."""
+    def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool, *, counts: bool) -> None:
+        """End a sequence before its prompt is indexed. counts: whether its tokens count as a step without a draft."""
         running = indexing.opening.running
         committed = np.concatenate([*indexing.committed, finish.tokens])
-        if len(committed):
+        if counts and len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
             text = np.concatenate([indexing.opening.learned, committed])
             self.namespace.learn(text, running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
-        """Return drafts, and the sequences that are unknown."""
+        """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty."""
         ids = batch.sequence_ids.tolist()
+        if self._withheld.isdisjoint(ids):
+            return self._draft_openly(batch, ids)
+        withheld = [index for index, sequence_id in enumerate(ids) if sequence_id in self._withheld]
+        others = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._withheld]
+        self._withhold(_part(batch, withheld))
+        drafts, lost = self._draft_openly(_part(batch, others), [ids[index] for index in others])
+        return drafts.scatter(np.array(others, np.int64), len(ids)), lost
+
+    def _withhold(self, batch: Progress) -> None:
+        """Score the withheld drafts against the tokens of a batch, and make the next ones."""
+        assert self._shadow is not None
+        ids, bounds = batch.sequence_ids.tolist(), batch.offsets.tolist()
+        self._update_sizes(ids, batch)
+        for index, sequence_id in enumerate(ids):
+            if (indexing := self._indexing.get(sequence_id)) is not None:
+                indexing.committed.append(batch.tokens[bounds[index] : bounds[index + 1]].copy())
+        ready = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._indexing]
+        self._shadow.advance(_part(batch, ready))
+
+    def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
+        """Return drafts, and the sequences that are unknown."""
         if self.namespace.passages is not None:
             self._note_passages(batch, self.namespace.passages)
         self._use.committed += len(batch.tokens)
@@ -264,7 +304,8 @@ class Session:
         """Return drafts for possible outcomes, and the unknown sequences. Changes nothing. Raises WireError."""
         ids = outcomes.sequence_ids.tolist()
         lost = [sequence_id for sequence_id in ids if sequence_id not in self._sizes]
-        is_ready = np.array([each in self._sizes and each not in self._indexing for each in ids], bool)
+        unready = self._indexing.keys() | self._withheld
+        is_ready = np.array([each in self._sizes and each not in unready for each in ids], bool)
         counts = np.diff(outcomes.offsets)
         is_kept = is_ready.repeat(counts)
         kept = Outcomes(
@@ -281,7 +322,15 @@ class Session:
             raise WireError(f"outcomes: {problem}") from None
         return drafts.scatter(is_kept.nonzero()[0], len(is_kept)), lost
 
+    def _drafter_of(self, sequence_id: int) -> CorpusDrafter | ShadowDrafter:
+        """Return the drafter that has a sequence, or will have it."""
+        if sequence_id not in self._withheld:
+            return self._drafter
+        assert self._shadow is not None
+        return self._shadow
+
     def _remove(self, sequence_id: int) -> None:
+        self._withheld.discard(sequence_id)
         self._tokens -= self._sizes.pop(sequence_id)
 
     def _make_room(self) -> None:
@@ -290,8 +339,9 @@ class Session:
         if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
             return
         for sequence_id in [sequence_id for sequence_id in self._sizes if sequence_id not in self._indexing]:
+            drafter = self._drafter_of(sequence_id)
             self._remove(sequence_id)
-            self._drafter.finish(sequence_id, NO_TOKENS, learn=False)
+            drafter.finish(sequence_id, NO_TOKENS, learn=False)
             if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
                 return
 

@@ -69,7 +69,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints")
+    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Start(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     LEARN_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
     committed: bytes
@@ -84,7 +85,8 @@ class Start(_message.Message):
     request_id: str
     learn: bool
     hints: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ...) -> None: ...
+    shadow: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ..., shadow: bool = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("sequence_id", "tokens", "learn", "verified", "steps")
@@ -183,14 +185,16 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Texts(_message.Message):
-    __slots__ = ("tokens", "offsets", "request_ids")
+    __slots__ = ("tokens", "offsets", "request_ids", "prompt_lengths")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     offsets: bytes
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    prompt_lengths: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., prompt_lengths: _Optional[bytes] = ...) -> None: ...
 
 class ObserveRequest(_message.Message):
     __slots__ = ("namespace", "model", "texts")

@@ -10,6 +10,7 @@ from drafter_service.observability.facts import (
     ModelIdentity,
     NamespaceFacts,
     ServiceFacts,
+    ShadowUse,
 )
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
 from ssd.stats import Stats
@@ -46,6 +47,7 @@ def namespace_facts(name="main", stats=None, **changes):
             full_builds=30,
             forgotten_requests=20,
         ),
+        "shadow": ShadowUse(filled_stats(7), observed=90, scored=70),
         "memory_bytes": 12_345,
         "streams": 3,
         "sequences": 17,

@@ -210,6 +210,36 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         "Sequences that clients sent again because the service did not have them.",
     ),
     _counter("ssd_drafter_client_reconnects_total", "clients.reconnects", "Connections that clients re-established."),
+    _counter(
+        "ssd_drafter_shadow_observed_requests_total",
+        "shadow.observed",
+        "Finished requests whose drafts were withheld (shadow mode).",
+    ),
+    _counter(
+        "ssd_drafter_shadow_scored_requests_total",
+        "shadow.scored",
+        "Requests in shadow mode whose drafts were compared with their outputs.",
+    ),
+    _counter(
+        "ssd_drafter_shadow_steps_total",
+        "shadow.stats.steps",
+        "Sequence steps that requests in shadow mode would have taken with their drafts.",
+    ),
+    _counter(
+        "ssd_drafter_shadow_committed_tokens_total",
+        "shadow.stats.committed",
+        "Tokens that the target produced in the scored requests of shadow mode.",
+    ),
+    _counter(
+        "ssd_drafter_shadow_verified_tokens_total",
+        "shadow.stats.verified",
+        "Draft tokens of shadow mode that the target would have verified.",
+    ),
+    _counter(
+        "ssd_drafter_shadow_accepted_tokens_total",
+        "shadow.stats.accepted",
+        "Draft tokens of shadow mode that the target would have accepted.",
+    ),
     Histogram(
         "ssd_drafter_draft_latency_seconds",
         "Seconds that the service takes to answer one message, which asks for the drafts of a whole batch.",

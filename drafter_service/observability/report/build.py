@@ -13,6 +13,7 @@ from drafter_service.observability.facts import (
     NamespaceFacts,
     Sample,
     ServiceFacts,
+    ShadowUse,
 )
 from drafter_service.observability.report.figures import (
     finite,
@@ -36,6 +37,7 @@ from drafter_service.observability.report.schema import (
     Recent,
     Report,
     ServiceReport,
+    ShadowReport,
 )
 from ssd.corpus.snapshot import load
 
@@ -103,6 +105,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         merge_latency=_latency(facts.merge_latency),
         clients=facts.clients.model_copy(),
         by_client=_by_client(facts.uses),
+        shadow=_shadow(facts.shadow),
         memory_bytes=facts.memory_bytes,
         streams=facts.streams,
         sequences=facts.sequences,
@@ -140,6 +143,13 @@ def _by_client(uses: Mapping[str, ClientUse]) -> list[ClientReport]:
         for client, use in uses.items()
     ]
     return sorted(reports, key=lambda report: -report.committed)
+
+
+def _shadow(use: ShadowUse) -> ShadowReport | None:
+    if not use.observed and not use.stats.steps:
+        return None
+    drafting = tables(use.stats.counters).drafting
+    return ShadowReport(observed_requests=use.observed, scored_requests=use.scored, drafting=drafting)
 
 
 def _model(model: ModelIdentity) -> ModelReport:

@@ -10,7 +10,7 @@ from drafter_service.observability.charts import Markup, Value
 from drafter_service.observability.report import units
 from drafter_service.observability.report.panels import namespace_panels, service_panel
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Report
-from drafter_service.observability.report.verdict import by_saving, remarks, saving, service_remarks, worth
+from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 
 MAX_IN_FULL = 12
 """Maximum number of namespaces shown in full, 0.1 to 0.2 MB of page each. Those that save least are only rows of the
@@ -57,7 +57,9 @@ def _footer(report: Report) -> str:
 def _one(namespace: NamespaceReport, more: str = "") -> str:
     """Return a namespace in full, followed by the panel `more`."""
     panels = f'<div class="plots">{"".join(namespace_panels(namespace))}{more}</div>'
-    return _remarks(remarks(namespace)) + _cards(namespace.drafting, namespace) + panels
+    shadow = escape(in_shadow(namespace.shadow))
+    head = _remarks(remarks(namespace)) + (f'<p class="soft">{shadow}</p>' if shadow else "")
+    return head + _cards(namespace.drafting, namespace) + panels
 
 
 def _many(report: Report, namespaces: Sequence[NamespaceReport], more: str) -> str:

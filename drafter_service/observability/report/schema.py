@@ -225,6 +225,17 @@ class ClientReport(_Part):
     tokens_per_step: Amount | None = Field(description="committed / steps.")
 
 
+class ShadowReport(_Part):
+    """Shadow mode: drafts that were withheld, and compared with the tokens that the target produced without them."""
+
+    observed_requests: Count = Field(description="Finished requests whose drafts were withheld.")
+    scored_requests: Count = Field(
+        description="Requests among them whose drafts were compared: all of an engine in shadow mode, "
+        "and a sample of the texts that came with their prompts."
+    )
+    drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
+
+
 class PassageReport(_Part):
     """A piece of remembered text that drafts came from. It is users' text."""
 
@@ -273,6 +284,9 @@ class NamespaceReport(CounterTables):
     clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
     by_client: list[ClientReport] | None = Field(
         default=None, description="By name and version of the client, most tokens first."
+    )
+    shadow: ShadowReport | None = Field(
+        default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
     streams: Count | None = Field(default=None, description="Engines connected now.")

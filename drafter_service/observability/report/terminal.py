@@ -26,6 +26,7 @@ from drafter_service.observability.report.schema import (
 )
 from drafter_service.observability.report.verdict import (
     by_saving,
+    in_shadow,
     log_facts,
     remarks,
     saving,
@@ -88,6 +89,8 @@ def _summary(namespace: NamespaceReport, *, with_worth: bool) -> Group:
     ]
     if with_worth and (more := worth(namespace.drafting)):
         lines.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
+    if shadow := in_shadow(namespace.shadow):
+        lines.append(Padding(Text(shadow), (0, 0, 0, 2)))
     lines += [_remark(remark) for remark in remarks(namespace)]
     return Group(*lines)
 

@@ -8,6 +8,7 @@ from drafter_service.observability.report.schema import (
     NamespaceReport,
     Report,
     ServiceReport,
+    ShadowReport,
     SharedLogReport,
 )
 
@@ -44,6 +45,18 @@ def worth(drafting: Drafting) -> str:
         f"Estimated from {units.count(drafting.steps)} steps: {units.ratio(speedup)}x as fast where verifying a token "
         f"costs {units.share(USUAL_COST)} of a step; it pays {limit}."
     )
+
+
+def in_shadow(shadow: ShadowReport | None) -> str:
+    """Return a sentence about the drafts that were withheld; empty if there were none."""
+    if shadow is None:
+        return ""
+    scored, observed = units.count(shadow.scored_requests), units.count(shadow.observed_requests)
+    counts = f"shadow: {scored} requests scored of {observed} observed"
+    if not shadow.drafting.steps:
+        return f"{counts}."
+    accepted, tokens_per_step = units.share(shadow.drafting.acceptance), units.ratio(shadow.drafting.tokens_per_step)
+    return f"{counts}; drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
 
 
 def remarks(namespace: NamespaceReport) -> list[str]:

@@ -1,6 +1,7 @@
 """`ssd-drafter warm`, from the command line to the snapshot."""
 
 import hashlib
+import json
 import sys
 
 import numpy as np
@@ -21,6 +22,8 @@ from ssd.corpus.corpus import Corpus
 from ssd.errors import UserError
 from ssd.stats import Stats
 from tests.drafter_service.ingest.loads import MODEL, Collected, tokenized, write_jsonl
+from tests.drafter_service.raw import connected
+from tests.servers import served
 
 
 def invoke(*arguments):
@@ -102,7 +105,7 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
 def test_learning_into_a_service(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     sink, called = Collected(), []
-    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or sink)
+    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where, **_: called.append(where) or sink)
     invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--namespace", "n", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert (namespace, model.tokenizer) == ("n", hashlib.sha256((MODEL / "tokenizer.json").read_bytes()).hexdigest())
@@ -112,7 +115,9 @@ def test_learning_into_a_service(tmp_path, monkeypatch):
 def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     called = []
-    monkeypatch.setattr("drafter_service.ingest.sinks.RemoteSink", lambda *where: called.append(where) or Collected())
+    monkeypatch.setattr(
+        "drafter_service.ingest.sinks.RemoteSink", lambda *where, **_: called.append(where) or Collected()
+    )
     invoke("--from", tmp_path / "a.jsonl", "--address", "unix:/x", "--tokenizer", MODEL)
     ((_, namespace, model, _),) = called
     assert model == model_identity(MODEL)
@@ -176,3 +181,23 @@ def test_interruption_says_whether_the_load_can_continue(tmp_path, monkeypatch):
         invoke(*arguments)
     with pytest.raises(UserError, match="continues from the last commit"):
         invoke(*arguments, "--resume", tmp_path / "r")
+
+
+def test_a_service_scores_requests_in_shadow_mode(tmp_path):
+    records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
+    write_jsonl(tmp_path / "a.jsonl", records)
+    address = f"unix:{tmp_path}/s"
+    with served("--listen", address, "--capacity", "300k"):
+        invoke("--from", tmp_path / "a.jsonl", "--address", address, "--namespace", "n", "--shadow")
+        with connected(address) as caller:
+            (namespace,) = json.loads(caller.call("Report").json)["namespaces"]
+    assert (namespace["shadow"]["observed_requests"], namespace["shadow"]["scored_requests"]) == (2, 2)
+    assert namespace["shadow"]["drafting"]["committed"] == 80
+    assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
+
+
+@pytest.mark.parametrize("other", [["--whole-prompts", "--namespace", "n"], ["--snapshot", "c"]])
+def test_options_that_shadow_mode_excludes(tmp_path, other):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    with pytest.raises(UserError, match="--shadow is for a running service"):
+        invoke("--from", tmp_path / "a.jsonl", "--shadow", *other)

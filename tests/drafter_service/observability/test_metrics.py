@@ -360,7 +360,7 @@ def test_concurrent_scrapes_agree():
             reader.start()
         for reader in readers:
             reader.join()
-    totals = [sum(value for key, value in text[0].items() if "committed" in key[0]) for text in texts]
+    totals = [sum(committed(text[0]).values()) for text in texts]
     assert totals == [stats.sum()] * 4
 
 

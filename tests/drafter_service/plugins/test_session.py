@@ -1,5 +1,6 @@
 """The session: limits, options, ends, failures; over the embedded drafter and over a running sidecar."""
 
+import json
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from drafter_service.plugins.session import HostSession
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
+from tests.drafter_service.raw import connected
 from tests.servers import served
 
 LOOP = [1, 2, 3, 4, 5, 1, 2, 3]
@@ -340,6 +342,38 @@ def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server):
         assert host.session.counters.failures == 0
         host.session.close()
     assert not remote.reports
+
+
+def test_a_sidecar_scores_the_drafts_that_a_host_withholds(socket_address, server):
+    settings = DrafterSettings(ssd=socket_address, deadline_s=10, namespace="withheld", shadow=True)
+    host = SimulatedHost(settings=settings)
+    wait_until(lambda: host.session._namespaces.find("", "").drafter.welcome)
+    for name in "ab":
+        host.add(name, LOOP, RequestOptions(max_tokens=24))
+        while not host.requests[name].is_full:
+            host.step([name])
+            assert host.requests[name].draft == []
+        host.end(name)
+    host.session.close()
+    with connected(socket_address) as caller:
+
+        def read():
+            return json.loads(caller.call("Report", namespace="withheld").json)["namespaces"][0]
+
+        wait_until(lambda: (read()["shadow"] or {"scored_requests": 0})["scored_requests"] == 2)
+        report = read()
+    assert report["shadow"]["drafting"]["committed"] == 48
+    assert report["shadow"]["drafting"]["accepted"] > 0
+    assert report["drafting"]["steps"] == 0
+    assert not host.reports
+
+
+def test_an_embedded_drafter_has_no_shadow_mode():
+    reports = []
+    session = HostSession(DrafterSettings(ssd="embedded", shadow=True), LIMITS, reports.append)
+    assert first_draft(session) == []
+    (report,) = reports
+    assert report.startswith('"shadow" needs a sidecar, which reports the result')
 
 
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):

@@ -1,0 +1,148 @@
+"""Shadow mode: drafts that are withheld, and scored against the tokens that come instead.
+
+An engine that verifies drafts gets the next draft after the accepted tokens of the last one and one token more. So a
+withheld draft is kept until that many tokens have arrived; then they are committed as one step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ssd.base import CorpusDrafter, Opening
+from ssd.types import Progress, offsets_of
+
+SHARE = 0.1
+"""Maximum share of the time that is spent on scoring observed requests."""
+BURST_S = 1.0
+"""Time in seconds that may be spent at once after a pause."""
+
+MAX_WAITING = 256
+"""Tokens of a sequence that may wait for a step, more than a draft has. If an engine sends more at once, they count as
+steps without drafts, so that a message takes a limited time."""
+
+NO_TOKENS = np.empty(0, np.uint32)
+
+
+@dataclass(slots=True, eq=False)
+class Withheld:
+    """A sequence whose drafts are withheld."""
+
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
+    """uint32 [n]: tokens that no step has committed yet."""
+    has_draft: bool = False
+    """Whether it was drafted for, even if the draft was empty."""
+    max_draft: int = 0
+    """Maximum length of its next draft."""
+
+
+class Step(NamedTuple):
+    """What a sequence commits at once."""
+
+    tokens: int
+    """Number of tokens."""
+    steps: int
+    """Number of steps that a target needs for them; the draft is verified in the first."""
+
+
+class ShadowDrafter:
+    """Asks a drafter for drafts as an engine does that verifies them; the drafter's `stats` have the result."""
+
+    def __init__(self, drafter: CorpusDrafter) -> None:
+        self.drafter = drafter
+        self._sequences: dict[int, Withheld] = {}
+
+    def open(self, prompt: np.ndarray, **options: Any) -> Opening:
+        """Prepare a sequence, see `CorpusDrafter.open`."""
+        return self.drafter.open(prompt, **options)
+
+    def begin(self, sequence_id: int, opening: Opening) -> None:
+        """Begin a sequence, see `CorpusDrafter.begin`."""
+        self.drafter.begin(sequence_id, opening)
+        self._sequences[sequence_id] = Withheld()
+
+    def advance(self, batch: Progress) -> None:
+        """Add the tokens of a batch of these sequences, and make the steps whose outcomes they decide.
+
+        `verified` and `steps` of the batch have no effect.
+        """
+        ids, bounds = batch.sequence_ids.tolist(), batch.offsets.tolist()
+        for index, (sequence_id, limit) in enumerate(zip(ids, batch.max_draft.tolist(), strict=True)):
+            sequence = self._sequences[sequence_id]
+            sequence.tokens = np.concatenate([sequence.tokens, batch.tokens[bounds[index] : bounds[index + 1]]])
+            sequence.max_draft = limit
+        while decided := {each: step for each in ids if (step := self._next_step(each)) is not None}:
+            self._commit(decided, batch.cost)
+            ids = list(decided)
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool) -> None:
+        """End a sequence; tokens: uint32 [n], those since its last batch. learn: see `CorpusDrafter.finish`."""
+        if len(tokens):
+            limit = self._sequences[sequence_id].max_draft
+            self.advance(Progress.of_one(sequence_id, tokens, max_draft=limit))
+        rest = self._sequences.pop(sequence_id).tokens
+        verified = self._offered(sequence_id) if len(rest) else 0
+        self.drafter.finish(sequence_id, rest, verified=verified, learn=learn)
+
+    def _next_step(self, sequence_id: int) -> Step | None:
+        """Return the next step of a sequence, without tokens before its first draft; None if it is not decided yet."""
+        sequence = self._sequences[sequence_id]
+        size = len(sequence.tokens)
+        if not size:
+            return None if sequence.has_draft else Step(0, 1)
+        offered = self._offered(sequence_id)
+        accepted = self.drafter.accepted(sequence_id, sequence.tokens[: offered + 1], offered)
+        if size > MAX_WAITING:
+            return Step(size, size - accepted)
+        return Step(accepted + 1, 1) if accepted < size else None
+
+    def _commit(self, steps: dict[int, Step], cost: float | None) -> None:
+        """Commit a step of each sequence, and draft for the next one."""
+        ids, sizes = list(steps), [step.tokens for step in steps.values()]
+        sequences = [self._sequences[sequence_id] for sequence_id in ids]
+        progress = Progress(
+            sequence_ids=np.array(ids, np.uint64),
+            tokens=np.concatenate([each.tokens[:size] for each, size in zip(sequences, sizes, strict=True)]),
+            offsets=offsets_of(np.array(sizes, np.uint32)),
+            verified=self.drafter.offered_to(ids).astype(np.uint32),
+            max_draft=np.array([each.max_draft for each in sequences], np.uint32),
+            cost=cost,
+            steps=np.array([step.steps for step in steps.values()], np.uint32),
+        )
+        self.drafter.draft(progress)
+        for each, size in zip(sequences, sizes, strict=True):
+            each.tokens, each.has_draft = each.tokens[size:], True
+
+    def _offered(self, sequence_id: int) -> int:
+        return int(self.drafter.offered_to([sequence_id])[0])
+
+
+class Allowance:
+    """Limits an activity to a share of the time. Unspent time is kept, up to a limit."""
+
+    def __init__(
+        self, share: float = SHARE, burst_s: float = BURST_S, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._share, self._burst_s, self._clock = share, burst_s, clock
+        self._left_s, self._at = burst_s, clock()
+
+    def is_left(self) -> bool:
+        """Return whether the activity may run now."""
+        now = self._clock()
+        self._left_s = min(self._burst_s, self._left_s + self._share * (now - self._at))
+        self._at = now
+        return self._left_s > 0
+
+    @contextmanager
+    def spend(self) -> Iterator[None]:
+        """Count the time of the block."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._left_s -= self._clock() - began

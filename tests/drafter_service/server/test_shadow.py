@@ -1,0 +1,337 @@
+"""Shadow mode: withheld drafts are scored as if an engine had verified them, apart from all other counters."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.learning import learn
+from drafter_service.server.namespace import ClosedError, Namespace
+from drafter_service.server.session import LONG_PROMPT, Session
+from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, Allowance, ShadowDrafter
+from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import pack
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from ssd.types import Progress
+from tests.drafter_service.raw import batch, connected, drafted, finish, start, texts
+from tests.replay import accepted_path, drafter_of, progress_of
+from tests.servers import served
+from tests.strategies import array
+
+LIMIT = 8
+NO_TOKENS = np.empty(0, np.uint32)
+REQUESTS = [
+    (np.arange(0, 20, dtype=np.uint32), array([*range(20, 60), 999, *range(61, 90)])),
+    (np.arange(5, 25, dtype=np.uint32), array([*range(25, 70), 7, 7, 7, 7, 7, 7, 70, 71])),
+    (np.arange(200, 210, dtype=np.uint32), array([*range(210, 230), *range(40, 60)])),
+]
+KNOWN = [list(range(100)), list(range(30, 60)) * 2, list(range(200, 260))]
+
+
+def new_namespace(**settings):
+    config = DrafterConfig(capacity=50_000, refresh_interval_s=3600, **settings)
+    corpus = Corpus(config.capacity, config.match_depth)
+    for known in KNOWN:
+        corpus.append(array(known))
+    corpus.refresh()
+    return Namespace("some", ModelIdentity(), config, corpus)
+
+
+def close(namespace):
+    namespace.close()
+    namespace.corpus.close()
+
+
+@pytest.fixture
+def namespace():
+    namespace = new_namespace()
+    yield namespace
+    close(namespace)
+
+
+def ask(session, **fields):
+    response = session.answer(pb.DraftRequest(**fields), may_learn=True)
+    assert not response.HasField("error"), response.error.message
+    return response
+
+
+def counts(stats):
+    return {name: table.tolist() for name, table in stats.counters._asdict().items()}
+
+
+def verify(drafter, sequence_id, prompt, output, limit=LIMIT):
+    """Run a request on an engine that verifies its drafts. The slow twin of `ShadowDrafter`."""
+    drafter.start(sequence_id, prompt)
+    done, last, verified = 0, NO_TOKENS, 0
+    while done < len(output):
+        drafts = drafter.draft(progress_of({sequence_id: last}, limit, verified))
+        verified = len(drafts.tokens)
+        last = output[done : done + len(accepted_path(drafts, 0, output[done:])) + 1]
+        done += len(last)
+    drafter.finish(sequence_id, last, verified=verified)
+
+
+@st.composite
+def cut(draw):
+    """Return the requests with outputs in pieces, as an engine without drafts reports them."""
+    requests = []
+    for prompt, output in REQUESTS:
+        places = sorted(draw(st.sets(st.integers(1, len(output)), max_size=8)))
+        requests.append((prompt, np.split(output, [place for place in places if draw(st.booleans())])))
+    return requests
+
+
+@given(cut(), st.sampled_from(["path", "tree"]))
+def test_the_drafter_is_asked_as_by_an_engine_that_verifies_drafts(requests, shape):
+    with drafter_of(KNOWN, draft_shape=shape) as one, drafter_of(KNOWN, draft_shape=shape) as other:
+        shadow = ShadowDrafter(one)
+        for number, (prompt, pieces) in enumerate(requests):
+            verify(other, number, prompt, np.concatenate(pieces))
+            shadow.begin(number, one.open(prompt))
+            shadow.advance(Progress.of_one(number, NO_TOKENS, max_draft=LIMIT))
+            for piece in pieces[:-1]:
+                shadow.advance(Progress.of_one(number, piece, max_draft=LIMIT))
+            shadow.finish(number, pieces[-1], learn=True)
+        assert counts(one.stats) == counts(other.stats)
+        assert one.corpus.appended == other.corpus.appended
+
+
+def test_tokens_before_the_first_draft_are_a_step_each():
+    with drafter_of(KNOWN) as drafter:
+        shadow = ShadowDrafter(drafter)
+        shadow.begin(1, drafter.open(array(range(10))))
+        shadow.advance(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
+        assert (drafter.stats.steps, drafter.stats.committed) == (3, 3)
+
+
+def test_many_tokens_at_once_are_steps_without_drafts():
+    with drafter_of([range(2 * MAX_WAITING)]) as drafter:
+        shadow = ShadowDrafter(drafter)
+        shadow.begin(1, drafter.open(array(range(10))))
+        shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
+        offered = drafter.offered()[1]
+        shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
+        assert drafter.stats.committed == MAX_WAITING + 1
+        assert drafter.stats.accepted == offered > 0
+        assert drafter.stats.steps == MAX_WAITING + 1 - offered
+
+
+# --- An engine whose sequences have `shadow` set
+
+
+def run_shadowed(session, sequence_id, prompt, output):
+    """Run a request without drafts, one token per step."""
+    assert drafted(ask(session, starts=[start(sequence_id, prompt, shadow=True)], batch=batch({sequence_id: ()}))) == []
+    for token in output[:-1].tolist():
+        assert drafted(ask(session, batch=batch({sequence_id: [token]}))) == []
+    ask(session, finishes=[finish(sequence_id, output[-1:])])
+
+
+def test_a_withheld_draft_is_scored_when_the_tokens_of_its_step_have_come(namespace):
+    session, twin = Session(namespace, Limits(), "engine"), new_namespace()
+    verifying = twin.new_drafter()
+    for number, (prompt, output) in enumerate(REQUESTS):
+        run_shadowed(session, number, prompt, output)
+        verify(verifying, number, prompt, output)
+    assert counts(namespace.shadow.stats) == counts(twin.stats)
+    assert namespace.shadow.stats.accepted > 50
+    assert (namespace.shadow.observed, namespace.shadow.scored) == (3, 3)
+    assert namespace.corpus.appended == twin.corpus.appended, "outputs are learned as usual"
+    session.close()
+    close(twin)
+
+
+def test_counters_of_verified_drafts_do_not_contain_withheld_ones(namespace):
+    session = Session(namespace, Limits(), "engine")
+    prompt, output = REQUESTS[0]
+    run_shadowed(session, 1, prompt, output)
+    assert counts(namespace.stats) == counts(type(namespace.stats)())
+    use = namespace.use_by("engine")
+    assert (use.steps, use.committed) == (0, 0)
+    session.close()
+    assert not namespace.drafters
+
+
+def test_a_batch_may_contain_both_kinds(namespace):
+    session = Session(namespace, Limits())
+    prompts = {1: range(10), 2: range(20), 3: range(200, 220)}
+    starts = [start(number, prompt, shadow=number == 2) for number, prompt in prompts.items()]
+    response = ask(session, starts=starts, batch=batch(dict.fromkeys((2, 1, 3), ())))
+    sizes = [len(drafted(response, 3, index)) for index in range(3)]
+    assert sizes[0] == 0 < min(sizes[1:])
+    response = session.answer(pb.DraftRequest(batch=batch({2: [20]}, verified=1)), may_learn=True)
+    assert "batch.verified[0] is 1; the sequence's last draft had 0 tokens" in response.error.message
+    response = session.answer(pb.DraftRequest(finishes=[finish(2, [20], verified=1)]), may_learn=True)
+    assert "finishes[0].verified is 1" in response.error.message
+
+
+def test_a_long_prompt_is_indexed_before_drafts_are_withheld(namespace):
+    async def act():
+        session = Session(namespace, Limits())
+        long = np.arange(10_000, 10_000 + LONG_PROMPT, dtype=np.uint32)
+        ask(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
+        ask(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
+        while session._indexing:
+            await asyncio.sleep(0)
+        for token in range(10_501, 10_520):
+            ask(session, batch=batch({1: [token]}))
+        ask(session, finishes=[finish(1)])
+        session.close()
+
+    asyncio.run(act())
+    shadow = namespace.shadow
+    assert (shadow.observed, shadow.scored) == (2, 1)
+    assert shadow.stats.accepted > 10
+    assert shadow.stats.committed == 20
+    assert namespace.stats.steps == 0
+
+
+def test_sequences_beyond_the_limits_are_dropped(namespace):
+    session = Session(namespace, Limits(sequences=1))
+    ask(session, starts=[start(1, range(10), shadow=True), start(2, range(10), shadow=True)])
+    assert session._withheld == {2}
+    session.close()
+
+
+# --- Finished texts with their prompts
+
+
+def requests_message(*requests, names=()):
+    message = texts(*(np.concatenate(request) for request in requests), names=names)
+    message.prompt_lengths = pack(array([len(prompt) for prompt, _ in requests]), "u4")
+    return message
+
+
+def observe(namespace, *requests, names=()):
+    async def act():
+        total = pb.ObserveResponse()
+        await learn(namespace, requests_message(*requests, names=names), total)
+        return total
+
+    return asyncio.run(act())
+
+
+def test_observed_requests_are_scored_before_they_are_learned(namespace):
+    twin = new_namespace()
+    verifying = twin.new_drafter()
+    for number, (prompt, output) in enumerate(REQUESTS * 2):
+        observe(namespace, (prompt, output))
+        namespace.corpus.refresh()
+        verify(verifying, number, prompt, output, limit=namespace.config.max_draft)
+        twin.corpus.refresh()
+    assert counts(namespace.shadow.stats) == counts(twin.stats)
+    assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"
+    assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 6)
+    assert namespace.stats.steps == 0
+    assert not namespace.drafters
+    close(twin)
+
+
+def test_a_request_is_observed_once(namespace):
+    observe(namespace, REQUESTS[0], REQUESTS[0], REQUESTS[1], names=["a", "a", "b"])
+    assert observe(namespace, REQUESTS[0], names=["a"]).duplicates == 1
+    assert namespace.shadow.observed == 2
+
+
+def test_texts_without_prompts_are_not_scored(namespace):
+    asyncio.run(learn(namespace, texts([1, 2, 3]), pb.ObserveResponse()))
+    assert namespace.shadow.observed == 0
+
+
+def test_requests_are_scored_while_there_is_time(namespace):
+    now = [0.0]
+    namespace.shadow_allowance = Allowance(clock=lambda: now[0])
+    with namespace.shadow_allowance.spend():
+        now[0] += BURST_S + 1
+    observe(namespace, *REQUESTS)
+    assert (namespace.shadow.observed, namespace.shadow.scored) == (3, 0)
+    now[0] += 10.5 / SHARE
+    observe(namespace, *REQUESTS)
+    assert (namespace.shadow.observed, namespace.shadow.scored) == (6, 3)
+
+
+def test_scoring_takes_its_share_of_the_time():
+    now, spent = [0.0], 0.0
+    allowance = Allowance(clock=lambda: now[0])
+    while now[0] < 1000:
+        if allowance.is_left():
+            with allowance.spend():
+                now[0] += 0.7
+                spent += 0.7
+        now[0] += 0.1
+    assert spent == pytest.approx(SHARE * 1000 + BURST_S, abs=1)
+
+
+def test_scoring_ends_when_the_namespace_is_dropped():
+    async def act():
+        namespace = new_namespace()
+        long = (np.arange(10, dtype=np.uint32), np.arange(10, 2000, dtype=np.uint32) % 100)
+        scoring = asyncio.create_task(learn(namespace, requests_message(long), pb.ObserveResponse()))
+        while not namespace.shadow.stats.steps:
+            await asyncio.sleep(0)
+        close(namespace)
+        with pytest.raises(ClosedError):
+            await scoring
+
+    asyncio.run(act())
+
+
+def test_other_tasks_run_while_a_request_is_scored(namespace):
+    async def act():
+        output = np.arange(2000, dtype=np.uint32) * 7919 % 1000
+        scoring = asyncio.create_task(learn(namespace, requests_message((NO_TOKENS, output)), pb.ObserveResponse()))
+        turns = 0
+        while not scoring.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    assert asyncio.run(act()) > 2000 // 32
+
+
+# --- A service
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    address = f"unix:{tmp_path_factory.mktemp('s')}/drafter.sock"
+    with served("--listen", address, "--capacity", "300k"):
+        yield address
+
+
+def report_of(caller, name):
+    return json.loads(caller.call("Report", namespace=name).json)["namespaces"][0]
+
+
+def test_a_report_separates_withheld_drafts_from_verified_ones(address):
+    with connected(address) as caller:
+        message = requests_message(*REQUESTS)
+        caller.call("Observe", namespace="observed", texts=message)
+        report = report_of(caller, "observed")
+        assert report["drafting"]["steps"] == 0
+        assert (report["shadow"]["observed_requests"], report["shadow"]["scored_requests"]) == (3, 3)
+        assert report["shadow"]["drafting"]["committed"] == sum(len(output) for _, output in REQUESTS)
+        list(caller.warm([pb.WarmRequest(namespace="observed", texts=message)]))
+        assert report_of(caller, "observed")["shadow"]["observed_requests"] == 6
+        caller.observe("plain", [1, 2, 3])
+        assert report_of(caller, "plain")["shadow"] is None
+
+
+def test_withheld_drafts_come_from_the_own_namespace_alone(address):
+    prompt, output = REQUESTS[0]
+    with connected(address) as caller:
+        caller.observe("theirs", np.concatenate([prompt, output]))
+        stream = caller.stream("mine")
+        stream.ask(starts=[start(1, prompt, shadow=True)], batch=batch({1: ()}))
+        for token in output:
+            stream.ask(batch=batch({1: [int(token)]}))
+        stream.ask(finishes=[finish(1)])
+        drafting = report_of(caller, "mine")["shadow"]["drafting"]
+        assert drafting["committed"] == len(output)
+        assert drafting["accepted"] == 0
