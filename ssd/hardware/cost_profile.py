@@ -90,6 +90,11 @@ class CostProfile:
         return _line([(0, 0.0), *sorted(of_depth.items())], depth)
 
     @property
+    def max_sequences(self) -> int:
+        """Return the largest number of sequences whose steps are in the profile."""
+        return max(sequences for row in self.step_ms.values() for sequences in row)
+
+    @property
     def prompt_token_ms(self) -> float:
         """Return the milliseconds that a token of a prompt takes: its share of the largest step of the profile."""
         tokens = max(size for size, row in self.step_ms.items() if row)

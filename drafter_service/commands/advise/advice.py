@@ -116,7 +116,9 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     def trial(drafter: str, shape: DraftShape, max_draft: int, in_flight: int) -> Trial:
         return Trial(drafter, shape, max_draft, in_flight, cost_of(profile, in_flight), capacity)
 
-    by_flight = [trial("ssd", shape, longest, count) for count in sorted({*CONCURRENCIES, main}) for shape in SHAPES]
+    # Durations of larger steps are not known.
+    counts = {main, *(count for count in CONCURRENCIES if count <= profile.max_sequences)}
+    by_flight = [trial("ssd", shape, longest, count) for count in sorted(counts) for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
     return by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
 
@@ -169,7 +171,7 @@ def advise(
         tokens_per_hour=_tokens_per_hour(traffic),
         other_users=_foreign(whole.origins, traffic.users),
         other_sessions=_foreign(whole.origins, traffic.sessions),
-        notes=_notes(traffic, facts, whole.trial),
+        notes=_notes(traffic, facts, whole.trial, profile, best.in_flight),
     )
 
 
@@ -249,13 +251,15 @@ def _group(name: str, rows: Sequence[int], replay: Replay, total: int) -> Group:
 
 
 def _size_groups(replay: Replay) -> list[Group]:
-    """Return the quarters of the requests by length of their outputs."""
-    total = int(replay.output_lengths.sum())
-    ranks = np.argsort(replay.output_lengths, kind="stable")
-    groups = []
-    for rows in np.array_split(ranks, min(4, len(ranks))):
-        lengths = replay.output_lengths[rows]
-        groups.append(_group(f"{lengths.min():,} to {lengths.max():,} output tokens", rows.tolist(), replay, total))
+    """Return about a quarter of the requests each, by length of their outputs; equal lengths are in one group."""
+    lengths = replay.output_lengths
+    total, groups = int(lengths.sum()), []
+    edges = np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1), method="higher"))
+    for least, most in zip([-1, *edges[:-1]], edges, strict=True):
+        rows = np.flatnonzero((lengths > least) & (lengths <= most))
+        first, last = int(lengths[rows].min()), int(lengths[rows].max())
+        name = f"{first:,} output tokens" if first == last else f"{first:,} to {last:,} output tokens"
+        groups.append(_group(name, rows.tolist(), replay, total))
     return groups
 
 
@@ -295,8 +299,13 @@ def _foreign(origins: Origins, owners: np.ndarray) -> float | None:
     return float(accepted[is_foreign].sum() / accepted.sum())
 
 
-def _notes(traffic: Traffic, facts: LogFacts, trial: Trial) -> list[str]:
+def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, in_flight: int) -> list[str]:
     notes = []
+    if in_flight > profile.max_sequences:
+        notes.append(
+            f"the speed-up with {in_flight} in flight is extrapolated: the cost profile ends at "
+            f"{profile.max_sequences} sequences"
+        )
     if facts.faults.count:
         notes.append(f"{facts.faults.count:,} records could not be read")
     if facts.backwards and traffic.has_times:

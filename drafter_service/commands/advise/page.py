@@ -19,10 +19,11 @@ HEADS = ("drafter", "shape", "longest", "in flight", "output tokens", "tokens pe
 def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
     """Return the page; settings_toml: the recommended settings as a file; facts: how it was computed."""
     best = advice.best
+    over = f"over {units.count(best.output_tokens)} output tokens"
     cards = [
         charts.card("predicted speed-up", f"{best.speedup:.2f}x", f"{best.in_flight} in flight", kind="green"),
-        charts.card("tokens per step", f"{best.tokens_per_step:.2f}", f"{best.draft_shape} drafts"),
-        charts.card("drafted per step", f"{best.drafted_per_step:.1f}"),
+        charts.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
+        charts.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
     ]
     for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
         if share is not None:
@@ -89,7 +90,7 @@ def _growth(advice: Advice) -> str:
     parts += [charts.area(placed, y(0), "green"), charts.polyline(placed, kind="line green")]
     parts.append(charts.reference_line(FRAME, y(1)))
     rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in points]
-    legend = charts.legend([("green", "tokens per step so far"), NO_DRAFTS])
+    legend = charts.legend([("green", "tokens per step of each part"), NO_DRAFTS])
     chart = legend + charts.chart(FRAME, "Tokens per step while the corpus grows", parts)
     note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
     return charts.panel("While the corpus grows", note, chart, charts.table(("tokens", "tokens per step"), rows))

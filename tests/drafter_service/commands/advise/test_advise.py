@@ -20,13 +20,13 @@ from tests.drafter_service.ingest.loads import model_folder
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
-def advice_of(traffic, tmp_path, in_flight=1):
+def advice_of(traffic, tmp_path, in_flight=1, profile=CHEAP):
     def run_all(trials):
         return run_trials(traffic, tmp_path, trials, lambda _tokens: None)
 
-    samples = run_all(plan_samples(traffic, CHEAP, in_flight))
-    [whole] = run_all([plan_whole(traffic, CHEAP, in_flight, samples)])
-    return advise(traffic, LogFacts(), CHEAP, samples, whole, in_flight)
+    samples = run_all(plan_samples(traffic, profile, in_flight))
+    [whole] = run_all([plan_whole(traffic, profile, in_flight, samples)])
+    return advise(traffic, LogFacts(), profile, samples, whole, in_flight)
 
 
 def test_repeated_outputs_pay(tmp_path):
@@ -145,3 +145,20 @@ def test_odd_logs_are_described(tmp_path, profile):
 def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
     result = run("--from", tmp_path, "--cost-profile", profile, "--gpu", "h100")
     assert "either --cost-profile or --gpu" in str(result.exception)
+
+
+def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated(tmp_path):
+    profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
+    traffic = traffic_of(repeated_requests())
+    for in_flight, is_extrapolated in ((2, False), (8, True)):
+        advice = advice_of(traffic, tmp_path, in_flight, profile)
+        assert {one.in_flight for one in advice.speedups} == {1, 4, in_flight}
+        assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
+
+
+def test_outputs_of_equal_length_are_one_group(tmp_path):
+    assert [group.name for group in advice_of(traffic_of(repeated_requests()), tmp_path).sizes] == ["60 output tokens"]
+    requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
+    sizes = advice_of(traffic_of(requests), tmp_path).sizes
+    assert sum(group.requests for group in sizes) == len(requests)
+    assert [group.name for group in sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]
