@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.contestants import OWN_DRAFTERS, Entry, Running, own_entries
 from benchmarks.peers import PEERS, missing, peer_entries
-from benchmarks.rounds import replay
+from benchmarks.rounds import replay, replay_known
 from benchmarks.scores import Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
 from ssd.config import MAX_DRAFT, DrafterConfig, check_cost
@@ -80,14 +80,18 @@ def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argpa
     rows: list[Row] = []
     runs = [(inflight, trace, entry) for inflight in options.inflight for trace in traces for entry in entries]
     with Progress(console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=sum(trace.output_tokens for _, trace, _ in runs))
+        times = 2 if options.warm else 1
+        bar = progress.add_task("", total=times * sum(trace.output_tokens for _, trace, _ in runs))
 
         def advance(sequence: Running) -> None:
             progress.advance(bar, sequence.done)
 
         for inflight, trace, entry in runs:
             progress.update(bar, description=f"{trace.name} x{inflight}: {entry.drafter} {entry.setting}")
-            tally = replay(entry.build(trace), trace, inflight, options.refresh, advance)
+            if options.warm:
+                tally = replay_known(entry, trace, inflight, options.refresh, advance)
+            else:
+                tally = replay(entry.build(trace), trace, inflight, options.refresh, advance)
             costs = options.cost if entry.cost is None else [entry.cost]
             rows += [row_of(trace.name, entry, cost, inflight, tally) for cost in costs]
     return rows
@@ -156,6 +160,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--refresh",
         type=refresh,
         help="live, or index ssd's and classic's corpus after every N finished requests (live)",
+    )
+    add(
+        "--warm",
+        action="store_true",
+        help="replay twice and show the second time; overstates: in production no answer is known in advance",
     )
     add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
     add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")

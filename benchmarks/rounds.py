@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from benchmarks.contestants import Contestant, Draft, Running
+from benchmarks.contestants import Contestant, Draft, Entry, Running
 from benchmarks.scores import COLD_SHARE, Tally
-from benchmarks.traces import Request, Trace
+from benchmarks.traces import Trace
 
 
 class Arrivals:
     """Requests in arrival order; a turn waits for its session's previous turn while later requests may start."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._waiting = list(enumerate(requests))
+    def __init__(self, trace: Trace) -> None:
+        self._waiting = list(enumerate(trace.requests, trace.first_index))
 
     def next(self, running: Sequence[Running]) -> Running | None:
         """Remove and return the first request whose session is not running; None if there is none."""
@@ -55,7 +55,7 @@ def replay(
     with each request that ends.
     """
     tally, inserting = Tally(), Stopwatch()
-    arrivals = Arrivals(trace.requests)
+    arrivals = Arrivals(trace)
     running: list[Running] = []
     cold_until = COLD_SHARE * trace.output_tokens
     unrefreshed = 0
@@ -86,6 +86,21 @@ def replay(
         running = [sequence for sequence in running if not sequence.is_finished]
     tally.insert_s, tally.bytes_per_token = inserting.seconds, contestant.bytes_per_token()
     return tally
+
+
+def replay_known(
+    entry: Entry,
+    trace: Trace,
+    inflight: int = 1,
+    refresh_every: int | None = None,
+    on_finish: Callable[[Running], None] = lambda _sequence: None,
+) -> Tally:
+    """Replay a trace twice with one drafter, and return the tally of the second time, when all answers are known."""
+    again = trace.again()
+    contestant = entry.build(Trace(trace.name, trace.requests + again.requests))
+    replay(contestant, trace, inflight, refresh_every, on_finish)
+    contestant.refresh()
+    return replay(contestant, again, inflight, refresh_every, on_finish)
 
 
 def verify(sequence: Running, draft: Draft, tally: Tally, is_cold: bool) -> None:

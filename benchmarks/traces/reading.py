@@ -46,6 +46,8 @@ class Trace:
 
     name: str
     requests: list[Request]
+    first_index: int = 0
+    """Index of the first request, by which drafters tell requests apart."""
 
     @property
     def output_tokens(self) -> int:
@@ -61,6 +63,12 @@ class Trace:
             kept.append(replace(request, tokens=request.tokens[: request.prompt_length + left]))
             left -= len(request.output)
         return Trace(self.name, kept)
+
+    def again(self) -> Trace:
+        """Return the same requests with other indices and sessions."""
+        sessions = 1 + max(request.session for request in self.requests)
+        requests = [replace(request, session=request.session + sessions) for request in self.requests]
+        return Trace(self.name, requests, self.first_index + len(requests))
 
 
 def load_trace(path: Path) -> Trace:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.contestants import OWN_DRAFTERS, Draft, Running, own_entries
 from benchmarks.replay import main
-from benchmarks.rounds import replay, walk
+from benchmarks.rounds import replay, replay_known, walk
 from benchmarks.scores import best_rows, compare, figures
 from benchmarks.traces import Trace, copy_edit, load_trace
 
@@ -157,6 +157,27 @@ def test_the_corpus_is_refreshed_before_each_draft_or_every_n_requests(trace_pat
         recorder = Recorder()
         replay(recorder, trace, 1, refresh_every)
         assert [name for name, _ in recorder.calls].count("refresh") == expected
+
+
+@pytest.mark.parametrize("drafter", ["ssd", "classic", "rest-like", "arctic"])
+def test_a_warm_replay_counts_the_second_time_only(trace_path, drafter):
+    if drafter in peers.PEERS and (reason := peers.missing(drafter)):
+        pytest.skip(reason)
+    trace = load_trace(trace_path)
+    entry = entry_of(drafter) if drafter in OWN_DRAFTERS else next(peers.peer_entries(drafter, [8]))
+    cold, warm = replay(entry.build(trace), trace), replay_known(entry, trace)
+    assert warm.output_tokens == cold.output_tokens
+    assert warm.steps < 0.75 * cold.steps
+
+
+def test_a_trace_again_has_other_indices_and_sessions(trace_path):
+    trace = load_trace(trace_path)
+    again = trace.again()
+    assert (again.first_index, again.again().first_index) == (12, 24)
+    assert not {request.session for request in again.requests} & {request.session for request in trace.requests}
+    recorder = Recorder()
+    replay(recorder, again)
+    assert [index for name, index in recorder.calls if name == "start"] == list(range(12, 24))
 
 
 def test_the_longest_agreeing_path_of_a_tree_is_accepted():

@@ -1,0 +1,1 @@
+"""Replays whose tables the documentation shows: `python -m benchmarks.evidence` (`make evidence`)."""

@@ -1,0 +1,93 @@
+"""Replay a trace with all drafters that are installed, and keep what the tables need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.contestants import Entry, Running, own_entries
+from benchmarks.peers import PEERS, missing, peer_entries
+from benchmarks.rounds import replay, replay_known
+from benchmarks.scores import Row, best_rows, contender, row_of
+from benchmarks.traces import Trace
+
+OUTPUT_TOKENS = 40_000
+"""Output tokens of each trace that are replayed."""
+COSTS = (0.005, 0.02, 0.05, 0.1)
+OWN_K = 32
+"""Most tokens in a draft of ssd, which ends earlier where tokens are not worth their cost."""
+OTHER_KS = (8, 16, 32)
+SHORT_K = 16
+SHORT_COST = COSTS[0]
+"""Drafts of replays like Spec-Bench's, which do not count the cost of verifying more tokens."""
+CONCURRENT = 16
+CONCURRENT_DRAFTERS = ("ssd", "arctic", "sglang-ngram", "suffix-automata")
+KEPT = (
+    *("trace", "drafter", "setting", "shape", "k", "cost", "inflight", "output_tokens"),
+    *("tokens_per_step", "drafted_per_step", "S", "ece"),
+)
+"""Columns of the results. Durations are left out: `benchmarks.index` measures them under the same conditions."""
+
+Sections = dict[str, list[Row]]
+
+
+def skipped() -> dict[str, str]:
+    """Return the drafters that cannot be replayed, with reasons."""
+    return {peer: reason for peer in PEERS if (reason := missing(peer))}
+
+
+def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
+    """Replay a trace and return rows by section; note: called before each replay with its description.
+
+    `single`: the best setting of each contender for each cost, one request at a time. `concurrent`: the same with
+    `CONCURRENT` requests at once; other drafters in the settings that were best for single requests. `short`: drafts of
+    at most `SHORT_K` tokens. `known`: the same after all requests were replayed before.
+    """
+
+    def cold(entry: Entry, inflight: int = 1) -> list[Row]:
+        note(f"{trace.name} x{inflight}: {entry.drafter} {entry.setting}")
+        tally = replay(entry.build(trace), trace, inflight)
+        return [row_of(trace.name, entry, cost, inflight, tally) for cost in _costs(entry)]
+
+    def known(entry: Entry) -> Row:
+        note(f"{trace.name} again: {entry.drafter} {entry.setting}")
+        return row_of(trace.name, entry, SHORT_COST, 1, replay_known(entry, trace))
+
+    entries = all_entries()
+    rows = [row for entry in entries for row in cold(entry)]
+    single = best_rows(rows)
+    chosen = {(row["drafter"], row["setting"]) for row in single if row["drafter"] in CONCURRENT_DRAFTERS}
+    concurrent = [row for entry in entries if _key(entry) in chosen for row in cold(entry, CONCURRENT)]
+    own_short = list(own_entries("ssd", [SHORT_K], ("path", "tree"), [SHORT_COST]))
+    rows += [row for entry in own_short for row in cold(entry)]
+    short = best_rows([row for row in rows if row["k"] == SHORT_K and row["cost"] == SHORT_COST])
+    by_setting = {_key(entry): entry for entry in [*entries, *own_short]}
+    again = [known(by_setting[row["drafter"], row["setting"]]) for row in short]
+    return {
+        name: [{column: row[column] for column in KEPT} for row in section]
+        for name, section in {
+            "single": single,
+            "concurrent": best_rows(concurrent),
+            "short": short,
+            "known": again,
+        }.items()
+    }
+
+
+def all_entries() -> list[Entry]:
+    """Return all settings of all drafters that are installed."""
+    entries = list(own_entries("ssd", [OWN_K], ("path", "tree"), COSTS))
+    for name in ("classic", "ngram"):
+        entries += own_entries(name, OTHER_KS, (), ())
+    for name in PEERS:
+        if not missing(name):
+            entries += peer_entries(name, OTHER_KS)
+    return entries
+
+
+def _costs(entry: Entry) -> Sequence[float]:
+    """Return the costs that one replay covers."""
+    return COSTS if entry.cost is None else (entry.cost,)
+
+
+def _key(entry: Entry) -> tuple[str, str]:
+    return entry.drafter, entry.setting
