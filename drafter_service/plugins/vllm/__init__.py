@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["NullProposer", "Scheduler", "Worker"]
+__all__ = ["AsyncScheduler", "NullProposer", "Scheduler", "Worker"]
 
 
 class NullProposer:
@@ -28,13 +28,17 @@ class NullProposer:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class `Scheduler` or `Worker` when vLLM asks for it."""
+    """Make one of the classes when vLLM asks for it."""
     if name == "Scheduler":
         from drafter_service.plugins.vllm.scheduler import scheduler_class
 
         return scheduler_class()
+    if name == "AsyncScheduler":
+        from drafter_service.plugins.vllm import async_scheduler
+
+        return async_scheduler.scheduler_class()
     if name == "Worker":
-        from drafter_service.plugins.vllm.runner import worker_class
+        from drafter_service.plugins.vllm.worker import worker_class
 
         return worker_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

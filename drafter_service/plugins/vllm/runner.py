@@ -1,4 +1,4 @@
-"""vLLM's worker and V2 model runner with the drafts of the scheduler.
+"""vLLM's V2 model runner with the drafts of the scheduler.
 
 The scheduler (`scheduler.py`) puts drafts into the `SchedulerOutput` of each step, which all workers get. The V2 runner
 reads only their lengths there, and their ids in a tensor on the device, where vLLM's own speculators write them.
@@ -12,53 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from drafter_service.plugins.vllm.variants import Variant, choose
-
-
-@functools.cache
-def worker_class() -> type:
-    """Return vLLM's worker, whose V2 model runner verifies the drafts of the scheduler if the configuration says so."""
-    from vllm.v1.worker.gpu_worker import Worker
-
-    class DraftingWorker(Worker):  # type: ignore[misc]
-        def _make_model_runner(self) -> Any:
-            if choose(self.vllm_config).variant is Variant.V2_SCHEDULER:
-                return runner_class()(self.vllm_config, self.device)
-            return super()._make_model_runner()
-
-    return DraftingWorker
-
 
 @functools.cache
 def runner_class() -> type:
     """Return vLLM's V2 model runner with the drafts of the scheduler."""
-    import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
-
-    class NullSpeculator(BaseSpeculator):  # type: ignore[misc]
-        """Proposes tokens that are never verified. The runner verifies drafts only if it has a speculator."""
-
-        supports_mm_inputs = False
-        draft_logits = None
-
-        def __init__(self, max_draft: int, device: Any) -> None:
-            self._max_draft, self._device = max_draft, device
-
-        def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-            """Do nothing."""
-
-        def capture(self) -> None:
-            """Do nothing."""
-
-        def propose(self, input_batch: Any, *_: Any, **__: Any) -> Any:
-            """Return zeros, int64 [requests, K]."""
-            return torch.zeros(input_batch.num_reqs, self._max_draft, dtype=torch.int64, device=self._device)
 
     class DraftingModelRunner(GPUModelRunner):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, device: Any) -> None:
             super().__init__(vllm_config, device)
-            self.speculator = NullSpeculator(self.num_speculative_steps, device)
+            self.speculator = null_speculator_class()(self.num_speculative_steps, device)
 
         def update_requests(self, scheduler_output: Any) -> None:
             """Update the running requests of a step, and copy its drafts to the device."""
@@ -69,6 +32,32 @@ def runner_class() -> type:
                 states.draft_tokens[to_device(rows, self.device)] = to_device(tokens, self.device)
 
     return DraftingModelRunner
+
+
+@functools.cache
+def null_speculator_class() -> type:
+    """Return a speculator whose drafts are never verified. The runner verifies drafts only if it has a speculator."""
+    import torch
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    class NullSpeculator(BaseSpeculator):  # type: ignore[misc]
+        supports_mm_inputs = False
+        draft_logits = None
+
+        def __init__(self, max_draft: int, device: Any) -> None:
+            self.max_draft, self.device = max_draft, device
+
+        def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+            """Do nothing."""
+
+        def capture(self) -> None:
+            """Do nothing."""
+
+        def propose(self, input_batch: Any, *_: Any, **__: Any) -> Any:
+            """Return zeros, int64 [requests, K]."""
+            return torch.zeros(input_batch.num_reqs, self.max_draft, dtype=torch.int64, device=self.device)
+
+    return NullSpeculator
 
 
 def draft_rows(

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import name_and_version, settings_from_environment
-from drafter_service.plugins.vllm.requests import Adapters, end_of, model_identity_of, options_of
-from drafter_service.plugins.vllm.variants import Variant, choose
-from ssd.config import MAX_DRAFT
-
-LOG = logging.getLogger("vllm.ssd_drafter")
-"""Below the host's own logger, so that its handlers and its level apply."""
-
-
-def warn(sentence: str) -> None:
-    """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+from drafter_service.plugins.vllm.engine_session import open_session, variant_of, warn
+from drafter_service.plugins.vllm.requests import Adapters, end_of, options_of
+from drafter_service.plugins.vllm.variants import Variant
 
 
 class SchedulerWithDrafts:
@@ -38,20 +27,15 @@ class SchedulerWithDrafts:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise ValueError if the engine schedules asynchronously, which vLLM's synchronous scheduler cannot do."""
         super().__init__(*args, **kwargs)
-        choice = choose(self.vllm_config)
-        if choice.is_error:
-            raise ValueError(f"ssd-drafter: {choice.reason}")
         self._session: HostSession | None = None
         self._adapters = Adapters(warn)
         self._offered: dict[str, int] = {}
         """Number of draft tokens that each request was given for the next step."""
         self._max_draft = 0
         """Longest draft of the next step."""
-        if choice.variant is Variant.NONE:
-            warn(f"{choice.reason}; serving without drafts")
-            return
-        self._session = open_session(self.vllm_config)
-        self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
+        if variant_of(self.vllm_config) is not Variant.NONE:
+            self._session = open_session(self.vllm_config)
+            self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Give drafts to the running requests, and schedule a step."""
@@ -121,23 +105,6 @@ class SchedulerWithDrafts:
         prompt: Sequence[int] = request.all_token_ids[: request.num_prompt_tokens]
         options = options_of(request, self._adapters.fingerprint(request.lora_request))
         session.start(request.request_id, prompt, options, request.sampling_params.extra_args)
-
-
-def open_session(vllm_config: Any) -> HostSession:
-    """Return the session of an engine. Raises UserError for settings that are not valid."""
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    drafts = vllm_config.speculative_config.num_speculative_tokens
-    limits = HostLimits(
-        max_draft=min(drafts, MAX_DRAFT),
-        vocab_size=model.get_vocab_size(),
-        context_window=model.max_model_len,
-        max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
-    )
-    settings = settings_from_environment(model_identity_of(model, warn), name_and_version("vllm"))
-    session = HostSession(settings, limits, warn)
-    LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
-    session.open()
-    return session
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from typing import Any
 
 OWN = "vLLM's own"
 PACKAGE = "drafter_service.plugins.vllm"
-SCHEDULER, WORKER, PROPOSER = f"{PACKAGE}.Scheduler", f"{PACKAGE}.Worker", f"{PACKAGE}.NullProposer"
+SCHEDULER, ASYNC_SCHEDULER = f"{PACKAGE}.Scheduler", f"{PACKAGE}.AsyncScheduler"
+WORKER, PROPOSER = f"{PACKAGE}.Worker", f"{PACKAGE}.NullProposer"
 
 
 class Variant(Enum):
@@ -20,12 +21,17 @@ class Variant(Enum):
     """In the synchronous scheduler, which gives their ids to the runner."""
     V2_SCHEDULER = "scheduler, and the V2 model runner"
     """In the synchronous scheduler, and in a runner that takes their ids from it."""
+    V2_WORKER = "worker, after each step of the V2 model runner"
+    """In the first worker, while the asynchronous scheduler is a step ahead."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a variant needs of vLLM's configuration."""
 
+    scheduler: str
+    worker: str
+    """Name of the worker's class; "" for any."""
     method: str
     model: str
     """Method and model of the speculative configuration."""
@@ -35,8 +41,11 @@ class Setup:
     """Why drafts are verified then."""
 
 
+NGRAM = '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 8}\''
 SETUPS = {
     Variant.V1_SCHEDULER: Setup(
+        SCHEDULER,
+        "",
         "custom_class",
         PROPOSER,
         f"--scheduler-cls {SCHEDULER} --speculative-config "
@@ -44,17 +53,26 @@ SETUPS = {
         "the V1 model runner verifies the drafts of its scheduler, which is synchronous with this proposer",
     ),
     Variant.V2_SCHEDULER: Setup(
+        SCHEDULER,
+        WORKER,
         "ngram",
         "ngram",
-        f"--no-async-scheduling --scheduler-cls {SCHEDULER} --worker-cls {WORKER} "
-        '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 8}\'',
+        f"--no-async-scheduling --scheduler-cls {SCHEDULER} --worker-cls {WORKER} {NGRAM}",
         "the V2 model runner verifies the drafts of its scheduler, which this worker gives to it",
+    ),
+    Variant.V2_WORKER: Setup(
+        ASYNC_SCHEDULER,
+        WORKER,
+        "ngram",
+        "ngram",
+        f"--async-scheduling --scheduler-cls {ASYNC_SCHEDULER} --worker-cls {WORKER} {NGRAM}",
+        "the V2 model runner verifies the drafts of this worker, which knows the tokens of the step before",
     ),
 }
 
 SUPPORTED = {
     "0.32": (Variant.V1_SCHEDULER,),
-    "0.33": (Variant.V2_SCHEDULER, Variant.V1_SCHEDULER),
+    "0.33": (Variant.V2_SCHEDULER, Variant.V2_WORKER, Variant.V1_SCHEDULER),
 }
 """Variants by the version of vLLM without its last number; the first is the one to recommend."""
 
@@ -109,10 +127,13 @@ def minor_version(version: str) -> str:
 
 def choose_variant(version: str, facts: HostFacts) -> Choice:
     """Return the variant of a configuration. version: one of `SUPPORTED`."""
-    wanted = Variant.V2_SCHEDULER if facts.uses_v2_runner else Variant.V1_SCHEDULER
+    wanted = Variant.V1_SCHEDULER
+    if facts.uses_v2_runner:
+        wanted = Variant.V2_WORKER if facts.is_asynchronous else Variant.V2_SCHEDULER
     if reason := reason_against(version, wanted, facts):
-        # A synchronous scheduler in an asynchronous engine schedules tokens twice.
-        return Choice(Variant.NONE, reason, is_error=facts.scheduler == SCHEDULER and facts.is_asynchronous)
+        # A scheduler of the other kind than the engine counts tokens of steps in flight wrongly.
+        is_error = facts.scheduler == (SCHEDULER if facts.is_asynchronous else ASYNC_SCHEDULER)
+        return Choice(Variant.NONE, reason, is_error)
     return Choice(wanted, SETUPS[wanted].reason)
 
 
@@ -120,18 +141,22 @@ def reason_against(version: str, wanted: Variant, facts: HostFacts) -> str:
     """Return why a configuration does not get a variant's drafts; "" if it does."""
     setup = SETUPS[wanted]
     advice = f"start vLLM with {SETUPS[wanted if wanted in SUPPORTED[version] else SUPPORTED[version][0]].flags}"
-    if facts.scheduler != SCHEDULER:
+    if facts.scheduler not in (SCHEDULER, ASYNC_SCHEDULER):
         return f"the scheduler is {facts.scheduler or OWN}; {advice}"
     if not facts.method:
         return f"there is no speculative decoding; {advice}"
     if (facts.method, facts.proposer) != (setup.method, setup.model):
         return f"speculative decoding is {facts.method} with {facts.proposer}; {advice}"
-    if facts.is_asynchronous:
-        return "asynchronous scheduling needs drafts for a step whose outcome is unknown; add --no-async-scheduling"
     if wanted not in SUPPORTED[version]:
         return f"the V2 model runner of vLLM {version} was not tested; set VLLM_USE_V2_MODEL_RUNNER=0, and {advice}"
-    if wanted is Variant.V2_SCHEDULER and facts.worker != WORKER:
-        return f"the worker is {facts.worker}, whose V2 model runner takes no drafts from the scheduler; {advice}"
+    if facts.is_asynchronous and wanted is Variant.V1_SCHEDULER:
+        return "the V1 model runner needs the tokens of a step before the next is scheduled; add --no-async-scheduling"
+    if facts.scheduler != setup.scheduler:
+        other = Variant.V2_SCHEDULER if wanted is Variant.V2_WORKER else Variant.V2_WORKER
+        kind = "asynchronous" if facts.is_asynchronous else "synchronous"
+        return f"the engine is {kind}, and its scheduler is not; {advice}, or with {SETUPS[other].flags}"
+    if setup.worker and facts.worker != setup.worker:
+        return f"the worker is {facts.worker}, whose V2 model runner takes no drafts from the plug-in; {advice}"
     if facts.pipeline_stages > 1:
         return "pipeline parallelism was not tested"
     return ""

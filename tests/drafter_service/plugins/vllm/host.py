@@ -118,7 +118,7 @@ class Engine:
 
     def run(self):
         """Run until all requests have ended; return their outputs."""
-        while self.scheduler.has_unfinished_requests() or self.in_flight:
+        while self.scheduler.has_requests() or self.in_flight:
             self.step()
         return list(self.outputs.values())
 
@@ -210,6 +210,8 @@ def make_runner(config, monkeypatch):
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.worker.gpu import buffer_utils, model_runner
 
+    group = SimpleNamespace(rank_in_group=0, broadcast=lambda tensor, src: tensor)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
     monkeypatch.setattr(model_runner.GPUModelRunner, "__init__", initialize)
     monkeypatch.setattr(model_runner.GPUModelRunner, "sample", sample)
     monkeypatch.setattr(model_runner, "post_update", post_update)

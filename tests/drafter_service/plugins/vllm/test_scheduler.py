@@ -7,7 +7,8 @@ import pytest
 
 import drafter_service.plugins.vllm as plugin
 from drafter_service.plugins.vllm import NullProposer
-from drafter_service.plugins.vllm.scheduler import LOG, SchedulerWithDrafts
+from drafter_service.plugins.vllm.engine_session import LOG
+from drafter_service.plugins.vllm.scheduler import SchedulerWithDrafts
 from drafter_service.plugins.vllm.variants import Choice, Variant
 from ssd.errors import UserError
 from tests.drafter_service.plugins.vllm.fake_vllm import (
@@ -55,7 +56,7 @@ def log():
 def tested_version(monkeypatch):
     """Let the fake be of a tested version, with an embedded drafter."""
     choice = Choice(Variant.V1_SCHEDULER, "")
-    monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.choose", lambda _: choice)
+    monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: choice)
     monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
 
 
@@ -201,7 +202,7 @@ def test_a_failure_costs_drafts_only(log, monkeypatch):
 
 
 def test_without_a_variant_the_host_runs_as_without_the_plug_in(log, monkeypatch):
-    monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.choose", lambda _: Choice(Variant.NONE, "too new"))
+    monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: Choice(Variant.NONE, "too new"))
     scheduler = Scheduler(vllm_config())
     scheduler.add_request(Request("a", PROMPT))
     scheduler.step()
@@ -214,7 +215,7 @@ def test_without_a_variant_the_host_runs_as_without_the_plug_in(log, monkeypatch
 
 def test_a_configuration_that_cannot_work_is_refused(monkeypatch):
     choice = Choice(Variant.NONE, "add --no-async-scheduling", is_error=True)
-    monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.choose", lambda _: choice)
+    monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: choice)
     with pytest.raises(ValueError, match="add --no-async-scheduling"):
         Scheduler(vllm_config())
 

@@ -7,6 +7,7 @@ import pytest
 
 from drafter_service.plugins.vllm.__main__ import main, report
 from drafter_service.plugins.vllm.variants import (
+    ASYNC_SCHEDULER,
     PROPOSER,
     SCHEDULER,
     WORKER,
@@ -21,6 +22,9 @@ from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
 
 FACTS = HostFacts(
     SCHEDULER, "", "custom_class", PROPOSER, is_asynchronous=False, uses_v2_runner=False, pipeline_stages=1
+)
+ASYNC_FACTS = HostFacts(
+    ASYNC_SCHEDULER, WORKER, "ngram", "ngram", is_asynchronous=True, uses_v2_runner=True, pipeline_stages=1
 )
 V2_FACTS = replace(FACTS, worker=WORKER, method="ngram", proposer="ngram", uses_v2_runner=True)
 
@@ -38,6 +42,7 @@ def test_the_documented_flags_get_drafts():
     assert choose_variant("0.32", FACTS).variant is Variant.V1_SCHEDULER
     assert choose_variant("0.33", FACTS).variant is Variant.V1_SCHEDULER
     assert choose_variant("0.33", V2_FACTS).variant is Variant.V2_SCHEDULER
+    assert choose_variant("0.33", ASYNC_FACTS).variant is Variant.V2_WORKER
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,20 @@ def test_other_configurations_of_the_v2_runner(version, change, reason):
     choice = choose_variant(version, replace(V2_FACTS, **change))
     assert (choice.variant, choice.is_error) == (Variant.NONE, False)
     assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "change", "reason"),
+    [
+        (V2_FACTS, {"is_asynchronous": True}, "the engine is asynchronous, and its scheduler is not; start vLLM with"),
+        (ASYNC_FACTS, {"is_asynchronous": False}, "the engine is synchronous, and its scheduler is not"),
+        (FACTS, {"scheduler": ASYNC_SCHEDULER}, "the engine is synchronous, and its scheduler is not"),
+    ],
+)
+def test_a_scheduler_of_the_other_kind_is_refused(facts, change, reason):
+    choice = choose_variant("0.33", replace(facts, **change))
+    assert (choice.variant, choice.is_error) == (Variant.NONE, True)
+    assert choice.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(

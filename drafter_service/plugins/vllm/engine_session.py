@@ -1,0 +1,51 @@
+"""The session of an engine of vLLM, and its log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import name_and_version, settings_from_environment
+from drafter_service.plugins.vllm.requests import model_identity_of
+from drafter_service.plugins.vllm.variants import Variant, choose
+from ssd.config import MAX_DRAFT
+
+LOG = logging.getLogger("vllm.ssd_drafter")
+"""Below the host's own logger, so that its handlers and its level apply."""
+
+
+def warn(sentence: str) -> None:
+    """Write a line to the host's log."""
+    LOG.warning("ssd-drafter: %s", sentence)
+
+
+def variant_of(vllm_config: Any) -> Variant:
+    """Return the variant of a configuration, and log why there is none.
+
+    Raises ValueError for a configuration with which the engine must not start.
+    """
+    choice = choose(vllm_config)
+    if choice.is_error:
+        raise ValueError(f"ssd-drafter: {choice.reason}")
+    if choice.variant is Variant.NONE:
+        warn(f"{choice.reason}; serving without drafts")
+    return choice.variant
+
+
+def open_session(vllm_config: Any) -> HostSession:
+    """Return the session of an engine. Raises UserError for settings that are not valid."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    limits = HostLimits(
+        max_draft=min(drafts, MAX_DRAFT),
+        vocab_size=model.get_vocab_size(),
+        context_window=model.max_model_len,
+        max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
+    )
+    settings = settings_from_environment(model_identity_of(model, warn), name_and_version("vllm"))
+    session = HostSession(settings, limits, warn)
+    LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
+    session.open()
+    return session
