@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.contestants import Entry, Running, own_entries
+from benchmarks.contestants import Entry, own_entries
 from benchmarks.peers import PEERS, missing, peer_entries
 from benchmarks.rounds import replay, replay_known
-from benchmarks.scores import Row, best_rows, contender, row_of
+from benchmarks.scores import Row, best_rows, row_of
 from benchmarks.traces import Trace
 
-OUTPUT_TOKENS = 40_000
+OUTPUT_TOKENS = 20_000
 """Output tokens of each trace that are replayed."""
 COSTS = (0.005, 0.02, 0.05, 0.1)
 OWN_K = 32
