@@ -4,12 +4,13 @@
 // One thread may use it. Arrays are copied as they are in memory, so the machine must be little-endian.
 //
 // Failures cost drafts and throw no exception. A step waits for drafts until the deadline; a step that connects waits up to
-// a second.
+// a second, and one whose request the service does not read up to 0.1 s.
 
 #pragma once
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -115,6 +116,9 @@ class Frames {
     if (path.size() >= sizeof address.sun_path) return false;
     std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
     socket_ = ::socket(AF_UNIX, SOCK_STREAM, 0);
+    // A service that reads nothing must not stop the engine: a send that takes longer ends the connection.
+    timeval limit{0, 100'000};
+    ::setsockopt(socket_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     if (::connect(socket_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) close();
     // The first frame is a bearer token, "Bearer ...", or empty.
     return is_open() && write("ssd.drafter.v1\n") && send("");
