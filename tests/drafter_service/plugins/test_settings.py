@@ -1,14 +1,17 @@
 """Settings that users of a host give, and the identity of the model that it serves."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.namespaces import DrafterSettings
-from drafter_service.plugins.settings import identity_of, read_settings, settings_from_environment
+from drafter_service.plugins.settings import identity_of, name_and_version, read_settings, settings_from_environment
 from ssd.errors import UserError
 
 MODEL = ModelIdentity(name="m", vocab_size=50)
@@ -83,3 +86,10 @@ def test_an_environment_that_is_not_valid_is_refused(monkeypatch, text, reason):
     monkeypatch.setenv("SSD_PLUGIN", text)
     with pytest.raises(UserError, match=f"SSD_PLUGIN:? {reason}"):
         settings_from_environment(MODEL)
+
+
+def test_the_version_of_a_host_is_that_of_its_package_or_of_its_module(monkeypatch):
+    assert name_and_version("numpy") == f"numpy/{np.__version__}"
+    assert name_and_version("renamed_host") == "renamed_host"
+    monkeypatch.setitem(sys.modules, "renamed_host", SimpleNamespace(__version__="1.2"))
+    assert name_and_version("renamed_host") == "renamed_host/1.2"
