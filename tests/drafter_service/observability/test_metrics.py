@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.facts import BOUNDS_S
+from drafter_service.observability.facts import BOUNDS_S, ClientUse
 from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
+from drafter_service.observability.metrics.clients import MAX_CLIENTS
 from drafter_service.observability.metrics.collector import DrafterCollector, NamespaceRows
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from ssd.errors import UserError
@@ -230,6 +231,35 @@ def test_sums_never_decrease_and_count_everything_once(moments):
         own = set(values)
 
 
+def by_client(collector):
+    """Return steps, tokens and streams by client."""
+    names = ("steps_by_client_total", "committed_tokens_by_client_total", "streams_by_client")
+    values = collected(collector)
+    clients = [key[1] for key in values if key[0] == f"ssd_drafter_{names[0]}"]
+    return {client: tuple(values[f"ssd_drafter_{name}", client] for name in names) for client in clients}
+
+
+def test_numbers_of_clients_are_sums_over_namespaces_that_never_decrease():
+    namespaces = [
+        namespace_facts("a", uses={"vllm": ClientUse(1, 10, 30), "sglang": ClientUse(2, 5, 6)}),
+        namespace_facts("b", uses={"vllm": ClientUse(1, 1, 2)}),
+    ]
+    collector = DrafterCollector(lambda: service_facts(*namespaces), 1)
+    assert by_client(collector) == {"vllm": (11, 32, 2), "sglang": (5, 6, 2)}
+    namespaces[0].uses["vllm"].steps += 4
+    del namespaces[1]
+    assert by_client(collector) == {"vllm": (15, 32, 1), "sglang": (5, 6, 2)}
+    namespaces[:] = [namespace_facts("b", uses={"vllm": ClientUse(0, 3, 4)})]
+    assert by_client(collector) == {"vllm": (18, 36, 0), "sglang": (5, 6, 0)}
+
+
+def test_the_number_of_client_names_is_limited():
+    uses = {str(name): ClientUse(1, 1, 2) for name in range(2 * MAX_CLIENTS)}
+    values = by_client(DrafterCollector(lambda: service_facts(namespace_facts(uses=uses)), 1))
+    assert len(values) == MAX_CLIENTS + 1
+    assert values["others"] == (MAX_CLIENTS, 2 * MAX_CLIENTS, MAX_CLIENTS)
+
+
 def test_documentation_lists_every_metric():
     rows = [
         tuple(cell.strip().strip("`") for cell in line.strip("|\n ").split("|"))
@@ -237,7 +267,7 @@ def test_documentation_lists_every_metric():
         if line.startswith("| `")
     ]
     exported = []
-    for family in families(namespace_facts(stats=filled_stats(1))):
+    for family in families(namespace_facts(stats=filled_stats(1), uses={"vllm/0.33.0": ClientUse()})):
         labels = [label for label in family.samples[0].labels if label != "le"]
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         exported.append(
@@ -389,4 +419,4 @@ def test_scrapes_update_sums_one_at_a_time():
     list(collector.collect())
     second.join()
     assert met == [False]
-    assert len(inside) == 2
+    assert len(inside) == 2 * 2  # Each scrape reads the namespaces twice.
