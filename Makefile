@@ -120,9 +120,10 @@ soak: $(READY) ## run mixed load for SOAK_MINUTES, then the randomised tests wit
 	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
 
-bench: $(READY) ## measure drafting, the engine's steps and draft positions, start-up times and the installed size
+bench: $(READY) ## measure drafting, the engine's steps, experts and draft positions, start-up times and the installed size
 	@$(BIN)/python -m benchmarks.index --tokens 1M
 	@$(BIN)/python -m benchmarks.steps
+	@$(BIN)/python -m benchmarks.experts
 	@$(BIN)/python -m benchmarks.draft_overhead
 	@$(BIN)/python -m benchmarks.startup
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.expert_fields import expert_parts
 from engine.models.files import read_json
 from ssd.errors import UserError
 
@@ -45,20 +46,31 @@ def checkpoint_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
 
 
 def layer_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
-    """Return names within a layer, and rows, of the tensors that the parameter `name` of a `Layer` concatenates."""
-    part, kind = name.replace("qk_norm.", "qk_norm_").split(".")
+    """Return names within a layer, and rows, of the tensors that the parameter `name` of a `Layer` concatenates.
+
+    The rows of stacked weights, [experts, out, in], are those of [experts * out, in].
+    """
+    if name.startswith(("feed_forward.router.", "feed_forward.experts.", "feed_forward.shared.")):
+        return expert_parts(name.removeprefix("feed_forward."), config)
+    part, _, kind = name.rpartition(".")
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
         "input_norm": [("input_layernorm", config.hidden_size)],
         "qkv_proj": [("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)],
-        "qk_norm_query": [("self_attn.q_norm", config.head_dim)],
-        "qk_norm_key": [("self_attn.k_norm", config.head_dim)],
+        "qk_norm.query": [("self_attn.q_norm", config.head_dim)],
+        "qk_norm.key": [("self_attn.k_norm", config.head_dim)],
         "o_proj": [("self_attn.o_proj", config.hidden_size)],
         "mlp_norm": [("post_attention_layernorm", config.hidden_size)],
-        "gate_up_proj": [("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)],
-        "down_proj": [("mlp.down_proj", config.hidden_size)],
+        "feed_forward.gate_up_proj": [(f"mlp.{half}_proj", config.intermediate_size) for half in ("gate", "up")],
+        "feed_forward.down_proj": [("mlp.down_proj", config.hidden_size)],
     }
     return [(f"{suffix}.{kind}", rows) for suffix, rows in parts[part]]
+
+
+def weight_rows(parameter: nn.Parameter) -> Tensor:
+    """Return a writable view of a weight whose first dimension is that of its rows, see `layer_parts`."""
+    weight = parameter.detach()
+    return weight.view(-1, weight.shape[-1]) if weight.ndim == 3 else weight
 
 
 class Checkpoint:

@@ -3,8 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Shape of a mixture of experts, and how tokens choose experts."""
+
+    count: int
+    """Number of experts of a layer, without shared ones."""
+    per_token: int
+    """Number of experts that each token uses."""
+    intermediate_size: int
+    """Intermediate size of one expert."""
+    layers: tuple[int, ...]
+    """Layers that have experts; others have a dense feed-forward network."""
+    shared_size: int = 0
+    """Intermediate size of the experts that all tokens share, together; 0 if there are none."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the weights."""
+    groups: int = 1
+    """Number of groups of consecutive experts."""
+    groups_kept: int = 1
+    """Number of groups from which a token may choose."""
+    group_members: int = 1
+    """A group is ranked by the sum of this number of its best scores."""
+    has_correction: bool = False
+    """Whether a learned term is added to the scores by which experts are chosen."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an invalid shape."""
+        for name in ("count", "per_token", "intermediate_size", "groups", "groups_kept", "group_members"):
+            if not 1 <= getattr(self, name) < 1 << 31:
+                raise ValueError(f"{name} of experts must be from 1 to {(1 << 31) - 1}, not {getattr(self, name)}")
+        if self.count % self.groups or self.groups_kept > self.groups:
+            raise ValueError(f"{self.count} experts cannot choose {self.groups_kept} of {self.groups} groups")
+        members = self.count // self.groups
+        if self.group_members > members or self.per_token > self.groups_kept * members:
+            raise ValueError(
+                f"a token cannot use {self.per_token} experts of {self.groups_kept} groups of {members} experts"
+            )
 
 
 @dataclass(frozen=True)
@@ -29,6 +72,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalized, per head."""
+    experts: ExpertsConfig | None = None
+    """Experts of some layers; None for a dense model."""
     architecture: str = "LlamaForCausalLM"
     """Class name of the model in transformers."""
     bos_token_id: int | None = None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.experts import MixtureOfExperts
+from engine.models.feed_forward import FeedForward
 from engine.models.ops import PLAIN, Ops, Rotation
 
 
@@ -90,7 +92,7 @@ def _store(states: Tensor, layers: Sequence[int], layer: int, residual: Tensor, 
 
 
 class Layer(nn.Module):
-    """Pre-norm attention, then a pre-norm gated feed-forward network."""
+    """Pre-norm attention, then a pre-norm feed-forward network or mixture of experts."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -102,8 +104,11 @@ class Layer(nn.Module):
         self.qk_norm = QKNorm(config) if config.qk_norm else None
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.feed_forward: FeedForward | MixtureOfExperts
+        if config.experts is not None and index in config.experts.layers:
+            self.feed_forward = MixtureOfExperts(config.hidden_size, config.experts)
+        else:
+            self.feed_forward = FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(
         self, residual: Tensor, change: Tensor | None, ops: Ops, rotate: Rotation, attend: Attend
@@ -114,7 +119,7 @@ class Layer(nn.Module):
         """
         residual, hidden = self.input_norm.normalise_sum(residual, change, ops)
         residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(hidden, ops, rotate, attend), ops)
-        return residual, self.down_proj(ops.gate(self.gate_up_proj(hidden)))
+        return residual, self.feed_forward(hidden, ops)
 
     def _attention(self, hidden: Tensor, ops: Ops, rotate: Rotation, attend: Attend) -> Tensor:
         heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)

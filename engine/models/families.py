@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.models.config import ModelConfig
+from engine.models.expert_fields import MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
 from engine.models.files import token_ids
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
@@ -31,6 +32,13 @@ class Family:
 
 
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+
+QWEN3_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 8,
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", fixed={"use_sliding_window": False}),
@@ -55,6 +63,17 @@ FAMILIES = {
         "qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         fixed={"mlp_bias": False},
+        qk_norm=True,
+    ),
+    MIXTRAL: Family(
+        "mixtral",
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        fixed={**NO_BIAS, "use_sliding_window": True, "layer_types": None, "max_window_layers": 0},
+    ),
+    QWEN3_MOE: Family(
+        "qwen3_moe",
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, **QWEN3_EXPERTS},
+        fixed={"mlp_bias": False, "layer_types": None, "max_window_layers": 0},
         qk_norm=True,
     ),
 }
@@ -93,6 +112,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
             output_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
+            experts=read_experts(architecture, fields),
             architecture=architecture,
             bos_token_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
             eos_token_ids=token_ids(fields.get("eos_token_id")),
@@ -130,6 +150,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
+        **experts_to_hf(config),
         "torch_dtype": dtype,
     }
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
+from engine.models.packed import replace_linears
 
 LARGEST = 127
 """Largest absolute value of a quantized weight; -128 is not used, so that the range is symmetric."""
@@ -39,11 +40,9 @@ class Int8Linear(nn.Module):
 
 
 def quantize_int8(decoder: Decoder) -> Decoder:
-    """Replace the linear layers of a decoder in place and return it; it can then neither be trained nor saved."""
-    for parent in [module for module in decoder.modules() if not isinstance(module, nn.Linear)]:
-        for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
-            plain = parent.get_submodule(name)
-            assert isinstance(plain, nn.Linear)
-            bias = None if plain.bias is None else plain.bias.detach()
-            setattr(parent, name, Int8Linear(plain.weight.detach(), bias))
+    """Replace the linear layers of a decoder in place and return it; it can then neither be trained nor saved.
+
+    On other devices than a CPU, experts keep their weights.
+    """
+    replace_linears(decoder, Int8Linear)
     return decoder

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts
+from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts, weight_rows
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf, config_to_hf
@@ -31,9 +31,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """Return a decoder with the weights of `folder`, ready to run.
 
-    Raises UserError for a missing or damaged file, and for a config that does not match the weights.
+    Raises UserError for a missing or damaged file, for a config that does not match the weights, and for a model that
+    cannot run in `dtype` on `device`.
     """
     config = load_config(folder)
+    _refuse_unsupported(config, dtype, device)
     checkpoint = Checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
     is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
@@ -44,6 +46,16 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     allocate(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
+
+
+def _refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    """Raise UserError for a model that this engine cannot run in a dtype on a device."""
+    if config.experts is not None and torch.device(device).type != "cpu" and dtype != torch.bfloat16:
+        # PyTorch's grouped product reads the sizes of the groups on the host for other dtypes.
+        raise UserError(
+            f"a mixture of experts runs on {device!r} only as bfloat16, not {str(dtype).removeprefix('torch.')}; "
+            "give --dtype bfloat16, or --device cpu"
+        )
 
 
 def on_meta_device(make: Callable[[], M]) -> M:
@@ -106,7 +118,7 @@ def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
         parts = checkpoint_parts(name, decoder.config)
-        rows = parameter.detach().split([rows for _, rows in parts])
+        rows = weight_rows(parameter).split([rows for _, rows in parts])
         views.update((part, view) for (part, _), view in zip(parts, rows, strict=True))
     return views
 

@@ -7,10 +7,13 @@ draft.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
+from engine.models.experts import GroupedLinear, LinearPerExpert
 
 TOKENS = 16
 """Number of rows that the layout is optimised for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
@@ -50,9 +53,18 @@ def pack_linears(module: nn.Module, weight: Tensor) -> None:
         return
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
-    for parent in [each for each in module.modules() if not isinstance(each, nn.Linear)]:
-        for name in [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]:
-            plain = parent.get_submodule(name)
-            assert isinstance(plain, nn.Linear)
-            bias = None if plain.bias is None else plain.bias.detach()
-            setattr(parent, name, PackedLinear(plain.weight.detach(), bias))
+    replace_linears(module, PackedLinear)
+
+
+def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
+    """Replace the linear layers of a module, and those of its experts on a CPU.
+
+    make: returns the new layer for a weight [out, in] and a bias [out].
+    """
+    for parent in list(module.modules()):
+        for name, plain in list(parent.named_children()):
+            if isinstance(plain, nn.Linear):
+                bias = None if plain.bias is None else plain.bias.detach()
+                setattr(parent, name, make(plain.weight.detach(), bias))
+            elif isinstance(plain, GroupedLinear) and plain.weight.is_cpu:
+                setattr(parent, name, LinearPerExpert(plain, lambda weight: make(weight, None)))

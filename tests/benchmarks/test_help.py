@@ -6,6 +6,7 @@ import sys
 BENCHMARKS = (
     "contention",
     "engine",
+    "experts",
     "hosts",
     "index",
     "late_drafts",

@@ -47,7 +47,7 @@ class Eagle3Layer(Layer):
         residual = normalised if self._style.norm_before_residual else states
         pairs = torch.cat((normalise(self.input_norm, embeddings, ops), normalised), dim=-1)
         residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(pairs, ops, rotate, attend), ops)
-        return residual, self.down_proj(ops.gate(self.gate_up_proj(hidden)))
+        return residual, self.feed_forward(hidden, ops)
 
 
 class Eagle3Head(DraftHead):

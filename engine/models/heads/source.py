@@ -10,7 +10,15 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from engine.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, layer_parts, weight_files
+from engine.models.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    layer_parts,
+    weight_files,
+    weight_rows,
+)
 from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
 from engine.models.families import FAMILIES, config_from_hf
@@ -128,7 +136,7 @@ def layer_views(layer: Layer, config: ModelConfig, prefix: str) -> Views:
             views[prefix + name] = parameter.detach()
             continue
         parts = layer_parts(name, config)
-        rows = parameter.detach().split([rows for _, rows in parts])
+        rows = weight_rows(parameter).split([rows for _, rows in parts])
         views.update((prefix + part, view) for (part, _), view in zip(parts, rows, strict=True))
     return views
 

@@ -65,7 +65,7 @@ def new_eagle(target: Decoder, sample: Windows) -> EagleHead:
     weights = {name: tensor for name, tensor in last.state_dict().items() if not name.startswith("input_norm")}
     weights["qkv_proj.weight"] = last.qkv_proj.weight * last.input_norm.weight / (scale * _rms(wanted[:, -2]))
     weights["mlp_norm.weight"] = last.mlp_norm.weight / scale * scale.mean()
-    for name in ("o_proj", "down_proj"):
+    for name in ("o_proj", "feed_forward.down_proj"):
         weights[f"{name}.weight"] = weights[f"{name}.weight"] * scale[:, None]
     head.layers[0].load_state_dict(weights)
     embeddings, states = _pairs(target, sample)

@@ -27,15 +27,17 @@ def random_weights(module, scale=0.2):
 
 
 def mtp(target):
-    return MtpHead(replace(target.config, num_layers=1), target.config.num_layers, MtpStyle(zeroes_first=True))
+    return MtpHead(
+        replace(target.config, num_layers=1, experts=None), target.config.num_layers, MtpStyle(zeroes_first=True)
+    )
 
 
 def eagle(target):
-    return EagleHead(replace(target.config, num_layers=2), target.config.num_layers)
+    return EagleHead(replace(target.config, num_layers=2, experts=None), target.config.num_layers)
 
 
 def eagle3(target):
-    shape = replace(target.config, num_heads=2, num_kv_heads=1, head_dim=32, num_layers=1)
+    shape = replace(target.config, num_heads=2, num_kv_heads=1, head_dim=32, num_layers=1, experts=None)
     head = Eagle3Head(
         shape, (0, 1, 2), Eagle3Style(), target_hidden_size=target.config.hidden_size, draft_vocab_size=200
     )

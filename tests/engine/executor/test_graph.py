@@ -24,6 +24,8 @@ from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
+from engine.models.config import ExpertsConfig, ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
@@ -185,8 +187,19 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, None), Kind(True, 0), Kind(True, 32)])
 def test_a_step_reads_no_values(model_folder, kind):
     """A step runs on tensors without values, so it can be captured."""
-    model = load_model(model_folder).to("meta")
-    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, torch.float32, "meta")
+    run_without_values(load_model(model_folder), kind)
+
+
+def test_a_step_with_experts_reads_no_values():
+    experts = ExpertsConfig(8, 2, 32, (0, 1), shared_size=16, groups=4, groups_kept=2, has_correction=True)
+    config = ModelConfig(300, 64, 96, 2, 4, 2, 16, 512, experts=experts)
+    run_without_values(Decoder(config).to(torch.bfloat16), GREEDY)
+
+
+def run_without_values(model, kind):
+    model = model.to("meta")
+    dtype = model.embedding.weight.dtype
+    attention = PlainAttention(model.config, PAGES + 1, PAGE_SIZE, dtype, "meta")
     shape = StepShape(4, 20, 1 + MAX_DRAFT, 13)
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))

@@ -27,6 +27,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
+QWEN3_EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
 FAMILIES = {
     "llama 2": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama 3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
@@ -42,6 +44,9 @@ FAMILIES = {
     "qwen 3": {"family": "qwen3", "head_dim": 32},
     "qwen 3 with biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": False},
     "qwen 3, yarn": {"family": "qwen3", "head_dim": 32, "rope_parameters": YARN},
+    "mixtral": {"family": "mixtral", "num_local_experts": 8},
+    "qwen 3, experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "norm_topk_prob": True},
+    "qwen 3, some layers with experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "mlp_only_layers": [0]},
 }
 TOKENS = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))
 
@@ -75,11 +80,13 @@ def test_bfloat16_logits_have_the_same_direction(tmp_path, shape):
     model = pack(load_model(tmp_path, dtype=torch.bfloat16))
     runner = Runner(model, PlainAttention(model.config, 32, PAGE_SIZE, torch.bfloat16, "cpu"))
     logits = runner.forward(build_batch([sequence_of(TOKENS[:1], range(32), draft=TOKENS[1:])], PAGE_SIZE))
-    assert torch.cosine_similarity(logits, expected, dim=-1).min() > 0.99
+    similarity = torch.cosine_similarity(logits, expected, dim=-1)
+    # Where two experts have nearly equal scores, rounding decides which one runs.
+    assert similarity.quantile(0.0 if model.config.experts is None else 0.05) > 0.99
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
-@pytest.mark.parametrize("family", ["llama with biases", "qwen 2.5", "qwen 3", "qwen 3, yarn"])
+@pytest.mark.parametrize("family", ["llama with biases", "qwen 2.5", "qwen 3, yarn", "mixtral", "qwen 3, experts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
     """With biases and normalized heads, a token's logits are bitwise equal alone and within a draft."""

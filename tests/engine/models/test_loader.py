@@ -115,15 +115,27 @@ DAMAGES = {
         "chunked_attention",
     ),
     "kinds of layers that are not a list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
-    "a mixture of experts": (
-        lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
-        "'Qwen3MoeForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
+    "a family that is not supported": (
+        lambda folder: edit_config(folder, architectures=["Qwen3NextForCausalLM"]),
+        "'Qwen3NextForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
     ),
     "architectures that are not a list": (lambda folder: edit_config(folder, architectures={}), "none"),
     "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
     "missing biases": (
         lambda folder: edit_config(folder, attention_bias=True),
         "lacks model.layers.0.self_attn.k_proj.bias and 7 more",
+    ),
+    "experts without their number": (
+        lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
+        "lacks the field 'num_local_experts'",
+    ),
+    "more experts for a token than there are": (
+        lambda folder: edit_config(folder, architectures=["MixtralForCausalLM"], num_experts_per_tok=9),
+        "a token cannot use 9 experts of 1 groups of 8 experts",
+    ),
+    "missing experts": (
+        lambda folder: edit_config(folder, architectures=["MixtralForCausalLM"]),
+        "has the tensor model.layers.0.mlp",
     ),
     "missing norms": (
         lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),
