@@ -30,7 +30,8 @@ def fingerprint(path: Path) -> str:
     """Return the SHA-256 of a file, in hex; for a folder that of its tokenizer.json. Raises UserError."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as problem:
         raise UserError(f"cannot read {file}: {problem.strerror}") from None
 

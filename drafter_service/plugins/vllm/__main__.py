@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         return report(choice)
     try:
         config = engine_config(arguments[1:])
-    except ValueError as problem:
+    except (RuntimeError, ValueError) as problem:
         print(f"vLLM refuses this configuration: {problem}")
         return 1
     choice = choose(config)
@@ -46,9 +46,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def engine_config(flags: Sequence[str]) -> Any:
-    """Return the `VllmConfig` that `vllm serve` makes of its flags. Raises ValueError if vLLM refuses them."""
+    """Return the `VllmConfig` that `vllm serve` makes of its flags.
+
+    Raises ValueError if vLLM refuses them, and RuntimeError if it finds no device.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = make_arg_parser(FlexibleArgumentParser(prog="check")).parse_args(list(flags))

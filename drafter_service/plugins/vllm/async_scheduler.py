@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.options import End, RequestOptions
 from drafter_service.plugins.vllm.engine_session import variant_of, warn
-from drafter_service.plugins.vllm.requests import Adapters, end_of, options_of
+from drafter_service.plugins.vllm.requests import OptionsReader, end_of
 from drafter_service.plugins.vllm.variants import Variant
 
 REPORT = "ssd_report"
@@ -35,19 +35,17 @@ class SchedulerWithReports:
         """Raise ValueError if the engine does not schedule asynchronously."""
         super().__init__(*args, **kwargs)
         self._is_drafting = variant_of(self.vllm_config) is not Variant.NONE
-        self._adapters = Adapters(warn)
+        self._options = OptionsReader(warn)
         self._ended: dict[str, tuple[End, int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, and add a report to it."""
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._is_drafting:
-            new = [self.requests[data.req_id] for data in output.scheduled_new_reqs]
-            started = {
-                request.request_id: options_of(request, self._adapters.fingerprint(request.lora_request))
-                for request in new
-                if request.sampling_params is not None and request.prompt_embeds is None
-            }
+            started = {}
+            for data in output.scheduled_new_reqs:
+                if (options := self._options.options_of(self.requests[data.req_id])) is not None:
+                    started[data.req_id] = options
             setattr(output, REPORT, StepReport(started, self._ended))
             self._ended = {}
         return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +27,49 @@ def end_of(status: str) -> End:
     return ENDS.get(status, End.CANCELLED)
 
 
-def options_of(request: Any, adapter: str) -> RequestOptions:
-    """Return the options of a `Request`, apart from those in its `extra_args`."""
-    return RequestOptions(
-        max_tokens=request.max_tokens,
-        has_stop_strings=bool(request.sampling_params.stop),
-        salt=request.cache_salt or "",
-        adapter=adapter,
-        session=request.session_id or "",
-    )
-
-
-class Adapters:
-    """Fingerprints of LoRA adapters, each computed once."""
+class OptionsReader:
+    """Reads the options of requests. Files of LoRA adapters are read in a thread: a step of the host must not wait."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        """warn: writes a sentence to the host's log."""
+        """warn: writes a sentence to the host's log; called in any thread."""
         self._warn = warn
-        self._fingerprints: dict[tuple[str, str], str] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ssd-adapters")
+        self._fingerprints: dict[tuple[str, str], Future[str]] = {}
 
-    def fingerprint(self, lora: Any) -> str:
-        """Return the fingerprint of a `LoRARequest`; "" for None.
+    def options_of(self, request: Any) -> RequestOptions | None:
+        """Return the options of a `Request`, apart from those in its `extra_args`; None if it has no drafts.
 
-        If its file cannot be read, as with a path that only vLLM resolves, it is identified by its name and path.
+        It has none if its prompt has no tokens, if it generates none, or while the file of its adapter is being read.
         """
+        if request.sampling_params is None or request.prompt_embeds is not None:
+            return None
+        if (adapter := self.fingerprint(request.lora_request)) is None:
+            return None
+        return RequestOptions(
+            max_tokens=request.max_tokens,
+            has_stop_strings=bool(request.sampling_params.stop),
+            salt=request.cache_salt or "",
+            adapter=adapter,
+            session=request.session_id or "",
+        )
+
+    def fingerprint(self, lora: Any) -> str | None:
+        """Return the fingerprint of a `LoRARequest`; "" for None; None while its file is being read."""
         if lora is None:
             return ""
         key = (lora.lora_name, lora.lora_path)
         if key not in self._fingerprints:
-            try:
-                self._fingerprints[key] = fingerprint(Path(lora.lora_path) / ADAPTER_FILE)
-            except UserError as problem:
-                self._warn(f"{problem}; the adapter is identified by its name and path")
-                self._fingerprints[key] = ":".join(key)
-        return self._fingerprints[key]
+            self._fingerprints[key] = self._reader.submit(self._read, *key)
+        reading = self._fingerprints[key]
+        return reading.result() if reading.done() else None
+
+    def _read(self, name: str, path: str) -> str:
+        """Return the fingerprint of a file; name and path if it cannot be read, as with one that only vLLM resolves."""
+        try:
+            return fingerprint(Path(path) / ADAPTER_FILE)
+        except UserError as problem:
+            self._warn(f"{problem}; the adapter is identified by its name and path")
+            return f"{name}:{path}"
 
 
 def model_identity_of(model: Any, warn: Callable[[str], None]) -> ModelIdentity:

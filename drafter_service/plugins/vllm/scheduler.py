@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.engine_session import open_session, variant_of, warn
-from drafter_service.plugins.vllm.requests import Adapters, end_of, options_of
+from drafter_service.plugins.vllm.requests import OptionsReader, end_of
 from drafter_service.plugins.vllm.variants import Variant
 
 
@@ -28,7 +28,7 @@ class SchedulerWithDrafts:
         """Raise ValueError if the engine schedules asynchronously, which vLLM's synchronous scheduler cannot do."""
         super().__init__(*args, **kwargs)
         self._session: HostSession | None = None
-        self._adapters = Adapters(warn)
+        self._options = OptionsReader(warn)
         self._offered: dict[str, int] = {}
         """Number of draft tokens that each request was given for the next step."""
         self._max_draft = 0
@@ -99,11 +99,10 @@ class SchedulerWithDrafts:
                 self._start(session, self.requests[data.req_id])
 
     def _start(self, session: HostSession, request: Any) -> None:
-        """Start a request, unless its prompt has no tokens, or it generates none."""
-        if request.sampling_params is None or request.prompt_embeds is not None:
+        """Start a request that can have drafts."""
+        if (options := self._options.options_of(request)) is None:
             return
         prompt: Sequence[int] = request.all_token_ids[: request.num_prompt_tokens]
-        options = options_of(request, self._adapters.fingerprint(request.lora_request))
         session.start(request.request_id, prompt, options, request.sampling_params.extra_args)
 
 

@@ -1,12 +1,15 @@
 """The plug-in for vLLM 0.33 with the host's own Python classes, see `host.py`. Skipped where vLLM is not installed."""
 
+import shlex
+
 import pytest
 
-from drafter_service.plugins.vllm.variants import PROPOSER, Variant, choose
+from drafter_service.plugins.vllm.__main__ import main
+from drafter_service.plugins.vllm.variants import PROPOSER, SETUPS, Variant, choose
 from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.vllm import fake_vllm
 from tests.drafter_service.plugins.vllm.fake_vllm import target
-from tests.drafter_service.plugins.vllm.host import BLOCK, Engine, import_vllm, vllm_config
+from tests.drafter_service.plugins.vllm.host import BLOCK, MODEL, Engine, import_vllm, vllm_config
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 1, 2, 3], "b": [3, 4, 5, 1, 2, 3], "c": [7, 1, 2, 3, 4, 5] * 15}
 V1 = {"method": "custom_class", "model": PROPOSER}
@@ -100,6 +103,20 @@ def test_the_hosts_own_configurations(monkeypatch, options, environment, variant
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", environment)
     choice = choose(vllm_config(**options))
     assert (choice.variant, reason in choice.reason) == (variant, True), choice
+
+
+@pytest.mark.parametrize(
+    ("variant", "environment"), [(Variant.V2_SCHEDULER, "1"), (Variant.V1_SCHEDULER, "0"), (Variant.V2_WORKER, "0")]
+)
+def test_the_check_reads_the_flags_of_a_server(monkeypatch, capsys, variant, environment):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", environment)
+    flags = shlex.split(SETUPS[variant].flags)
+    status = main(["check", MODEL, "--port", "8001", "--max-model-len", "256", *flags])
+    printed = capsys.readouterr().out
+    if variant is Variant.V2_WORKER:  # The V1 model runner, which machines without Triton have.
+        assert (status, "vLLM refuses this configuration" in printed) == (1, True), printed
+    else:
+        assert (status, f"drafts: in the {variant.value}" in printed) == (0, True), printed
 
 
 def test_outputs_are_identical(make_engine):

@@ -157,6 +157,7 @@ def test_extra_arguments_of_a_request_are_options(scheduler, log, extras):
 
 def test_salts_and_adapters_have_corpora_of_their_own(scheduler, log):
     lora = SimpleNamespace(lora_name="a", lora_path="/nonexistent")
+    eventually(lambda: scheduler._options.fingerprint(lora) is not None)
     scheduler.run(Request("a", PROMPT), Request("b", PROMPT, cache_salt="s"), Request("c", PROMPT, lora_request=lora))
     assert set(scheduler._session._namespaces._open) == {("", ""), ("", "s"), ("a:/nonexistent", "")}
     assert any("identified by its name and path" in line for line in log)
