@@ -8,6 +8,7 @@ from random import Random
 import grpc
 
 from drafter_service.client.messages import RefusedError
+from drafter_service.transport.readiness import NOT_READY
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 
@@ -105,6 +106,8 @@ class ConnectionState:
         """Return the error for an owner that requires the service."""
         start_one = f"start one with: ssd-drafter serve --listen {address}"
         end = self.last_end
+        if end is not None and end.reason.startswith(NOT_READY):
+            return UserError(f"the drafter at {address} is {end.reason}")
         if end is None or end.code in ABSENCES:
             return UserError(f"no drafter answers at {address}; {start_one}")
         if end.is_violation or end.code is grpc.StatusCode.UNIMPLEMENTED:

@@ -7,6 +7,8 @@ import click
 from drafter_service.commands.link import Link, connection_options
 
 HEALTH_TIMEOUT_S = 3.0
+HEALTH_INTERVAL_S = 0.2
+"""Time between two checks of a service that is not ready yet."""
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
 
@@ -16,24 +18,35 @@ RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reco
 @connection_options
 def health(wait: float, link: Link) -> None:
     """Exit with 0 if the service is serving. For probes."""
+    import time
+
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from drafter_service.transport.readiness import NOT_READY, STATE
     from ssd.errors import UserError
 
+    until = time.monotonic() + wait
     connector = link.connector()
     with connector.open(RECONNECT_OPTIONS) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(),
-                timeout=max(HEALTH_TIMEOUT_S, wait),
-                metadata=connector.metadata(),
-                wait_for_ready=wait > 0,
-            )
-        except grpc.RpcError as error:
-            raise UserError(link.describe(error)) from None
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise UserError(f"the drafter at {link.address} is not serving; it may be starting or shutting down")
+        check = health_pb2_grpc.HealthStub(channel).Check.with_call
+        while True:
+            left = until - time.monotonic()
+            try:
+                answer, call = check(
+                    health_pb2.HealthCheckRequest(),
+                    timeout=max(HEALTH_TIMEOUT_S, left),
+                    metadata=connector.metadata(),
+                    wait_for_ready=wait > 0,
+                )
+            except grpc.RpcError as error:
+                raise UserError(link.describe(error)) from None
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+            if left <= 0:
+                state = dict(call.trailing_metadata() or ()).get(STATE, "it may be starting or shutting down")
+                raise UserError(f"the drafter at {link.address} is {NOT_READY}{state}")
+            time.sleep(HEALTH_INTERVAL_S)
     click.echo("serving")
 
 

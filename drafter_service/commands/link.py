@@ -92,8 +92,11 @@ class Link:
         import grpc
 
         from drafter_service.observability.report.units import shortened
+        from drafter_service.transport.readiness import NOT_READY
 
         details = shortened(str(error.details() or error.code().name), 300)
+        if details.startswith(NOT_READY):
+            return f"the drafter at {self.address} is {details}"
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             # The last part of gRPC's message is the error of the operating system.
             why = details.rpartition(": ")[2]

@@ -27,11 +27,13 @@ def precompile() -> None:
     """Compile the kernels into a cache, so that later starts are fast."""
     import time
 
-    began = time.perf_counter()
-    click.echo("compiling the drafter's kernels (about a minute the first time)...")
-    from ssd.drafter import SuffixDrafter
+    from ssd.kernels.progress import ProgressLines, watched_compilation
 
-    SuffixDrafter().close()
+    began = time.perf_counter()
+    with watched_compilation(ProgressLines(click.echo)):
+        from ssd.drafter import SuffixDrafter
+
+        SuffixDrafter().close()
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,13 @@ def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **
         click.echo(to_toml(tree), nl=False)
         return
     from drafter_service.observability.logs import configure_logs
-    from drafter_service.server.server import DrafterServer, serve_until_signalled
+    from drafter_service.server.startup import run_service
 
     configure_logs(tree.reports.log_format, tree.reports.log_level)
-    server = DrafterServer(tree)
 
-    def announce() -> None:
+    def announce(address: str) -> None:
         capacity = f"up to {tree.drafting.capacity:,} tokens per namespace"
-        click.echo(f"drafter listening at {server.address.text}, {capacity}")
+        click.echo(f"drafter listening at {address}, {capacity}")
 
-    asyncio.run(serve_until_signalled(server, announce))
+    server = asyncio.run(run_service(tree, partial(click.echo, err=True), announce))
     click.echo(server.summary)

@@ -7,7 +7,6 @@ threads.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import ExitStack
@@ -15,20 +14,15 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from drafter_service.auth.control import AccessControl
-from drafter_service.auth.listening import listen
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
-from drafter_service.observability.process import allow_files, resident_bytes
-from drafter_service.observability.tracing import interceptors
+from drafter_service.observability.process import resident_bytes
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.housekeeping import Housekeeping
+from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.step_socket import StepSocket
@@ -36,78 +30,49 @@ from drafter_service.server.store import exclusive_use
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.address import Address
-from drafter_service.transport.wire import MESSAGE_SIZES
 from ssd.errors import UserError
 
-logger = structlog.get_logger(__name__)
-
 PACKAGE = pb.DESCRIPTOR.package
-SERVICE = pb.DESCRIPTOR.services_by_name["DrafterService"].full_name
-FILES = 256
-"""Number of descriptors needed in addition to those of streams."""
 GRACE_S = 2.0
 """Time for the last responses when the server stops."""
 
 
 class DrafterServer:
-    """Serves namespaces at one address."""
+    """Serves namespaces at the address of a listener."""
 
-    def __init__(self, config: ServiceConfig) -> None:
-        """Assemble the parts. Raises UserError for an address or a file that cannot be used."""
+    def __init__(self, config: ServiceConfig, listener: Listener) -> None:
+        """Assemble the parts; the listener has started. Raises UserError for settings that cannot be used."""
         self._config = config
-        self.address = Address.parse(config.listen)
-        """Address of the server; with the actual port once it listens."""
+        self._listener = listener
         self._started_at = time.time()
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
-        access = AccessControl(config.access)
-        self._streams = DraftStreams(self.namespaces, access, config.limits)
+        self._streams = DraftStreams(self.namespaces, listener.access, config.limits)
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
         self._admin = Admin(
             self.namespaces,
-            access,
+            listener.access,
             self.facts,
             may_show_passages=config.reports.passages,
         )
         self._housekeeping = Housekeeping(self.namespaces, config)
-        self._health = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
         """Drafting statistics in one line; set when the server stops."""
 
     async def start(self) -> None:
-        """Load the configured namespaces, then serve. Raises UserError if the address cannot be used."""
+        """Load the configured namespaces, then serve. Raises UserError if a setting cannot be used."""
         try:
             await self._start()
         except BaseException:
             await self._step_socket.stop(0)
-            if self._server is not None:
-                await self._server.stop(None)
             self._locks.close()
             raise
 
     async def _start(self) -> None:
-        files = FILES + 2 * self._config.limits.streams
-        if not allow_files(files):
-            logger.warning("few files may be opened", needed=files, advice="raise the limit (ulimit -n, LimitNOFILE)")
-        server = grpc.aio.server(
-            interceptors=interceptors(self._config.reports.tracing),
-            options=[
-                *MESSAGE_SIZES,
-                # Otherwise two servers could share a port, and each would receive some of the streams.
-                ("grpc.so_reuseport", 0),
-            ],
-        )
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, self._handlers())])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        self._server = server
         self._locks.enter_context(exclusive_use(self._config.snapshots.folder))
-        self._listen(server)
         for name in self._config.namespaces.capacities:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
@@ -115,28 +80,21 @@ class DrafterServer:
             except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
         self._housekeeping.start()
+        steps, access = self._listener.address.steps, self._config.access
+        if steps is not None and not access.has_tls:
+            self._step_socket.bind(steps, access.socket_permissions)
         await self._step_socket.start()
-        await server.start()
         if self._config.reports.metrics is not None:
             facts = facts_from_loop(asyncio.get_running_loop(), self.facts)
             self._metrics = MetricsEndpoint(facts, self._config.reports.metrics)
             self._metrics.start()
-        for service in (SERVICE, ""):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-
-    def _listen(self, server: grpc.aio.Server) -> None:
-        access = self._config.access
-        self.address.claim()
-        if self.address.steps is not None and not access.has_tls:
-            self._step_socket.bind(self.address.steps, access.socket_permissions)
-        self.address = listen(server, self.address, access)
+        await self._listener.serve(self._handlers())
 
     async def stop(self) -> None:
         """Fail health checks, end every stream after the request in progress, save, and release all resources."""
-        await self._health.enter_graceful_shutdown()
+        await self._listener.refuse()
         self._streams.stop()
-        if self._server is not None:
-            await asyncio.gather(self._server.stop(GRACE_S), self._step_socket.stop(GRACE_S))
+        await asyncio.gather(self._listener.stop(GRACE_S), self._step_socket.stop(GRACE_S))
         await self._housekeeping.stop()
         if self._metrics is not None:
             # A scrape in progress waits for this loop.
@@ -206,15 +164,3 @@ def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], 
 
 def _serialized(message: pb.DraftResponse) -> bytes:
     return message.SerializeToString()
-
-
-async def serve_until_signalled(server: DrafterServer, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; `ready` is called once streams are accepted."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
-    await server.start()
-    ready()
-    await stopping.wait()
-    await server.stop()

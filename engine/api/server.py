@@ -91,12 +91,16 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
 
 def build_engine_from(options: EngineOptions) -> Engine:
     """Build the engine; runs in the engine process. Raises UserError for a model or drafter that cannot be used."""
-    from engine.commands.launch import launch, load  # Imports PyTorch.
+    from ssd.kernels.progress import ENGINE_WORK, ProgressLines, watched_compilation  # Imports numba.
 
     def warn(text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    return launch(load(options), Tokenizer(options.model), options, warn, partial(print, flush=True))
+    notify = partial(print, flush=True)
+    with watched_compilation(ProgressLines(notify), ENGINE_WORK):
+        from engine.commands.launch import launch, load  # Imports PyTorch.
+
+        return launch(load(options), Tokenizer(options.model), options, warn, notify)
 
 
 def read_keys(path: Path) -> frozenset[str]:

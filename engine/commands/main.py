@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,14 @@ def cli() -> None:
 )
 def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: Path | None, **given: Any) -> None:
     """Complete prompts from arguments, a file or stdin."""
-    from engine.commands.generate import GenerateOptions, run_generate
-    from engine.scheduling.request import SamplingParams
+    from ssd.kernels.progress import ENGINE_WORK, ProgressLines, watched_compilation
 
-    engine = EngineOptions.take(given)
-    run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output))
+    with watched_compilation(ProgressLines(partial(click.echo, err=True)), ENGINE_WORK):
+        from engine.commands.generate import GenerateOptions, run_generate
+        from engine.scheduling.request import SamplingParams
+
+        engine = EngineOptions.take(given)
+        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output))
 
 
 @cli.command()

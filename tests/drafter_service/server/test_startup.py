@@ -1,0 +1,95 @@
+"""The service before it is ready: it listens, refuses calls, and says what it does."""
+
+import asyncio
+import os
+import signal
+
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from drafter_service.client import DrafterClient
+from drafter_service.commands.main import cli
+from drafter_service.server import server, startup
+from drafter_service.settings.tree import ServiceConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from ssd.errors import UserError
+from tests.drafter_service.guarded import run
+
+
+def health(address, *arguments):
+    done = CliRunner().invoke(cli, ["health", "--address", address, *arguments])
+    return done.exit_code, str(done.exception) if done.exception else done.output.strip()
+
+
+async def starting(monkeypatch, address):
+    """Start a service that compiles kernels until an event is set; return its task, the event, and its lines."""
+    is_compiled, reached, lines = asyncio.Event(), asyncio.Event(), []
+
+    async def load(listener, notify):
+        listener.state = "compiling kernels, 40 %"
+        notify(listener.state)
+        reached.set()
+        await is_compiled.wait()
+        return server
+
+    monkeypatch.setattr(startup, "_load_server", load)
+    task = asyncio.create_task(startup.run_service(ServiceConfig(listen=address), lines.append, lines.append))
+    await reached.wait()
+    return task, is_compiled, lines
+
+
+@run
+async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socket_address):
+    task, is_compiled, lines = await starting(monkeypatch, socket_address)
+    state = f"the drafter at {socket_address} is not ready: compiling kernels, 40 %"
+    assert await asyncio.to_thread(health, socket_address) == (1, state)
+    listed = await asyncio.to_thread(CliRunner().invoke, cli, ["namespaces", "--address", socket_address])
+    assert str(listed.exception) == state
+    with pytest.raises(UserError) as refused:
+        await asyncio.to_thread(DrafterClient, socket_address)
+    assert str(refused.value) == state
+    async with grpc.aio.insecure_channel(socket_address) as channel:
+        for call in (
+            DrafterServiceStub(channel).Report(pb.ReportRequest()),
+            DrafterServiceStub(channel).Warm(iter([pb.WarmRequest()])).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert error.value.details() == "not ready: compiling kernels, 40 %"
+    waiting = asyncio.create_task(asyncio.to_thread(health, socket_address, "--wait", "60"))
+    is_compiled.set()
+    assert await waiting == (0, "serving")
+    assert lines == ["compiling kernels, 40 %", socket_address]
+    os.kill(os.getpid(), signal.SIGTERM)
+    stopped = await task
+    assert stopped.summary.startswith("stopped: ")
+
+
+@run
+async def test_a_client_that_is_not_required_connects_once_the_service_is_ready(monkeypatch, socket_address):
+    task, is_compiled, _ = await starting(monkeypatch, socket_address)
+    losses = []
+    client = DrafterClient(socket_address, required=False, on_lost=losses.append)
+    while not losses:
+        await asyncio.sleep(0.01)
+    assert losses == ["not ready: compiling kernels, 40 %"]
+    is_compiled.set()
+    while client.lost is not None:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(client.close)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await task
+
+
+@run
+async def test_a_service_that_cannot_start_stops_listening(monkeypatch, socket_address):
+    async def load(*_):
+        raise UserError("no folder for kernels")
+
+    monkeypatch.setattr(startup, "_load_server", load)
+    with pytest.raises(UserError, match="no folder for kernels"):
+        await startup.run_service(ServiceConfig(listen=socket_address), print, print)
+    assert "no drafter answers" in (await asyncio.to_thread(health, socket_address))[1]

@@ -1,0 +1,50 @@
+from numba import njit
+
+from ssd.kernels.progress import LAST, ProgressLines, watched_compilation
+
+
+def test_compiled_functions_are_reported_and_known_ones_are_not():
+    @njit
+    def inner(number):
+        return number + 1
+
+    @njit
+    def outer(number):
+        return inner(number) * 2
+
+    reports = []
+    with watched_compilation(reports.append, work=2):
+        assert outer(1) == 4
+    assert reports == [0, 0]  # The outer one begins first; none is complete before the inner one.
+    with watched_compilation(reports.append, work=2):
+        outer(2)
+    outer(1.5)
+    assert reports == [0, 0]
+
+
+def test_the_progress_ends_below_100_percent():
+    def compiled(number):
+        @njit
+        def function():
+            return number
+
+        return function
+
+    reports = []
+    with watched_compilation(reports.append, work=2):
+        for number in range(4):
+            compiled(number)()
+    assert reports == [0, 50, LAST, LAST]
+
+
+def test_a_line_is_written_for_every_ten_percent():
+    lines = []
+    report = ProgressLines(lines.append)
+    for percent in (0, 3, 9, 10, 19, 41, 49, 50):
+        report(percent)
+    assert lines == [
+        "compiling kernels, once after an installation or update: 0 %",
+        "compiling kernels: 10 %",
+        "compiling kernels: 41 %",
+        "compiling kernels: 50 %",
+    ]
