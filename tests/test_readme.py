@@ -33,6 +33,15 @@ def test_the_library_examples_run(tmp_path, monkeypatch):
     assert (tmp_path / "corpus.ssd").exists()
 
 
+def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
+    _, drafting, _ = examples()
+    remote = re.sub(r"drafter = SuffixDrafter\(\)\n# (drafter = DrafterClient.*\n)", r"\1", drafting)
+    names = {}
+    exec(remote.replace("unix:/tmp/ssd-drafter.sock", socket_address), names)
+    assert isinstance(names["drafter"], names["DrafterClient"])
+    assert names["drafts"].tokens_of(0).tolist() == [7, 5, 6, 7, 5, 6]
+
+
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
     imports, drafting, _, engine, drafter = examples((ROOT / "docs" / "api.md").read_text())
     exec(f"import numpy as np\n{imports}\n{drafting}\nassert drafter.propose([1, 2, 3]).tokens.tolist() == [4, 5]", {})
