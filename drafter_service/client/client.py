@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ EXPECTED_ENDS = (grpc.RpcError, RefusedError, WireError, UserError)
 class DrafterClient:
     """Client of a drafter service, with the interface of the embedded drafter.
 
-    Only one thread may use it. `on_lost` is called from another thread.
+    Only one thread may use it. `on_lost` and `on_resumed` may be called from another thread.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DrafterClient:
         shadow: bool = False,
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
+        on_resumed: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect to the service at `address`, and reconnect after each loss.
 
@@ -82,7 +84,8 @@ class DrafterClient:
         host: name and version of the engine for the service's report, such as "vllm/0.32.0". access: TLS files and
         bearer token. shadow: withhold all drafts; the service reports what they would have gained. required: raise
         UserError if no service answers, or it refuses; otherwise there are no drafts until one accepts. on_lost: called
-        with the reason, once for each loss of the connection.
+        with the reason, once for each loss of the connection. on_resumed: called after such a loss once the service has
+        answered several requests again.
         """
         self.address = Address.parse(address).text
         self.transport = ""
@@ -91,6 +94,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._patience_s = patience_s
         self._on_lost = on_lost
+        self._on_resumed = on_resumed
         self._protocol = Protocol(hello_message(model, namespace, policy, host), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
@@ -307,6 +311,9 @@ class DrafterClient:
                 self._check_silence()
                 drafts = self._protocol.settle(turn)
                 self._watch()
+                has_resumed = self._connection.take_resumption()
+        if has_resumed:
+            self._notify("on_resumed", self._on_resumed)
         return drafts
 
     def _receive_until(self, condition: Callable[[], bool], stream: Stream | None, until: float) -> None:
@@ -366,7 +373,7 @@ class DrafterClient:
             if wait_s is None:
                 self._decided.set()
             if report is not None:
-                self._report_loss(report)
+                self._notify("on_lost", partial(self._on_lost, report))
 
     def _run_stream(self) -> Exception | None:
         """Run one stream until its end; return the exception that ended it, None if the service ended it normally."""
@@ -405,6 +412,9 @@ class DrafterClient:
             self._watch()
             if self.lost is None:
                 self._decided.set()
+            has_resumed = self._connection.take_resumption()
+        if has_resumed:
+            self._notify("on_resumed", self._on_resumed)
 
     def _end_stream(self, problem: Exception | None) -> tuple[float | None, str | None]:
         """Record the end of a stream; return the result of `ConnectionState.ended`."""
@@ -419,9 +429,9 @@ class DrafterClient:
             self._stream = None
         return wait_s, None if self._is_required or self._is_closing else report
 
-    def _report_loss(self, reason: str) -> None:
-        """Call `on_lost`, and log its exceptions."""
+    def _notify(self, name: str, callback: Callable[[], None]) -> None:
+        """Call a callback of the owner, and log its exceptions."""
         try:
-            self._on_lost(reason)
+            callback()
         except Exception as problem:
-            logger.error("on_lost raised", problem=type(problem).__name__)
+            logger.error(f"{name} raised", problem=type(problem).__name__)

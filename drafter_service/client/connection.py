@@ -30,6 +30,10 @@ ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """Status codes when nothing answers at an address."""
 
 
+class AbsentError(UserError):
+    """Raised if no service answers at an address, or one that is not ready yet."""
+
+
 @dataclass(frozen=True)
 class StreamEnd:
     """The end of a stream and its reason."""
@@ -57,6 +61,8 @@ class ConnectionState:
         """Number of consecutive streams that were not useful."""
         self._is_reported = False
         """Whether the current loss was reported."""
+        self._has_resumed = False
+        """Whether a reported loss is over, which was not reported yet."""
 
     def response_received(self) -> None:
         """Record a valid response."""
@@ -64,7 +70,13 @@ class ConnectionState:
         self._responses += 1
         if self._responses == GOOD_RESPONSES:
             self._failures = 0
+            self._has_resumed |= self._is_reported
             self._is_reported = False
+
+    def take_resumption(self) -> bool:
+        """Return whether a loss that was reported is over, once for each."""
+        has_resumed, self._has_resumed = self._has_resumed, False
+        return has_resumed
 
     def ended(self, end: StreamEnd) -> tuple[float | None, str | None]:
         """Record the end of a stream; return the seconds before the next one, and the reason to report.
@@ -107,9 +119,9 @@ class ConnectionState:
         start_one = f"start one with: ssd-drafter serve --listen {address}"
         end = self.last_end
         if end is not None and end.reason.startswith(NOT_READY):
-            return UserError(f"the drafter at {address} is {end.reason}")
+            return AbsentError(f"the drafter at {address} is {end.reason}")
         if end is None or end.code in ABSENCES:
-            return UserError(f"no drafter answers at {address}; {start_one}")
+            return AbsentError(f"no drafter answers at {address}; {start_one}")
         if end.is_violation or end.code is grpc.StatusCode.UNIMPLEMENTED:
             return UserError(f"something other than a drafter ({end.reason}) answers at {address}; {start_one}")
         return UserError(f"the drafter at {address} does not serve this client: {end.reason}")

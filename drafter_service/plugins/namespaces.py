@@ -150,6 +150,7 @@ class HostNamespaces:
             on_lost=lambda reason: self._report(
                 f"no drafts from the drafter at {settings.ssd} ({reason}); continuing without drafts"
             ),
+            on_resumed=lambda: self._report(f"the drafter at {settings.ssd} answers again; drafts resume"),
         )
 
 

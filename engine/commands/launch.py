@@ -95,6 +95,7 @@ def launch(
         TargetInfo.from_model(model, config, options.model),
         draft_models=options.draft_models,
         address=options.address,
+        require_sidecar=options.require_sidecar,
         warn=warn,
         threshold=threshold,
     )

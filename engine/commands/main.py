@@ -57,6 +57,9 @@ def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: 
 
 @cli.command()
 @engine_options(max_sequences=64)
+@click.option(
+    "--require-sidecar", is_flag=True, help="Do not start if no sidecar answers, instead of serving without drafts."
+)
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: a free one.")
 @click.option("--name", help="Name of the model in requests.  [default: its folder's name]")

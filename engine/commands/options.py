@@ -44,6 +44,8 @@ class EngineOptions:
     threads: int | None
     config: EngineConfig
     """Other settings; its `draft_shape` is replaced by the field above."""
+    require_sidecar: bool = True
+    """Whether `ssd-remote` must find its sidecar at the start."""
 
     @property
     def drafters(self) -> tuple[str, ...]:

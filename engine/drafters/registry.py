@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -47,9 +48,11 @@ class Resources:
     """Folders of weights by kind."""
     address: str = DEFAULT_ADDRESS
     """Address of a sidecar."""
+    require_sidecar: bool = True
+    """Whether a sidecar must answer at the start; otherwise there are no drafts until one does."""
     warn: Callable[[str], None] = LOG.warning
-    """Called whenever the connection to the sidecar is lost; the engine then runs without drafts until it is
-    restored."""
+    """Called whenever the connection to the sidecar is lost, and when it is restored; meanwhile the engine runs without
+    drafts."""
     is_combined: bool = False
     """Whether several drafters are built whose drafts are merged."""
 
@@ -94,19 +97,27 @@ def _ssd(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 
 def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
     from drafter_service.client import DrafterClient
+    from drafter_service.client.connection import AbsentError
     from drafter_service.client.identity import model_identity
 
     # The service keeps one namespace for each model.
     folder = None if resources.target is None else resources.target.folder
-    return DrafterClient(
-        resources.address,
+    address, warn = resources.address, resources.warn
+    connect = partial(
+        DrafterClient,
+        address,
         deadline_s=REMOTE_DEADLINE_S,
         model=None if folder is None else model_identity(folder),
         host="ssd-engine",
-        on_lost=lambda reason: resources.warn(
-            f"lost the connection to the drafter at {resources.address} ({reason}); continuing without drafts"
-        ),
+        on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
+        on_resumed=lambda: warn(f"the drafter at {address} answers again; drafts resume"),
     )
+    try:
+        return connect()
+    except AbsentError:
+        if resources.require_sidecar:
+            raise
+        return connect(required=False)
 
 
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -283,18 +294,20 @@ def build_drafter(
     *,
     draft_models: Mapping[str, Path] = MappingProxyType({}),
     address: str = DEFAULT_ADDRESS,
+    require_sidecar: bool = True,
     warn: Callable[[str], None] = LOG.warning,
     threshold: int | None = None,
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
-    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`, `address`
-    and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot be imported, weights that do
-    not fit the target, or a drafter service that does not answer at `address` or serves another model.
+    `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`,
+    `address`, `require_sidecar` and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot
+    be imported, weights that do not fit the target, or a sidecar that is required and does not answer at `address`, or
+    serves another model.
     `threshold`: combine by match length instead, see `engine.drafters.combination.threshold`.
     """
     kinds = parse_kinds(name)
-    resources = Resources(target, draft_models, address, warn, is_combined=len(kinds) > 1)
+    resources = Resources(target, draft_models, address, require_sidecar, warn, is_combined=len(kinds) > 1)
     drafters = [_build_kind(kind, config, resources) for kind in kinds]
     if len(kinds) == 1:
         return drafters[0]

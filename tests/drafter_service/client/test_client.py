@@ -296,6 +296,31 @@ def test_an_engine_can_start_without_its_service(connect, socket_address):
         client.close()
 
 
+def test_the_end_of_a_loss_is_reported_once(fake, connect):
+    news = []
+    client = connect(on_lost=lambda _: news.append("lost"), on_resumed=lambda: news.append("resumed"))
+    client.start(1, array([5]))
+    for _ in range(2 * GOOD_RESPONSES):
+        assert draft_of(client, []) == [6]
+    assert news == []
+    fake.cut()
+    eventually(lambda: client.lost is None and client.counters.reconnects == 1)
+    eventually(lambda: draft_of(client, []) == [6] and news == ["lost", "resumed"])
+    for _ in range(2 * GOOD_RESPONSES):
+        assert draft_of(client, []) == [6]
+    assert news == ["lost", "resumed"]
+
+
+def test_the_first_connection_of_an_engine_that_started_without_its_service_is_reported(connect, socket_address):
+    news = []
+    client = connect(required=False, on_lost=lambda _: news.append("lost"), on_resumed=lambda: news.append("resumed"))
+    client.start(1, array([5]))
+    eventually(lambda: news == ["lost"])
+    with fake_server_thread(socket_address, FakeService(counting)):
+        eventually(lambda: draft_of(client, []) == [6] and news == ["lost", "resumed"])
+        client.close()
+
+
 def test_no_service_at_the_address(connect, socket_address, monkeypatch):
     monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.2)
     news = []
@@ -388,6 +413,18 @@ def test_an_exception_in_on_lost_is_logged_and_ignored(fake, connect):
         eventually(lambda: news)
         eventually(lambda: client.counters.reconnects == 1 and client.lost is None)
     assert logs == [{"event": "on_lost raised", "log_level": "error", "problem": "RuntimeError"}]
+
+
+def test_an_exception_in_on_resumed_is_logged_and_ignored(fake, connect):
+    def fail():
+        raise RuntimeError("secret")
+
+    client = connect(on_resumed=fail)
+    client.start(1, array([5]))
+    with capture_logs() as logs:
+        fake.cut()
+        eventually(lambda: draft_of(client, []) == [6] and logs)
+    assert logs == [{"event": "on_resumed raised", "log_level": "error", "problem": "RuntimeError"}]
 
 
 def test_on_lost_may_close_the_client(fake, connect):

@@ -16,9 +16,11 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from drafter_service.client.connection import GOOD_RESPONSES
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.servers import served
 
 PROMPT = "def quicksort(items):\n    "
 NO_DRAFTS = ("--drafter", "none")
@@ -375,3 +377,33 @@ def test_weights_that_are_not_finite_are_one_line_and_exit_code_2(folder, tmp_pa
 def test_the_http_process_does_not_import_pytorch():
     asked = "import sys, engine.api.server; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_an_engine_that_starts_before_its_sidecar_connects_later(socket_address):
+    remote = ("--drafter", "ssd-remote", "--address", socket_address)
+    with serving(*remote) as server, client_of(server) as client:
+        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+        text = client.completions.create(**asked).choices[0].text
+        line = server.process.stderr.readline()
+        assert line.startswith(f"warning: no connection to the drafter at {socket_address} (")
+        with served("--listen", socket_address, "--capacity", "100k"):
+            drafted = eventually(lambda: drafts_in(client.completions.create(**asked), text))
+            assert drafted > 0
+            for _ in range(GOOD_RESPONSES):
+                client.completions.create(**asked | {"max_tokens": 2})
+            line = server.process.stderr.readline()
+            assert line == f"warning: the drafter at {socket_address} answers again; drafts resume\n"
+
+
+def drafts_in(answer, text):
+    """Return the number of draft tokens of an answer, which has this text."""
+    assert answer.choices[0].text == text
+    return answer.usage.model_dump()["draft"]["drafted_tokens"]
+
+
+def test_an_engine_may_insist_on_its_sidecar(socket_address):
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--port", "0", "--drafter", "ssd-remote"]
+    arguments = ["--address", socket_address, "--require-sidecar"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert f"no drafter answers at {socket_address}" in done.stderr
