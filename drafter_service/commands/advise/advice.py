@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
@@ -120,7 +121,9 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     counts = {main, *(count for count in CONCURRENCIES if count <= profile.max_sequences)}
     by_flight = [trial("ssd", shape, longest, count) for count in sorted(counts) for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
-    return by_flight + others + [trial("ssd", "path", count, main) for count in MAX_DRAFTS]
+    if arctic.is_installed():
+        others.append(trial("arctic", "tree", longest, main))
+    return by_flight + others + [trial("ssd", shape, count, main) for count in MAX_DRAFTS for shape in SHAPES]
 
 
 def plan_whole(traffic: Traffic, profile: CostProfile, given: int | None, samples: Sequence[Outcome]) -> Trial:

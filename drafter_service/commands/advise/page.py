@@ -11,7 +11,13 @@ from drafter_service.observability.charts import Frame, Value
 from drafter_service.observability.report import units
 
 FRAME = Frame(480, 260, right=16, top=16)
-COLORS = {("ssd", "path"): "green", ("ssd", "tree"): "blue", ("ngram", "path"): "amber", ("classic", "path"): "violet"}
+COLORS = {
+    ("ssd", "path"): "green",
+    ("ssd", "tree"): "blue",
+    ("ngram", "path"): "amber",
+    ("classic", "path"): "violet",
+    ("arctic", "tree"): "gray",
+}
 NO_DRAFTS = (charts.DASHED, "no drafts, 1")
 HEADS = ("drafter", "shape", "longest", "in flight", "output tokens", "tokens per step", "drafted", "speed-up")
 

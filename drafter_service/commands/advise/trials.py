@@ -15,6 +15,7 @@ from queue import Empty, Queue
 
 import numpy as np
 
+from drafter_service.commands.advise.arctic import ArcticDrafter
 from drafter_service.commands.advise.provenance import Origins, Tracer
 from drafter_service.commands.advise.replay import Replay, replay
 from drafter_service.commands.advise.traffic import Traffic
@@ -42,7 +43,7 @@ class Trial:
     """One replay."""
 
     drafter: str
-    """`ssd`, `classic` or `ngram`."""
+    """`ssd`, `classic`, `ngram` or `arctic`."""
     draft_shape: DraftShape
     max_draft: int
     in_flight: int
@@ -113,8 +114,12 @@ def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> O
     if not trial.is_whole:
         traffic = traffic.first(SAMPLE_TOKENS)
     corpus = None
-    inner: Drafter = NgramDrafter()
-    if trial.drafter != "ngram":
+    inner: Drafter
+    if trial.drafter == "ngram":
+        inner = NgramDrafter()
+    elif trial.drafter == "arctic":
+        inner = ArcticDrafter(trial.cost)
+    else:
         from ssd.drafter import make_drafter
 
         config = DrafterConfig(
