@@ -1,4 +1,4 @@
-"""Measure a sidecar: round trips, load, learning, warm-up and restarts. `python -m benchmarks.sidecar`.
+"""Measure a sidecar: round trips, load, learning, shadow mode, warm-up and restarts. `python -m benchmarks.sidecar`.
 
 Each part starts the real service. The text comes from `benchmarks.text`. Engines are simulated; if several of them load
 the service, each is a separate process. The last line of the output is one JSON document.
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, cycle
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ BLOCKS, BLOCK_STEPS = 9, 200
 BUSY_LEARNED_PER_S, BUSY_ENGINES = 100_000, 2
 FEED_TEXTS = 40
 """Texts in one Observe call: 10,000 tokens."""
+SHADOW_PROMPT, SHADOW_TEXTS = 80, 1000
+"""Tokens of the prompts in shadow mode, and number of different Observe calls."""
+SHADOW_BLOCKS, SHADOW_BLOCK_S, SHADOW_WARM_UP_S = 100, 0.2, 3.0
+"""Calls with and without scoring alternate in blocks of this duration, after the time that scoring may use at once."""
 LONG_DEADLINE_S = 10.0
 NAMESPACE = "default"
 
@@ -299,6 +303,47 @@ def _progress_of(sequence: int) -> Any:
     return Progress(np.array([sequence], np.uint64), none[:0], np.zeros(2, np.uint32), none, none + MAX_DRAFT, COST)
 
 
+def measure_shadow(folder: Path, corpus_tokens: int) -> dict[str, Any]:
+    """Compare the rates of Observe with and without scoring of the same requests, in alternating blocks."""
+    requests = Writer(FEED_SEED).requests()
+    plain, scored = list[pb.Texts](), list[pb.Texts]()
+    for _ in range(SHADOW_TEXTS):
+        texts = [next(requests) for _ in range(FEED_TEXTS)]
+        # Without prompt lengths, a log shipper sends what is learned: the ends of prompts, and outputs.
+        plain.append(texts_message([text[SHADOW_PROMPT - DrafterConfig.learned_prompt_tokens :] for text in texts]))
+        scored.append(texts_message(texts))
+        scored[-1].prompt_lengths = pack(np.full(FEED_TEXTS, SHADOW_PROMPT, np.uint32), "u4")
+    streams = {"plain": cycle(plain), "scored": cycle(scored)}
+    calls = dict.fromkeys(streams, 0)
+    seconds = dict.fromkeys(streams, 0.0)
+    with service(folder, "--capacity", str(corpus_tokens)) as address, grpc.insecure_channel(address) as channel:
+        fill(address, corpus_tokens)
+        stub = DrafterServiceStub(channel)
+
+        def send(name: str, duration: float) -> None:
+            began = time.monotonic()
+            while time.monotonic() < began + duration:
+                stub.Observe(pb.ObserveRequest(namespace=NAMESPACE, texts=next(streams[name])))
+                calls[name] += 1
+            seconds[name] += time.monotonic() - began
+
+        send("scored", SHADOW_WARM_UP_S)
+        calls["scored"], seconds["scored"] = 0, 0.0
+        for _ in range(SHADOW_BLOCKS):
+            send("plain", SHADOW_BLOCK_S)
+            send("scored", SHADOW_BLOCK_S)
+        (report,) = json.loads(stub.Report(pb.ReportRequest()).json)["namespaces"]
+    # Means, because merges into the base tier fall into few of the blocks.
+    plain_rate, scored_rate = (FEED_TEXTS * calls[name] / seconds[name] for name in ("plain", "scored"))
+    return {
+        "observe_requests_per_s": round(plain_rate),
+        "observe_requests_per_s_shadow": round(scored_rate),
+        "shadow_overhead": round(1 - scored_rate / plain_rate, 3),
+        "shadow_scored_share": round(report["shadow"]["scored_requests"] / report["shadow"]["observed_requests"], 3),
+        "shadow_scored_tokens": report["shadow"]["drafting"]["committed"],
+    }
+
+
 def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:
     """Measure the time from the start of the process, with a full snapshot, until the first draft."""
     arguments = ("--capacity", str(capacity), "--snapshot-folder", str(folder / "snapshots"))
@@ -336,7 +381,7 @@ def main() -> None:
         "--capacity", type=int, default=16_000_000, help="tokens in the corpus for learning and restarts"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each measurement under load")
-    parser.add_argument("--parts", default="rtt,load,learn,warm,restart", help="parts to measure")
+    parser.add_argument("--parts", default="rtt,load,learn,shadow,warm,restart", help="parts to measure")
     options = parser.parse_args()
 
     def log(text: str) -> None:
@@ -346,6 +391,7 @@ def main() -> None:
         "rtt": lambda folder: measure_round_trips(folder, options.corpus),
         "load": lambda folder: measure_load(folder, options.corpus, options.seconds),
         "learn": lambda folder: measure_learning(folder, options.capacity, options.seconds),
+        "shadow": lambda folder: measure_shadow(folder, options.corpus),
         "warm": lambda _: measure_warm(log),
         "restart": lambda folder: measure_restart(folder, options.capacity),
     }

@@ -180,6 +180,28 @@ CASES = {
         ]
         for within in (9000, 9990)
     ),
+    "SsdDrafterDoesNotPay": tuple(
+        [
+            series("ssd_drafter_steps_total", f"0+1000x{MINUTES}", namespace="main"),
+            series("ssd_drafter_committed_tokens_total", f"0+{committed}x{MINUTES}", namespace="main"),
+            series("ssd_drafter_verified_tokens_total", f"0+2000x{MINUTES}", namespace="main", source="corpus"),
+            series("ssd_drafter_verified_tokens_total", f"0+500x{MINUTES}", namespace="main", source="local"),
+        ]
+        for committed in (1050, 1090)
+    ),
+    "SsdDrafterSnapshotsFail": (
+        [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 20} 1x20")],
+        [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 60} 1x60")],
+    ),
+    "SsdDrafterMemoryNearLimit": tuple(
+        [
+            series("ssd_drafter_bound_memory_bytes", f"{bound}x{MINUTES}"),
+            series("ssd_drafter_resident_memory_bytes", f"{resident}x{MINUTES}"),
+            series("ssd_drafter_memory_limit_bytes", f"4000000000x{MINUTES}"),
+            series("ssd_drafter_namespaces", f"{namespaces}x{MINUTES}"),
+        ]
+        for bound, namespaces, resident in ((3_700_000_000, 2, 1_000_000_000), (3_700_000_000, 1, 4_500_000_000))
+    ),
     "SsdDrafterMiscalibrated": tuple(
         [
             series(

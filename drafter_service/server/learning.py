@@ -11,7 +11,6 @@ from drafter_service.server.requests import read_texts
 from drafter_service.server.session import LONG_PROMPT, NO_TOKENS
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.stubs import drafter_pb2 as pb
-from ssd.base import CorpusDrafter
 from ssd.types import Progress
 
 TEXTS_PER_TURN = 256
@@ -26,48 +25,47 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
     Raises WireError, with no effect, for an invalid message, and ClosedError.
     """
     texts = read_texts(message, namespace.model.vocab_size)
-    drafter = namespace.new_drafter(shadow=True) if texts.prompt_lengths is not None else None
+    kept = namespace.config.learned_prompt_tokens
+    for index, name in enumerate(texts.request_ids):
+        if index % TEXTS_PER_TURN == 0:
+            await asyncio.sleep(0)
+            await namespace.wait_for_room()
+        text = texts.text(index)
+        if texts.prompt_lengths is not None and not namespace.has_learned(name):
+            prompt_length = texts.prompt_lengths[index]
+            namespace.shadow.observed += 1
+            if prompt_length < len(text) and namespace.shadow_allowance.is_left():
+                await _score(namespace, text[:prompt_length], text[prompt_length:])
+            if prompt_length > kept:
+                text = text[prompt_length - kept :]
+        if namespace.learn(text, name):
+            total.tokens += len(text)
+            total.texts += 1
+        else:
+            total.duplicates += 1
+
+
+async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -> None:
+    """Replay a finished request; its output, uint32 [n], takes the place of the tokens that a target would produce.
+
+    prompt: uint32 [P]. Raises ClosedError.
+    """
+    allowance, drafter = namespace.shadow_allowance, namespace.new_drafter(shadow=True)
+    shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
-        for index, name in enumerate(texts.request_ids):
-            if index % TEXTS_PER_TURN == 0:
-                await asyncio.sleep(0)
-                await namespace.wait_for_room()
-            text = texts.text(index)
-            if drafter is not None and texts.prompt_lengths is not None and not namespace.has_learned(name):
-                prompt_length = int(texts.prompt_lengths[index])
-                await _observe(namespace, drafter, text[:prompt_length], text[prompt_length:])
-                text = text[max(0, prompt_length - namespace.config.learned_prompt_tokens) :]
-            if namespace.learn(text, name):
-                total.tokens += len(text)
-                total.texts += 1
-            else:
-                total.duplicates += 1
-    finally:
-        if drafter is not None:
-            namespace.release(drafter)
-
-
-async def _observe(namespace: Namespace, drafter: CorpusDrafter, prompt: np.ndarray, output: np.ndarray) -> None:
-    """Count a finished request, and score it if there is time; prompt, output: uint32 [n]. Raises ClosedError."""
-    namespace.shadow.observed += 1
-    if len(output) and namespace.shadow_allowance.is_left():
-        await _score(namespace, ShadowDrafter(drafter), prompt, output)
-        namespace.shadow.scored += 1
-
-
-async def _score(namespace: Namespace, shadow: ShadowDrafter, prompt: np.ndarray, output: np.ndarray) -> None:
-    """Replay a request; its recorded output takes the place of the tokens that a target would produce."""
-    allowance, limit = namespace.shadow_allowance, namespace.config.max_draft
-    opening = shadow.drafter.open(prompt, learn=False)
-    with allowance.spend():
-        if len(prompt) >= LONG_PROMPT:
-            await asyncio.to_thread(opening.index)
-            namespace.check_is_open()
-        shadow.begin(0, opening)
-        shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
-    for first in range(0, len(output), SCORED_PER_TURN):
         with allowance.spend():
-            shadow.advance(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
-        await asyncio.sleep(0)
-        namespace.check_is_open()
-    shadow.finish(0, NO_TOKENS, learn=False)
+            opening = drafter.open(prompt, learn=False)
+            if len(prompt) >= LONG_PROMPT:
+                await asyncio.to_thread(opening.index)
+                namespace.check_is_open()
+            shadow.begin(0, opening)
+            shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
+        for first in range(0, len(output), SCORED_PER_TURN):
+            with allowance.spend():
+                shadow.advance(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
+            await asyncio.sleep(0)
+            namespace.check_is_open()
+        shadow.finish(0, NO_TOKENS, learn=False)
+        namespace.shadow.scored += 1
+    finally:
+        namespace.release(drafter)

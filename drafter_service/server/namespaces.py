@@ -88,6 +88,12 @@ class Namespaces:
         """Return the names of all namespaces, including those on disk."""
         return sorted({*self.loaded, *(self.store.names() if self.store else [])})
 
+    @property
+    def bound_bytes(self) -> int:
+        """Memory that is counted for namespaces that cannot be unloaded to make room for others, in bytes."""
+        idle = {name for name, namespace in self.loaded.items() if namespace.is_idle and self.store is not None}
+        return sum(size for name, size in self._reserved.items() if name not in idle)
+
     @asynccontextmanager
     async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
         """Create or restore a namespace if it is not loaded, and keep it loaded within the block.

@@ -62,8 +62,8 @@ class Texts:
     offsets: np.ndarray
     """uint32 [D + 1]."""
     request_ids: list[str | None]
-    prompt_lengths: np.ndarray | None
-    """uint32 [D]; None if no text has a prompt."""
+    prompt_lengths: list[int] | None
+    """None if no text has a prompt."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -150,7 +150,7 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     return Texts(tokens, offsets, names or [None] * texts, _read_prompt_lengths(message.prompt_lengths, offsets))
 
 
-def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> np.ndarray | None:
+def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> list[int] | None:
     """Return the prompt length of each text, None if they are not given. Raises WireError."""
     if not data:
         return None
@@ -161,7 +161,7 @@ def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> np.ndarray | None:
     if (longer := lengths > texts).any():
         index = int(longer.argmax())
         raise WireError(f"texts.prompt_lengths[{index}] is {lengths[index]}; the text has {texts[index]} tokens")
-    return lengths
+    return list(lengths.tolist())
 
 
 def check_vocabulary(tokens: np.ndarray, vocab_size: int, field: str) -> None:

@@ -117,6 +117,8 @@ class DrafterServer:
             namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
             refused=self._streams.refused,
             failed_saves=self.namespaces.failed_saves,
+            memory_limit=self._config.namespaces.memory_limit,
+            bound_bytes=self.namespaces.bound_bytes,
             log=self._replication.facts(),
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from ssd.base import CorpusDrafter, Opening
 from ssd.types import Progress, offsets_of
 
-SHARE = 0.1
+SHARE = 0.03
 """Maximum share of the time that is spent on scoring observed requests."""
 BURST_S = 1.0
 """Time in seconds that may be spent at once after a pause."""

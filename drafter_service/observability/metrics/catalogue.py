@@ -276,6 +276,12 @@ SERVICE_METRICS = (
     _number("ssd_drafter_start_time_seconds", "started_at", "Start time of the service, in seconds since 1970."),
     _number("ssd_drafter_refused_total", "refused", "Requests and streams that were refused."),
     _number("ssd_drafter_failed_saves_total", "failed_saves", "Snapshots that could not be saved."),
+    _number("ssd_drafter_memory_limit_bytes", "memory_limit", "Maximum memory of all namespaces in bytes."),
+    _number(
+        "ssd_drafter_bound_memory_bytes",
+        "bound_bytes",
+        "Bytes that the memory limit counts for namespaces that cannot be unloaded: in use, or no snapshot folder.",
+    ),
 )
 
 LOG_METRICS = (
