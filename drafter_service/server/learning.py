@@ -16,7 +16,7 @@ from ssd.types import Progress
 TEXTS_PER_TURN = 256
 """Number of texts learned before other tasks of the event loop run."""
 SCORED_PER_TURN = 32
-"""Number of output tokens scored before other tasks of the event loop run: about 1 ms."""
+"""Number of output tokens scored before other tasks of the event loop run: about 0.5 ms."""
 
 
 async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse | pb.WarmResponse) -> None:

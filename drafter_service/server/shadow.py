@@ -18,7 +18,7 @@ from ssd.base import CorpusDrafter, Opening
 from ssd.types import Progress, offsets_of
 
 SHARE = 0.03
-"""Maximum share of the time that is spent on scoring observed requests."""
+"""Maximum share of the time that is spent on scoring observed requests; a request of 170 output tokens takes 2.5 ms."""
 BURST_S = 1.0
 """Time in seconds that may be spent at once after a pause."""
 

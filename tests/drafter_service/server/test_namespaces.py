@@ -254,6 +254,20 @@ def test_a_namespace_that_cannot_be_saved_stays_loaded_and_is_counted(tmp_path, 
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_memory_of_namespaces_that_cannot_be_unloaded(tmp_path, has_folder):
+    async def test():
+        async with opened(tmp_path if has_folder else None, fit=3) as namespaces:
+            await learned(namespaces, "a", [1, 2])
+            async with namespaces.use("b", UNKNOWN_MODEL):
+                used = namespaces.bound_bytes
+            size = max_bytes(DRAFTING.capacity)
+            assert used == (size if has_folder else 2 * size)
+            assert namespaces.bound_bytes == (0 if has_folder else 2 * size)
+
+    asyncio.run(test())
+
+
 def test_a_save_continues_when_its_caller_is_cancelled_and_the_next_one_waits(tmp_path, monkeypatch):
     """Otherwise the older of two snapshots could replace the newer one."""
     may_write, begun = blocked_writes(monkeypatch)

@@ -61,11 +61,18 @@ def test_a_refusal_names_the_field(read, message):
         read()
 
 
+def with_prompts(lengths, message):
+    message.prompt_lengths = pack(array(lengths), "u4")
+    return message
+
+
 def test_texts_are_read():
     read = read_texts(texts([1, 2], [], [3], names=["a", "", "b"]), vocab_size=4)
     assert [read.text(index).tolist() for index in range(len(read))] == [[1, 2], [], [3]]
     assert read.request_ids == ["a", None, "b"]
     assert read_texts(texts([1]), vocab_size=0).request_ids == [None]
+    assert read_texts(texts([1]), vocab_size=0).prompt_lengths is None
+    assert read_texts(with_prompts([1, 0], texts([1, 2], [3])), vocab_size=0).prompt_lengths == [1, 0]
     assert len(read_texts(texts(), vocab_size=0)) == 0
 
 
@@ -82,6 +89,9 @@ def test_texts_are_read():
         (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 2, 1, 2]), "u4")), "texts.offsets must increase"),
         (pb.Texts(tokens=bytes(8), offsets=pack(array([0, 3, 2]), "u4")), "texts.offsets must increase"),
         (pb.Texts(offsets=b"123"), "texts.offsets has 3 bytes"),
+        (with_prompts([1], texts([1, 2], [3])), "texts.prompt_lengths has 1 elements, not 2"),
+        (with_prompts([1, 2], texts([1, 2], [3])), r"texts.prompt_lengths\[1\] is 2; the text has 1 tokens"),
+        (pb.Texts(prompt_lengths=b"123"), "texts.prompt_lengths has 3 bytes"),
     ],
 )
 def test_inconsistent_texts_are_refused(message, problem):

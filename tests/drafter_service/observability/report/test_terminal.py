@@ -7,10 +7,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from drafter_service.observability.facts import ShadowUse
 from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
+from drafter_service.observability.report.page import render_page
 from drafter_service.observability.report.schema import ClientTotals, SharedLogReport
 from drafter_service.observability.report.terminal import print_report
+from ssd.stats import Stats
 from tests.drafter_service.observability.report.samples import busy_namespace, new_namespace, passages, service
 
 EVIL = "\x1b[2J[bold]x[/bold]\n名前" + "y" * 90
@@ -105,6 +108,18 @@ def test_remarks_report_problems():
         assert remark in text
     calm = replace(service(busy_namespace()), log=None)
     assert "!" not in printed(build_report(calm))
+
+
+def test_shadow_mode_is_a_sentence():
+    use = ShadowUse(Stats(), observed=5020)
+    assert "shadow: 0 requests scored of 5,020 observed." in printed(build_report(service(new_namespace(shadow=use))))
+    use.stats.record_path(1000, 700, 600, steps=400)
+    use.scored = 4812
+    report = build_report(service(new_namespace(shadow=use)))
+    counts, gain = "4,812 requests scored of 5,020 observed", "2.50 tokens per step (acceptance 86%)"
+    sentence = f"shadow: {counts}; drafts would have given {gain}."
+    assert sentence in " ".join(printed(report).split())
+    assert sentence in render_page(report)
 
 
 def test_report_of_a_snapshot_omits_unknown_values():
