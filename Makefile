@@ -63,7 +63,7 @@ CONFORMANCE := build/hosts-conformance
 CONFORMANCE_LIST := tests/drafter_service/plugins/conformance.txt
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang, vLLM and llama-cpp-python (minutes; no GPU)
+hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang, vLLM and llama-cpp-python (1.2 GB; minutes; no GPU)
 	@PYTHONPATH=$(CONFORMANCE)/$(LLAMA_CPP) $(CONFORMANCE)/bin/python -m pytest -rs \
 		tests/drafter_service/plugins/sglang tests/drafter_service/plugins/vllm tests/drafter_service/plugins/test_llama_cpp.py
 
