@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import Drafter
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
+from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import build_executors
@@ -33,6 +34,7 @@ from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
+from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequenceResult, StepPlan
@@ -95,12 +97,14 @@ class Engine:
         depth: InFlightDepth | None = None,
         drafters: Collection[str] = (),
         device_budget: DeviceBudget | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
         draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
         `executor` runs all others. `depth`: by default created from `config.in_flight`.
         `drafters`: names of the loaded kinds, from which requests may choose. `device_budget`: decides when the device
-        drafts; without it, in every step with a request that wants drafts.
+        drafts; without it, in every step with a request that wants drafts. `grammars`: without it, requests with a
+        grammar are refused.
         """
         self.model = model
         self._config = config
@@ -111,6 +115,7 @@ class Engine:
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead)
         self._decode = decode
+        self._grammars = grammars
         self._budget = budget
         self._device_budget = device_budget
         self._drafters = drafters
@@ -157,6 +162,10 @@ class Engine:
         request.check_drafting(self._drafters, self._config.max_draft)
         if request.sampling.stop and self._decode is None:
             raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
+        if (grammar := request.sampling.grammar) is not None:
+            if self._grammars is None:
+                raise UserError(f"{grammar.kind} needs the model's tokenizer, which this engine was not given")
+            self._grammars.start(grammar)
         longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
         pages = self.scheduler.pages
         if pages.pages_for(longest) > pages.count:
@@ -218,7 +227,10 @@ class Engine:
         if request.sampling.verification is None and self._config.verification != "exact":
             request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self.model.eos_token_ids, self._decode)
-        sequence = Sequence(self._next_id, request, longest, stopping)
+        grammar = None
+        if request.sampling.grammar is not None and self._grammars is not None:
+            grammar = self._grammars.start(request.sampling.grammar)
+        sequence = Sequence(self._next_id, request, longest, stopping, grammar)
         self.scheduler.add(sequence)
         self._next_id += 1
         return sequence
@@ -327,7 +339,8 @@ class Engine:
             if self._device_budget is not None and len(self._launched) == 1:
                 self._device_budget.record(step.plan, self._launched[0], report.committed, seconds)
         elif self._budget is not None:
-            self._budget.record(step.plan, step.plan.tokens, accepted, seconds)
+            forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
+            self._budget.record(step.plan, step.plan.tokens, accepted - forced, seconds)
         if is_on_graph:
             host_s = times.schedule + times.draft + times.commit
             self._depth.record(host_s, times.total, accepted, report.committed)
@@ -365,6 +378,7 @@ def build_engine(
     common: SamplingParams = COMMON_SAMPLING,
     notify: Callable[[str], None] = lambda _: None,
     drafters: Collection[str] = (),
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
@@ -372,8 +386,8 @@ def build_engine(
     seconds and verify only draft tokens whose expected gain exceeds their cost; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
     with a progress line before and after slow preparations. `drafters`: names of the kinds in `drafter`, from which
-    requests may choose. Raises UserError for an attention backend or KV cache dtype that is not available, and for a
-    drafter that cannot be bound to the model.
+    requests may choose. `grammars`: needed for requests with a grammar. Raises UserError for an attention backend or KV
+    cache dtype that is not available, and for a drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -397,7 +411,7 @@ def build_engine(
         depth = InFlightDepth(1)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph, depth,
-        drafters=drafters, device_budget=device_budget,
+        drafters=drafters, device_budget=device_budget, grammars=grammars,
     )  # fmt: skip
 
 

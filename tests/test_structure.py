@@ -47,6 +47,7 @@ ALLOWED = {
         "fastapi",
         "flashinfer",
         "huggingface_hub",
+        "llguidance",
         "numpy",
         "orjson",
         "prometheus_client",

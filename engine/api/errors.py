@@ -30,6 +30,7 @@ EITHER_TYPE = {
     "prompt": "a string or a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of the type text",
+    "json": "a JSON schema, as an object or as text",
 }
 """What fields of several possible types must be."""
 
@@ -144,7 +145,7 @@ def _message_of(error: Any) -> str:
 
 def _is_type_name(part: str) -> bool:
     return part in ("str", "int", "float", "bool", "ContentPart") or part.startswith(
-        ("list[", "constrained-", "function-")
+        ("list[", "dict[", "constrained-", "function-")
     )
 
 

@@ -6,9 +6,12 @@ clients send them with their defaults. Any other value is an error, because igno
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.sampling.grammar import Grammar, choice_grammar
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -41,10 +44,69 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class TextFormat(Body):
-    """The only supported output format."""
+class JsonSchema(Body):
+    """A JSON schema of OpenAI's `response_format`."""
 
-    type: Literal["text"]
+    definition: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    """Not used, like `description` and `strict`: outputs always match the schema."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+def _text_of(schema: dict[str, Any] | str) -> str:
+    """Return a JSON schema as text. Raises ValueError if it is nested too deep."""
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema)
+    except RecursionError:
+        raise ValueError("json_schema: it is nested too deep") from None
+
+
+class OutputFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> OutputFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: needs json_schema if its type is json_schema, and only then")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What outputs must match."""
+        if self.json_schema is not None:
+            return Grammar("json_schema", _text_of(self.json_schema.definition))
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    definition: dict[str, Any] | str | None = Field(None, alias="json")
+    """JSON schema."""
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("structured_outputs: needs exactly one of json, json_object, regex and choice")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        """What outputs must match."""
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        if self.definition is not None:
+            return Grammar("json_schema", _text_of(self.definition))
+        return Grammar("json_object")
 
 
 class UnsupportedFields(Body):
@@ -63,7 +125,6 @@ class UnsupportedFields(Body):
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     include_stop_str_in_output: Literal[False] = False
-    response_format: TextFormat | None = None
     priority: Literal[0] = 0
 
 
@@ -123,6 +184,9 @@ class SamplingFields(UnsupportedFields):
     """Text that this output alone may be drafted from; it changes the speed, not the output."""
     verification: Literal["exact", "rejection"] | None = None
     """How drafts are verified when sampling; None: the server's setting."""
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must match; an alternative to `response_format`."""
     return_drafted: bool = False
     """Whether to return the text in pieces that are marked as drafted or not."""
 
@@ -131,6 +195,18 @@ class SamplingFields(UnsupportedFields):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: needs stream to be true")
         return self
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> SamplingFields:
+        if self.response_format is not None and self.response_format.grammar and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: it cannot be combined with response_format; send one of them")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the output must match; None if it is free."""
+        given = self.structured_outputs or self.response_format
+        return None if given is None else given.grammar
 
 
 class CompletionRequest(SamplingFields):

@@ -177,6 +177,7 @@ class Service:
                     stop=_stop_strings(body.stop),
                     stop_token_ids=tuple(body.stop_token_ids or ()),
                     logit_bias=_logit_bias(body.logit_bias),
+                    grammar=body.grammar,
                     **shared,
                 ),
                 learn=body.learn and body.max_tokens != 0,

@@ -19,6 +19,7 @@ from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_model
 from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import GrammarCompiler
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 from ssd.hardware.processors import usable_processors
@@ -106,4 +107,5 @@ def launch(
         model, config, drafter, tokenizer.decode,
         has_budget=may_draft and not verifies_all, attention=options.attention,
         common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
+        grammars=GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids),
     )  # fmt: skip

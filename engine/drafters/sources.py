@@ -26,6 +26,8 @@ class DraftSource(IntEnum):
     LOOKAHEAD = 8
     RECYCLE = 9
     REST = 10
+    GRAMMAR = 11
+    """The only token that the grammar of a request allows, whichever drafter proposed it."""
     OTHER = 255
     """For drafters that are not part of this package."""
 

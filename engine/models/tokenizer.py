@@ -32,6 +32,10 @@ class Tokenizer:
         """Return the vocabulary, added tokens included: the spelling of each token by its id."""
         return {token: spelling for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
         """Return token ids, uint32 [N], by default with the special tokens at the beginning of the model's prompts.
 

@@ -1,10 +1,10 @@
-"""Logits processors before temperature: forbidden end tokens, bias, penalties.
+"""Logits processors before temperature: forbidden end tokens, bias, penalties, grammars.
 
 A sequence has a row of logits after its last token and one after each draft token. A row is processed as if the draft
 up to it (in a tree, its ancestors and itself) were committed. The row is used only if that draft is accepted, and then
 equals the row of decoding without drafts.
 
-Only tokens that occurred are penalised, so the work does not grow with the vocabulary.
+Only tokens that occurred are penalised, so that work does not grow with the vocabulary; that of grammars does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.speculation.draft_tree import DraftTree
 
 if TYPE_CHECKING:
+    from engine.sampling.grammar import GrammarState
     from engine.scheduling.sequence import Sequence
 
 
@@ -60,6 +61,9 @@ def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
         logits[_on(logits, indices, tokens)] += torch.from_numpy(bias).to(logits)
     if penalised:
         penalise(logits, Penalised(*_joined(penalised)))
+    for each in own:
+        if each.sequence.grammar is not None:
+            _mask(logits, each, each.sequence.grammar)
     return logits
 
 
@@ -70,6 +74,19 @@ def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
     early = own.rows[(own.depths < lacking) & (own.rows != NOT_NEEDED)]
     ends = sequence.stopping.end_ids
     return np.repeat(early, len(ends)), np.tile(ends, len(early))
+
+
+def _mask(logits: Tensor, own: Rows, grammar: GrammarState) -> None:
+    """Set the logits of tokens that the grammar forbids to -inf, in place.
+
+    A row without any other token is left as it is: a drafter may have a part of the vocabulary only.
+    """
+    needed = own.rows != NOT_NEEDED
+    forbidden = torch.from_numpy(~grammar.allowed_along(own.draft, own.tree, needed)).to(logits.device)
+    rows = torch.from_numpy(own.rows[needed]).to(logits.device)
+    masked = logits[rows].masked_fill(forbidden, float("-inf"))
+    is_empty = masked.amax(dim=1, keepdim=True) == float("-inf")
+    logits[rows] = torch.where(is_empty, logits[rows], masked)
 
 
 def _biased(own: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

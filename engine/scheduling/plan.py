@@ -7,7 +7,7 @@ it, an executor runs it, and its results come back as a `StepResult`.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
     from engine.drafters.outcomes import OutcomeTable
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
-    from engine.speculation.draft_tree import DraftTree
+    from engine.speculation.draft_tree import DraftTree, OwnDraft
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_ROWS = np.empty(0, np.int64)
@@ -49,6 +49,9 @@ class SequencePlan:
     q_rows: np.ndarray | None = None
     """int32 [k]: row of `StepPlan.q` that each draft token was sampled from, -1 for a deterministic candidate; None if
     all of them are deterministic."""
+
+    proposed: OwnDraft | None = None
+    """The drafter's own draft, if the request has a grammar; `draft` was made from it."""
 
     extra_room: int = 0
     """Largest number of extra rows that the size of the step and the pages allow."""
@@ -114,6 +117,11 @@ class StepPlan:
         """Entries that yield tokens; only these have drafts."""
         return [entry for entry in self.entries if entry.produces]
 
+    @property
+    def scheduled(self) -> int:
+        """Number of committed tokens that run."""
+        return sum(entry.scheduled for entry in self.entries)
+
     def select_drafts(self) -> None:
         """Set the drafts that the device selected from `outcomes`; the previous step's tokens must be committed."""
         table = self.outcomes
@@ -158,6 +166,11 @@ class SequenceResult:
     """float32 [1 + k, n]."""
     extra_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     """uint32 [e]: token of the largest logit after each of the plan's extra rows, before penalties and noise."""
+
+    def of_draft(self, own: OwnDraft) -> SequenceResult:
+        """Return the result as if the step had verified another draft."""
+        plan = replace(self.plan, draft=own.tokens, tree=own.tree)
+        return replace(self, plan=plan, kept=own.kept(self.tokens))
 
     @property
     def sequence_id(self) -> int:

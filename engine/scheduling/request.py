@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from engine.drafters.sources import DraftCounts
+from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
 from ssd.errors import UserError
 
@@ -40,7 +41,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are chosen and where an output ends. Names, meanings and ranges are those of vLLM and OpenAI.
 
-    Logits pass through: `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`.
+    Logits pass through: `min_tokens`, `logit_bias`, penalties, `grammar`, temperature, `min_p`, `top_k`, `top_p`.
     """
 
     max_tokens: int = 128
@@ -80,6 +81,9 @@ class SamplingParams:
     verification: Literal["exact", "rejection"] | None = None
     """How drafts are accepted, as in `EngineConfig`; None: the engine's setting."""
 
+    grammar: Grammar | None = None
+    """What the output must match. Drafts are then verified exactly, whatever `verification` says."""
+
     def __post_init__(self) -> None:
         """Raise UserError for a setting out of its range."""
         _at_least("max_tokens", self.max_tokens, 1)
@@ -103,6 +107,11 @@ class SamplingParams:
         _at_least("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
+        if self.grammar is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise UserError(
+                f"{name}: it cannot be combined with {self.grammar.kind}, which decides where the output ends"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _within(name, count, 0, MAX_LOGPROBS)
@@ -124,7 +133,7 @@ class SamplingParams:
     @cached_property
     def uses_rejection(self) -> bool:
         """Whether sampled draft tokens are verified by rejection. Greedy outputs are the same in both modes."""
-        return self.is_sampled and self.verification == "rejection"
+        return self.is_sampled and self.verification == "rejection" and self.grammar is None
 
     @cached_property
     def truncates(self) -> bool:
@@ -139,7 +148,7 @@ class SamplingParams:
     @cached_property
     def adjusts(self) -> bool:
         """Whether logits are changed before they are divided by the temperature."""
-        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0
+        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
 
     @cached_property
     def needs_host(self) -> bool:
@@ -204,6 +213,8 @@ class Request:
                 f"the prompt has {len(self.prompt)} tokens; the context window of {model.max_positions} must hold it "
                 "and at least one token of output: shorten the prompt"
             )
+        if self.recorded is not None and self.sampling.grammar is not None:
+            raise UserError(f"{self.sampling.grammar.kind}: a request with a recorded output cannot have it")
         self.sampling.check(model)
 
     def check_drafting(self, loaded: Collection[str], max_draft: int) -> None:

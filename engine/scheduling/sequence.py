@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.drafters.sources import NO_SOURCES, counts_by_name
+from engine.sampling.grammar import GrammarState
 from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts
@@ -15,10 +16,18 @@ from engine.scheduling.request import Completion, Request
 class Sequence:
     """State of one request from its arrival to its completion."""
 
-    def __init__(self, sequence_id: int, request: Request, max_length: int, stopping: Stopping | None = None) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        max_length: int,
+        stopping: Stopping | None = None,
+        grammar: GrammarState | None = None,
+    ) -> None:
         """max_length: largest number of tokens, prompt and output together.
 
         `stopping`: by default only the request's own settings end the output, not the model's end tokens.
+        grammar: its state before the first token, if the request has one.
         """
         self.sequence_id = sequence_id
         self.request = request
@@ -40,6 +49,8 @@ class Sequence:
         self.stopping = stopping or Stopping(request)
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
         """Counts for penalties; None if the request has none."""
+        self.grammar = grammar
+        """State of the grammar after the committed tokens; None if the request has none."""
         self.logprobs: list[Logprobs] = []
         """Log-probabilities of output tokens, if requested."""
         self.prompt_logprobs: list[Logprobs] = []
@@ -116,6 +127,9 @@ class Sequence:
         self._length += len(tokens)
         if self.token_counts is not None:
             self.token_counts.add(tokens)
+        if self.grammar is not None:
+            for token in tokens.tolist():
+                self.grammar.accept(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
 

@@ -1,12 +1,14 @@
-"""The shape of a draft tree: the parent of each draft token."""
+"""The shape of a draft tree: the parent of each draft token; the draft of one of several drafters."""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ssd.kernels.jit import BoolRows, Longs, Nothing, Parents, kernel
+from ssd.types import ROOT
 
 
 class DraftTree:
@@ -45,6 +47,39 @@ def _fill_sees(parents, sees):
 def _fill_depths(parents, depths):
     for node in range(len(parents)):
         depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 1
+
+
+class OwnDraft(NamedTuple):
+    """The draft of one drafter for one sequence, k tokens."""
+
+    tokens: np.ndarray
+    """uint32 [k]."""
+    parents: np.ndarray
+    """int32 [k]."""
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The shape of the draft; None for a path."""
+        is_path = straight_length(self.parents) == len(self.parents)
+        return None if is_path else DraftTree(self.parents)
+
+    def kept(self, committed: np.ndarray) -> np.ndarray:
+        """Return the path of draft tokens that equal the committed ones, int64 [a]; committed: uint32 [m]."""
+        path: list[int] = []
+        at = ROOT
+        for token in committed.tolist():
+            nodes = np.flatnonzero((self.parents == at) & (self.tokens == token))
+            if not len(nodes):
+                break
+            at = int(nodes[0])
+            path.append(at)
+        return np.array(path, np.int64)
+
+    def until(self, depth: int) -> OwnDraft:
+        """Return the tokens before the first one that is deeper than `depth`."""
+        deeper = np.flatnonzero(DraftTree(self.parents).depths > depth)
+        end = int(deeper[0]) if len(deeper) else len(self.tokens)
+        return OwnDraft(self.tokens[:end], self.parents[:end])
 
 
 def straight_length(parents: np.ndarray) -> int:

@@ -14,10 +14,11 @@ from engine.drafters.base import Drafts, ExtraRows
 from engine.drafters.guard import GuardedDrafter
 from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
-from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
+from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.device_budget import DeviceBudget
 from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
+from engine.speculation.grammar_drafts import follow_grammars, has_grammar_drafts
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
 from engine.speculation.verify import uses_rejection
@@ -56,13 +57,17 @@ class Speculation:
 
     def propose(self, plan: StepPlan) -> None:
         """Set the drafts of the producing entries of a plan."""
-        tokens = self._prepare(plan)
-        if tokens is None:
+        is_asked = self._prepare(plan)
+        if not is_asked and not has_grammar_drafts(plan.producing):
             return
-        began = perf_counter()
-        drafts = self._ask(plan)
-        plan.drafting_s = perf_counter() - began
-        plan.asked = True
+        drafts = Drafts.empty(len(plan.producing))
+        if is_asked:
+            began = perf_counter()
+            drafts = self._ask(plan)
+            plan.drafting_s = perf_counter() - began
+            plan.asked = True
+        if has_grammar_drafts(plan.producing):
+            drafts = follow_grammars(drafts, plan.producing)
         if drafts.extra is not None:
             add_extra_rows(plan, drafts.extra)
         lengths = self._usable_lengths(drafts.batch)
@@ -72,7 +77,7 @@ class Speculation:
             if any(sampled):
                 shown = hide_sampled(shown, sampled, plan.producing, self._rates)
                 lengths = np.diff(shown.offsets).astype(np.int64)
-            lengths, plan.is_probe = self._budget.select(shown, lengths, tokens + plan.extra_rows)
+            lengths, plan.is_probe = self._budget.select(shown, lengths, plan.scheduled + plan.extra_rows)
         plan.q = drafts.q
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
@@ -87,8 +92,7 @@ class Speculation:
 
     def propose_ahead(self, plan: StepPlan) -> None:
         """Set the producing entries' drafts for likely outcomes of the step in flight."""
-        tokens = self._prepare(plan)
-        if tokens is None:
+        if not self._prepare(plan):
             return
         table = self._ask_ahead(plan)
         plan.asked = True
@@ -97,7 +101,7 @@ class Speculation:
         lengths = np.where(table.accepted >= 0, table.lengths, 0).astype(np.int64)
         if self._budget is not None:
             drafts = likely_drafts(table, lengths)
-            limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), tokens)
+            limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), plan.scheduled)
             lengths = np.minimum(lengths, limits[:, None])
         plan.outcomes = replace(table, lengths=lengths)
         # A sequence without a step in flight has its last token as the bonus token.
@@ -118,6 +122,8 @@ class Speculation:
             if uses_rejection(each.plan):
                 self._rates.record(each)
         if not result.plan.drafts_on_device:
+            if not self._drafter.needs.top_k:
+                result = replace(result, results=[_own_result(each) for each in result.results])
             self._drafter.observe(result)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
@@ -130,22 +136,18 @@ class Speculation:
         """Release the drafter."""
         self._drafter.close()
 
-    def _prepare(self, plan: StepPlan) -> int | None:
-        """Start new sequences and set the plan's cost.
-
-        Return the number of tokens of the step without drafts, or None if the drafter is not asked in this step.
-        """
+    def _prepare(self, plan: StepPlan) -> bool:
+        """Start new sequences and set the plan's cost. Return whether the drafter is asked in this step."""
         self._start(plan)
         if not any(entry.sequence.request.is_drafted for entry in plan.producing):
-            return None
+            return False
         if self._budget is not None and self._budget.is_backing_off:
             plan.is_backing_off = True
-            return None
-        tokens = sum(entry.scheduled for entry in plan.entries)
+            return False
         if self._budget is not None:
-            plan.cost = self._budget.cost_of_one_more(tokens, len(plan.producing))
-            plan.seconds = self._budget.seconds(tokens, len(plan.producing))
-        return tokens
+            plan.cost = self._budget.cost_of_one_more(plan.scheduled, len(plan.producing))
+            plan.seconds = self._budget.seconds(plan.scheduled, len(plan.producing))
+        return True
 
     def _ask(self, plan: StepPlan) -> Drafts:
         """Return the drafter's drafts for the producing entries; those of requests without drafts are empty."""
@@ -215,6 +217,13 @@ def add_extra_rows(plan: StepPlan, extra: ExtraRows) -> None:
     for entry, (start, end) in zip(plan.producing, pairwise(extra.offsets.tolist()), strict=True):
         if start < end:
             entry.extra, entry.extra_tree = extra.tokens[start:end], DraftTree(extra.parents[start:end])
+
+
+def _own_result(result: SequenceResult) -> SequenceResult:
+    """Return a result as if the step had verified the drafter's own draft, not the one made from it by a grammar."""
+    own = result.plan.proposed
+    # Deeper tokens of the own draft were neither accepted nor rejected.
+    return result if own is None else result.of_draft(own.until(len(result.tokens)))
 
 
 def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from engine.speculation.step_cost import Cost
 from ssd.types import DraftBatch
@@ -90,17 +91,22 @@ class TokenBudget:
         starts, sizes = drafts.offsets[:-1].astype(np.int64), np.diff(drafts.offsets)
         places = np.arange(len(likely)) - starts.repeat(sizes)
         likely[places >= usable.repeat(sizes)] = 0
-        calibrated = likely * self.calibration
+        # What a grammar forces is accepted with certainty, and says nothing about the drafter.
+        is_forced = drafts.source == DraftSource.GRAMMAR
+        calibrated = np.where(is_forced & (likely == 1), 1.0, likely * self.calibration)
         lengths = worth_verifying(calibrated, drafts.offsets, tokens, sequences, self._cost)
         is_probe = False
         if np.count_nonzero(lengths) == 0 and len(likely):
             gains = np.bincount(np.arange(sequences).repeat(sizes), calibrated, sequences)
             is_probe = self._probe(lengths, usable, gains)
-        self._expected += float(likely[places < lengths.repeat(sizes)].sum())
+        self._expected += float(likely[(places < lengths.repeat(sizes)) & ~is_forced].sum())
         return Selection(lengths, is_probe)
 
     def record(self, plan: StepPlan, tokens: int, accepted: int, seconds: float) -> None:
-        """Learn from a step of `tokens` tokens that took `seconds` and accepted `accepted` draft tokens."""
+        """Learn from a step of `tokens` tokens that took `seconds`.
+
+        accepted: number of accepted draft tokens, without those that a grammar forced.
+        """
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from engine.drafters.draft_forward import DraftForward
 from engine.drafters.tokens import TokenDrafter, innermost
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import DraftTree, straight_length
+from engine.speculation.draft_tree import OwnDraft
 from ssd.corpus.corpus import Corpus
 from ssd.types import ROOT, DraftBatch, offsets_of
 
@@ -47,27 +46,6 @@ class Part:
         """Whether the request allows this drafter."""
         drafters = sequence.request.drafters
         return drafters is None or self.kind in drafters
-
-
-class OwnDraft(NamedTuple):
-    """The draft of one drafter for one sequence, k tokens."""
-
-    tokens: np.ndarray
-    """uint32 [k]."""
-    parents: np.ndarray
-    """int32 [k]."""
-
-    def kept(self, committed: np.ndarray) -> np.ndarray:
-        """Return the path of draft tokens that equal the committed ones, int64 [a]; committed: uint32 [m]."""
-        path: list[int] = []
-        at = ROOT
-        for token in committed.tolist():
-            nodes = np.flatnonzero((self.parents == at) & (self.tokens == token))
-            if not len(nodes):
-                break
-            at = int(nodes[0])
-            path.append(at)
-        return np.array(path, np.int64)
 
 
 @dataclass
@@ -258,9 +236,7 @@ class CombinedDrafter:
         if own is None or not result.plan.produces:
             plan = replace(result.plan, draft=NO_TOKENS, tree=None)
             return replace(result, plan=plan, kept=NO_ROWS, hidden=hidden)
-        is_path = straight_length(own.parents) == len(own.parents)
-        plan = replace(result.plan, draft=own.tokens, tree=None if is_path else DraftTree(own.parents))
-        return replace(result, plan=plan, kept=own.kept(result.tokens), hidden=hidden)
+        return replace(result.of_draft(own), hidden=hidden)
 
 
 def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:

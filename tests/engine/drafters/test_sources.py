@@ -24,7 +24,7 @@ def test_tokens_are_counted_by_source_and_unknown_codes_as_other():
     codes = np.random.default_rng(1).integers(0, 256, 500).astype(np.uint8)
     expected = [0] * len(SOURCE_NAMES)
     for code in codes.tolist():
-        expected[code if code < DraftSource.REST + 1 else -1] += 1
+        expected[code if code < DraftSource.GRAMMAR + 1 else -1] += 1
     assert count_sources(codes).tolist() == expected
     assert count_sources(codes[:0]).tolist() == [0] * len(SOURCE_NAMES)
 

@@ -1,0 +1,104 @@
+"""Drafts of requests with a grammar: cut at the first forbidden token, extended where one continuation is possible.
+
+At a position with a single allowed token the target produces this token, whatever its logits, so it is a draft token
+that is accepted with probability 1. Jump-ahead decoding (SGLang; Zheng et al., 2024) commits such tokens without a
+forward pass of their own; here they are verified like all drafts, which computes their keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from engine.drafters.base import DETERMINISTIC, Drafts
+from engine.drafters.sources import DraftSource
+from engine.sampling.grammar import GrammarState
+from engine.scheduling.plan import SequencePlan
+from engine.speculation.draft_tree import OwnDraft
+from ssd.types import ROOT, DraftBatch, offsets_of
+
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, parents, accept_prob and sources of a draft, as in `DraftBatch`."""
+
+
+def has_grammar_drafts(entries: SequenceOf[SequencePlan]) -> bool:
+    """Whether one of the entries may have draft tokens that its grammar forces."""
+    return any(entry.sequence.grammar is not None and entry.draft_room > 0 for entry in entries)
+
+
+def follow_grammars(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> Drafts:
+    """Return drafts that the grammars of the entries allow, and set `SequencePlan.proposed` to the drafter's own."""
+    batch, q_rows = drafts.batch, drafts.q_rows
+    parts, rows = [], []
+    for entry, (start, end) in zip(entries, pairwise(batch.offsets.tolist()), strict=True):
+        own = slice(start, end)
+        columns: Columns = batch.tokens[own], batch.parents[own], batch.accept_prob[own], batch.source[own]
+        own_rows = np.full(end - start, DETERMINISTIC, np.int32) if q_rows is None else q_rows[start:end]
+        if (grammar := entry.sequence.grammar) is not None:
+            entry.proposed = OwnDraft(columns[0], columns[1])
+            columns = follow_grammar(grammar, columns, entry.draft_room)
+            # Such requests are verified exactly, which does not need q.
+            own_rows = np.full(len(columns[0]), DETERMINISTIC, np.int32)
+        parts.append(DraftBatch(*columns, offsets_of(np.array([len(columns[0])]))))
+        rows.append(own_rows)
+    return replace(drafts, batch=DraftBatch.concatenate(parts), q_rows=None if q_rows is None else np.concatenate(rows))
+
+
+@dataclass
+class _Tree:
+    """A draft that is being made, by node."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    accept_prob: list[float] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    path_prob: list[float] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, prob: float, source: int) -> int:
+        """Add a node and return its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.accept_prob.append(prob)
+        self.sources.append(source)
+        self.path_prob.append(prob * (1.0 if parent == ROOT else self.path_prob[parent]))
+        return len(self.tokens) - 1
+
+    def likeliest(self, count: int) -> Columns:
+        """Return the `count` likeliest nodes, parents before their children."""
+        # A child is at most as likely as its parent and was added later, so the stable order is right for both.
+        ranked = np.argsort(-np.array(self.path_prob), kind="stable")[:count]
+        place = np.full(len(self.tokens) + 1, ROOT, np.int32)
+        place[ranked] = np.arange(len(ranked))
+        return (
+            np.array(self.tokens, np.uint32)[ranked],
+            place[np.array(self.parents, np.int64)[ranked]],
+            np.array(self.accept_prob, np.float32)[ranked],
+            np.array(self.sources, np.uint8)[ranked],
+        )
+
+
+def follow_grammar(grammar: GrammarState, draft: Columns, room: int) -> Columns:
+    """Return the part of a draft that a grammar allows, with the tokens that it forces, at most `room` tokens."""
+    tokens, parents, accept_prob, sources = (column.tolist() for column in draft)
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+    tree = _Tree()
+    # Node of the result, the same node of the draft (None if it is not there), and the state after it.
+    ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())])
+    while ends:
+        at, own, state = ends.popleft()
+        for token in state.forced()[:room]:
+            if not state.accept(token):
+                break
+            own = next((node for node in children[own] if tokens[node] == token), None)
+            at = tree.add(token, at, 1.0, DraftSource.GRAMMAR)
+        for node in children[own] if own is not None else ():
+            after = state.copy()
+            if after.accept(tokens[node]):
+                ends.append((tree.add(tokens[node], at, accept_prob[node], sources[node]), node, after))
+    return tree.likeliest(room)

@@ -1,0 +1,144 @@
+"""Outputs that match a JSON schema, a regular expression or one of several choices, over HTTP."""
+
+import json
+import re
+
+import pytest
+
+from tests.engine.api.serving import MODEL
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "state": {"enum": ["active", "inactive"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "state", "age"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
+ROUTES = {"completions": {"prompt": "def f(x):"}, "chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+
+
+def post(http, route, **fields):
+    return http.post(f"/v1/{route}", json={"model": MODEL, "max_tokens": 64, "seed": 1} | ROUTES[route] | fields)
+
+
+def text_of(http, route, **fields):
+    """The output, which must have ended by itself."""
+    answer = post(http, route, **fields)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["text"] if route == "completions" else choice["message"]["content"]
+
+
+def check(text):
+    value = json.loads(text)
+    assert list(value) == ["name", "state", "age"]
+    assert value["state"] in ("active", "inactive")
+    assert 0 <= value["age"] <= 99
+    assert text == json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_outputs_match_a_schema(http, route):
+    check(text_of(http, route, response_format=JSON_SCHEMA))
+    check(text_of(http, route, structured_outputs={"json": SCHEMA}))
+    check(text_of(http, route, structured_outputs={"json": json.dumps(SCHEMA)}))
+
+
+def test_outputs_match_a_regular_expression_or_a_choice(http):
+    assert re.fullmatch(
+        "[a-z]{3}-[0-9]{2}", text_of(http, "completions", structured_outputs={"regex": "[a-z]{3}-[0-9]{2}"})
+    )
+    choices = ['say "yes"', "né\n", "no"]
+    assert text_of(http, "completions", structured_outputs={"choice": choices}) in choices
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
+)
+def test_any_json_object(http, fields):
+    """The model does not know JSON, so that only some of its objects end."""
+    choices = post(http, "completions", n=16, temperature=1.5, **fields).json()["choices"]
+    assert all(choice["text"].startswith("{") for choice in choices)
+    ended = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+
+
+def test_max_tokens_may_cut_an_output(http):
+    [choice] = post(http, "completions", response_format=JSON_SCHEMA, max_tokens=3).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ('{"name', "length")
+
+
+def test_free_text_may_be_asked_for(http):
+    assert (
+        post(http, "completions", response_format={"type": "text"}, structured_outputs={"choice": ["a"]}).json()[
+            "choices"
+        ][0]["text"]
+        == "a"
+    )
+
+
+def schema_of(definition):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": definition}}}
+
+
+@pytest.mark.parametrize("drafter", ["ssd", "none"])
+def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, drafter):
+    fields = {"response_format": JSON_SCHEMA, "temperature": 0.8, "n": 4, "seed": 7}
+    plain, drafted = (
+        post(http, "completions", **fields, **more).json() for more in ({"max_draft": 0}, {"drafter": drafter})
+    )
+    assert [choice["text"] for choice in drafted["choices"]] == [choice["text"] for choice in plain["choices"]]
+    forced = drafted["usage"]["draft"]["by_source"].get("grammar")
+    assert (forced is None) == (drafter == "none")
+    if forced is not None:
+        assert forced["accepted_tokens"] > 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        (schema_of({"type": "objec"}), "Invalid type: objec", "json_schema"),
+        (schema_of({"not": {}}), 'Unimplemented keys: ["not"]', "json_schema"),
+        ({"structured_outputs": {"json": "{"}}, "it cannot be used", "json_schema"),
+        ({"structured_outputs": {"json": {"$ref": "https://localhost/x"}}}, "it cannot be used", "json_schema"),
+        ({"structured_outputs": {"regex": "("}}, "unclosed group", "regex"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", "regex"),
+        ({"structured_outputs": {"choice": []}}, "at least 1 item", "structured_outputs.choice"),
+        ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of", "structured_outputs"),
+        ({"structured_outputs": {"json": 5}}, "a JSON schema, as an object or as text", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "send one", "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
+        ({"response_format": {"type": "xml"}}, "supports only", "response_format.type"),
+        ({"response_format": JSON_SCHEMA, "ignore_eos": True}, "cannot be combined with json_schema", "ignore_eos"),
+        ({"response_format": JSON_SCHEMA, "min_tokens": 2}, "cannot be combined with json_schema", "min_tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param):
+    answer = http.post(
+        "/v1/completions",
+        content=json.dumps({"model": MODEL, "prompt": "x"} | fields),
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_deeply_nested_schemas_are_answered(http, depth):
+    """The engine process survives them."""
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    answer = post(http, "completions", structured_outputs={"json": schema}, max_tokens=2)
+    assert answer.status_code in (200, 400)
+    assert http.get("/health").status_code == 200

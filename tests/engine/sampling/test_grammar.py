@@ -1,0 +1,151 @@
+"""The state of a grammar along drafts, compared with a state that starts again for each row."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from engine.models.tokenizer import Tokenizer
+from engine.sampling import grammar as module
+from engine.sampling.grammar import Grammar, GrammarCompiler, GrammarState, choice_grammar
+from engine.scheduling.request import Request, SamplingParams
+from engine.speculation.draft_tree import DraftTree
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB
+from tests.engine.trees import random_tree
+from tests.strategies import array
+
+END = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "left": {"type": "string", "maxLength": 5},
+        "class": {"enum": ["Pair", "Part"]},
+        "pass": {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 3},
+    },
+    "required": ["left", "class", "pass"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    Grammar("json_schema", json.dumps(SCHEMA)),
+    Grammar("regex", "(return|right) [a-z]{2,4}(;\n)?"),
+    choice_grammar(["return", "right", "left, left"]),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(model_folder):
+    return GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,))
+
+
+def state_after(compiler, grammar, tokens):
+    """Slow twin: the state after tokens, from the beginning."""
+    state = compiler.start(grammar)
+    assert all(state.accept(token) for token in tokens)
+    return state
+
+
+def naive_forced(compiler, grammar, tokens):
+    """Slow twin of `forced`: while one token is allowed, it follows."""
+    forced = []
+    while END not in forced:
+        allowed = np.flatnonzero(state_after(compiler, grammar, tokens + forced).allowed())
+        if len(allowed) != 1:
+            break
+        forced.append(int(allowed[0]))
+    return forced
+
+
+def walk(compiler, grammar, rng):
+    """A random output, and what was forced at each position."""
+    tokens, state = [], compiler.start(grammar)
+    while END not in tokens:
+        assert state.forced() == naive_forced(compiler, grammar, tokens)
+        tokens.append(int(rng.choice(np.flatnonzero(state.allowed()))))
+        assert state.accept(tokens[-1])
+    assert not state.accept(END)
+    return tokens[:-1]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_tokens_are_those_without_an_alternative(compiler, model_folder, grammar, seed):
+    tokens = walk(compiler, grammar, np.random.default_rng(seed))
+    text = Tokenizer(model_folder).decode(array(tokens))
+    if grammar.kind == "json_schema":
+        value = json.loads(text)
+        assert list(value) == list(SCHEMA["properties"])
+        assert (value["class"] in ("Pair", "Part"), len(value["pass"]) <= 3) == (True, True)
+    elif grammar.kind == "regex":
+        assert re.fullmatch(grammar.text, text)
+    else:
+        assert text in json.loads(grammar.text)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_rows_are_masked_as_if_the_draft_were_committed(compiler, grammar, shape):
+    rng = np.random.default_rng(5)
+    right = walk(compiler, grammar, rng)
+    for start in range(0, len(right), 3):
+        tokens, parents = random_tree(rng, right[start:], 8, VOCAB)
+        if shape == "path":
+            parents = list(range(-1, len(tokens) - 1))
+        tree = None if shape == "path" else DraftTree(np.array(parents, np.int32))
+        state = state_after(compiler, grammar, right[:start])
+        needed = rng.random(len(tokens) + 1) < 0.8
+        rows = iter(state.allowed_along(array(tokens), tree, needed))
+        for row in np.flatnonzero(needed).tolist():
+            path, node = [], row - 1
+            while node >= 0:
+                path.insert(0, tokens[node])
+                node = parents[node]
+            twin = compiler.start(grammar)
+            is_allowed = all(twin.accept(token) for token in right[:start] + path)
+            np.testing.assert_array_equal(next(rows), twin.allowed() if is_allowed else np.ones(VOCAB, bool))
+        assert state.forced() == naive_forced(compiler, grammar, right[:start]), "the state itself has changed"
+
+
+def test_treating_a_tree_as_a_path_is_caught(compiler, monkeypatch):
+    original = GrammarState.allowed_along
+    monkeypatch.setattr(
+        GrammarState, "allowed_along", lambda self, draft, tree, needed: original(self, draft, None, needed)
+    )
+    with pytest.raises(AssertionError):
+        test_rows_are_masked_as_if_the_draft_were_committed(compiler, GRAMMARS[0], "tree")
+
+
+def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_folder):
+    for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
+        with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
+            compiler.start(grammar)
+    with pytest.raises(UserError, match="needs a model with an end token"):
+        GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])
+
+
+def test_without_the_library_requests_are_told_what_to_install(model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(
+        UserError, match=r"choice needs the library llguidance; .* pip install 'ssd-drafter\[grammar\]'"
+    ):
+        GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(GRAMMARS[2])
+
+
+def test_a_bounded_number_of_grammars_is_kept(model_folder, monkeypatch):
+    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    compiler = GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,))
+    first = compiler.start(GRAMMARS[2])
+    for text in "abc":
+        compiler.start(choice_grammar([text]))
+    assert len(compiler._compiled) == 2
+    assert first.allowed().any()
+
+
+def test_settings_that_contradict_a_grammar_are_refused(model):
+    with pytest.raises(UserError, match="ignore_eos: it cannot be combined with regex"):
+        SamplingParams(grammar=GRAMMARS[1], ignore_eos=True)
+    request = Request(array([1]), SamplingParams(grammar=GRAMMARS[1]), recorded=array([1]))
+    with pytest.raises(UserError, match="regex: a request with a recorded output"):
+        request.check(model.config)

@@ -1,0 +1,258 @@
+"""Outputs with a grammar are the same with any drafts; forced tokens are drafted; drafters get results of their own."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.registry import CORPUS_PATH, KINDS, build_drafter, configure
+from engine.drafters.sources import DraftSource
+from engine.engine import Engine, build_engine
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import GrammarCompiler, GrammarState
+from engine.scheduling.request import Request, SamplingParams
+from engine.speculation import verify
+from engine.speculation.draft_tree import OwnDraft
+from engine.speculation.grammar_drafts import follow_grammar
+from engine.speculation.token_budget import TokenBudget, path_prob
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+from ssd.types import DraftBatch, Path
+from tests.engine.conftest import VOCAB
+from tests.engine.drafters.kinds import EMBEDDED
+from tests.engine.sampling.test_grammar import GRAMMARS, SCHEMA, walk
+from tests.engine.trees import RandomTrees, random_tree
+from tests.strategies import array
+
+CONFIG = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=6, kv_memory_mib=16)
+EVERY_KIND = [*(kind for kind in EMBEDDED if kind != "none"), *(kind for kind in KINDS if KINDS[kind].runs_model)]
+
+
+@pytest.fixture(scope="module")
+def compiler(model, model_folder):
+    return GrammarCompiler(Tokenizer(model_folder), VOCAB, model.config.eos_token_ids)
+
+
+class LinearCost:
+    """Cost of a step that takes 1 s and more for each token."""
+
+    def __init__(self, per_token):
+        self.per_token = per_token
+
+    def seconds(self, tokens, sequences):
+        return 1 + self.per_token * np.asarray(tokens, np.float64)
+
+    def record(self, tokens, sequences, seconds, *, is_probe=False):
+        pass
+
+    def of_one_more(self, tokens, sequences):
+        return self.per_token
+
+
+def requests(count=12):
+    """Requests with each grammar and without one, greedy and sampled, in both modes of verification."""
+    rng = np.random.default_rng(3)
+    return [
+        Request(
+            rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32),
+            SamplingParams(
+                max_tokens=50,
+                seed=seed,
+                temperature=(0.0, 0.9)[seed // 2 % 2],
+                verification=("exact", "rejection")[seed // 4 % 2],
+                grammar=GRAMMARS[seed % 4] if seed % 4 < 3 else None,
+                top_p=0.9 if seed % 3 == 0 else 1.0,
+                frequency_penalty=0.5 if seed % 5 == 0 else 0.0,
+            ),
+        )
+        for seed in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(model, compiler):
+    """The outputs without drafts."""
+    engine = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
+    return engine.generate([replace(request, max_draft=0) for request in requests()])
+
+
+def compare(plain, completions):
+    """Check that outputs are the same, except those that rejection sampling may change."""
+    for request, expected, found in zip(requests(), plain, completions, strict=True):
+        if request.sampling.grammar is not None or not request.sampling.uses_rejection:
+            assert found.tokens.tolist() == expected.tokens.tolist()
+            assert found.finish_reason == expected.finish_reason
+
+
+def test_plain_outputs_match_their_grammars(plain, model_folder):
+    tokenizer = Tokenizer(model_folder)
+    for request, completion in zip(requests(), plain, strict=True):
+        if request.sampling.grammar == GRAMMARS[0] and completion.finish_reason == "stop":
+            assert list(json.loads(tokenizer.decode(completion.content))) == list(SCHEMA["properties"])
+        if request.sampling.grammar == GRAMMARS[2]:
+            assert tokenizer.decode(completion.content) in json.loads(GRAMMARS[2].text)
+    assert all(not completion.drafted for completion in plain)
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_random_drafts_do_not_change_outputs(model, compiler, plain, shape):
+    drafter = RandomTrees(requests(), [each.tokens.tolist() for each in plain], VOCAB)
+    engine = build_engine(model, replace(CONFIG, draft_shape=shape), drafter, grammars=compiler)
+    completions = engine.generate(requests(), lambda _: engine.scheduler.check_integrity())
+    compare(plain, completions)
+    assert sum(each.by_source["grammar"].accepted for each in completions if "grammar" in each.by_source) > 60
+    assert sum(each.by_source["corpus"].accepted for each in completions if "corpus" in each.by_source) > 20
+    assert sum(each.steps for each in completions) < 0.8 * sum(each.steps for each in plain)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_no_drafter_changes_outputs(model, model_folder, draft_folders, corpus_file, compiler, plain, kind, shape):
+    config = replace(CONFIG, draft_shape=shape)
+    settings = DrafterConfig(draft_shape=shape, max_draft=6, capacity=20_000)
+    options = {CORPUS_PATH: str(corpus_file)} if kind == "rest" else {}
+    info = TargetInfo.from_model(model, config, model_folder)
+    drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=draft_folders)
+    engine = build_engine(model, config, drafter, grammars=compiler)
+    for _ in range(2):
+        compare(plain, engine.generate(requests()))
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["ssd", "mtp"])
+def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder, draft_folders, compiler, plain, kind):
+    """`mtp` drafts on the device in the other steps."""
+    config = replace(CONFIG, in_flight=1)
+    info = TargetInfo.from_model(model, config, model_folder)
+    drafter = build_drafter(kind, configure(kind, DrafterConfig(), {}), info, draft_models=draft_folders)
+    engine = build_engine(model, config, drafter, grammars=compiler)
+    seen = []
+
+    def observe(report):
+        has_grammar = any(each.plan.sequence.grammar is not None for each in report.results)
+        seen.append((has_grammar, report.is_ahead))
+
+    compare(plain, engine.generate(requests(), observe))
+    free = [Request(array([1, 2, 3]), SamplingParams(max_tokens=20))] * 2
+    engine.generate(free, observe)
+    engine.close()
+    assert (True, True) not in seen
+    assert {(True, False), (False, True)} <= set(seen)
+
+
+def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compiler, plain):
+    """The drafter is useless, so that the budget seldom calls it."""
+    budget = TokenBudget(LinearCost(0.01))
+    built = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
+    engine = Engine(
+        model.config, CONFIG, built._executor, built.scheduler.pages, NoDrafter(), budget=budget, grammars=compiler
+    )
+    reports = []
+    compare(plain, engine.generate(requests(), reports.append))
+    drafted = [sum(each.drafted for each in report.results) for report in reports if report.is_backing_off]
+    assert sum(drafted) > 20
+    assert budget.calibration == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_are_cut_and_extended(compiler, seed):
+    rng = np.random.default_rng(seed)
+    grammar = GRAMMARS[seed % 3]
+    right = [*walk(compiler, grammar, rng), 0]
+    start = int(rng.integers(len(right)))
+    state = compiler.start(grammar)
+    assert all(state.accept(token) for token in right[:start])
+    room = int(rng.integers(1, 9))
+    tokens, parents = random_tree(rng, right[start:], room, VOCAB)
+    probs = rng.random(len(tokens)).astype(np.float32)
+    own = (array(tokens), np.array(parents, np.int32), probs, np.zeros(len(tokens), np.uint8))
+    found = follow_grammar(state, own, room)
+    assert [column.dtype for column in found] == [column.dtype for column in own]
+    assert len(found[0]) <= room
+    by_path = {path: node for node, path in enumerate(paths_of(tokens, parents))}
+    paths = paths_of(*(column.tolist() for column in found[:2]))
+    assert len(set(paths)) == len(paths)
+    for path, prob, source in zip(paths, found[2].tolist(), found[3].tolist(), strict=True):
+        before = state.copy()
+        assert all(before.accept(token) for token in path[:-1])
+        allowed = np.flatnonzero(before.allowed()).tolist()
+        assert path[-1] in allowed
+        assert (len(allowed) == 1) == (source == DraftSource.GRAMMAR)
+        assert prob == (1.0 if len(allowed) == 1 else probs[by_path[path]])
+    likely = path_prob(found[2], found[1], np.array([0, len(paths)]))
+    assert (np.diff(likely) <= 1e-12).all()
+    if len(paths) < room:
+        # Nothing is left out: every token of the draft that is allowed, and what is forced after each.
+        for path in [(), *paths]:
+            after = state.copy()
+            assert all(after.accept(token) for token in path)
+            forced = after.forced() if 0 not in path else []
+            assert not forced or (*path, forced[0]) in paths
+        for path in by_path:
+            after = state.copy()
+            assert path in paths or not all(is_possible(after, token) for token in path)
+
+
+def is_possible(state, token):
+    """Advance a state if its mask allows the token; return whether it does."""
+    return bool(state.allowed()[token]) and state.accept(token)
+
+
+def paths_of(tokens, parents):
+    """The tokens from the root to each node of a tree."""
+    paths = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def test_the_budget_knows_that_forced_tokens_are_accepted():
+    """Drafts of the drafter were rejected, so its tokens are not verified; forced ones are."""
+    budget = TokenBudget(LinearCost(0.5))
+    budget._expected = 100.0
+    path = Path(array([1, 2, 3]), np.array([1, 1, 0.9], np.float32))
+    batch = DraftBatch.from_paths([path])
+    assert budget.select(batch, np.array([3]), 1).lengths.tolist() == [0]
+    batch.source[:2] = DraftSource.GRAMMAR
+    assert budget.select(batch, np.array([3]), 1).lengths.tolist() == [2]
+    assert budget._expected == 100
+
+
+def test_drafters_get_results_of_their_own_drafts():
+    own = OwnDraft(array([4, 5, 6, 7]), np.array([-1, 0, 1, 2], np.int32))
+    assert own.until(2).tokens.tolist() == [4, 5]
+    tree = OwnDraft(array([4, 5, 6, 7]), np.array([-1, -1, 0, 1], np.int32))
+    assert tree.until(1).tokens.tolist() == [4, 5]
+    assert tree.kept(array([5, 7, 9])).tolist() == [1, 3]
+
+
+def one_row_for_all(monkeypatch):
+    """Planted fault: mask all rows of a draft like the first."""
+    original = GrammarState.allowed_along
+
+    def same(self, draft, tree, needed):
+        rows = original(self, draft, tree, needed)
+        return np.repeat(rows[:1], len(rows), axis=0)
+
+    monkeypatch.setattr(GrammarState, "allowed_along", same)
+
+
+def no_mask(monkeypatch):
+    monkeypatch.setattr(verify, "process_logits", lambda logits, rows: logits)
+
+
+@pytest.mark.parametrize("fault", [one_row_for_all, no_mask])
+def test_planted_faults_are_caught(model, compiler, plain, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_random_drafts_do_not_change_outputs(model, compiler, plain, "tree")
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars(model):
+    engine = build_engine(model, CONFIG, NoDrafter())
+    with pytest.raises(UserError, match="json_schema needs the model's tokenizer"):
+        engine.add(requests()[0])
