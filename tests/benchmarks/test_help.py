@@ -9,6 +9,7 @@ BENCHMARKS = (
     "experts",
     "hosts",
     "index",
+    "isolation",
     "late_drafts",
     "replay",
     "shared_log",
