@@ -57,6 +57,8 @@ class Opening:
     """uint32 [N]: the prompt and the tokens that were committed elsewhere."""
     local: LocalIndex
     running: Running
+    is_predicted: bool = False
+    """Whether the output is expected to repeat the text from its beginning."""
     is_indexed: bool = False
 
     @property
@@ -124,11 +126,12 @@ class CorpusDrafter(ABC):
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
-        hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
-        prompt and never remembered. committed: uint32 [n], tokens that it has already produced elsewhere. session_id:
-        turns of a conversation with the same id share an index: only the new part of a prompt is indexed and
-        remembered. request_id: a name to forget the output by. learn: whether the output may ever be offered to other
-        sequences. Raises ValueError for an id in use, and for tokens as `Corpus.append`.
+        hints: uint32 [H], text that the output may repeat, such as the file that it edits; drafts begin with its
+        beginning, and it is searched like the prompt and never remembered. committed: uint32 [n], tokens that it has
+        already produced elsewhere. session_id: turns of a conversation with the same id share an index: only the new
+        part of a prompt is indexed and remembered. request_id: a name to forget the output by. learn: whether the
+        output may ever be offered to other sequences. Raises ValueError for an id in use, and for tokens as
+        `Corpus.append`.
         """
         self._check_is_new(sequence_id)
         opening = self.open(
@@ -260,7 +263,7 @@ class CorpusDrafter(ABC):
         first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
         running = Running(first_learned, len(text), session_id, request_id, turns | {request_id}, learn)
         self._opened.add(running)
-        return Opening(text, local, running)
+        return Opening(text, local, running, is_predicted=hinted > 0 and len(text) == len(prompt))
 
     def begin(self, sequence_id: int, opening: Opening) -> None:
         """Begin an opened sequence. Raises ValueError for an id in use."""
@@ -268,7 +271,9 @@ class CorpusDrafter(ABC):
         opening.index()
         running = opening.running
         prefix = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
-        running.row = self._sequences.add(opening.local, self.corpus.start_running(prefix))
+        running.row = self._sequences.add(
+            opening.local, self.corpus.start_running(prefix), is_predicted=opening.is_predicted
+        )
         self._running[sequence_id] = running
 
     def forget_own(self, request_id: str) -> None:

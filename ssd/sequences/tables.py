@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.kernels.probabilities import CHANCE_COLUMNS, INPUT_CELLS, ROWS
+from ssd.kernels.probabilities import CHANCE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
 from ssd.sequences.local_index import LocalIndex
 
 # Columns of state, int64.
@@ -60,8 +60,11 @@ class Sequences:
         """state, nodes, probs, candidates, chances."""
         return self._tables
 
-    def add(self, local: LocalIndex, owner: int) -> int:
-        """Add a sequence with the text of `local`; return its row."""
+    def add(self, local: LocalIndex, owner: int, *, is_predicted: bool = False) -> int:
+        """Add a sequence with the text of `local`; return its row.
+
+        is_predicted: whether the next tokens are expected to repeat that text from its beginning.
+        """
         if not self._free:
             self._grow(2 * len(self.state))
         row = self._free.pop()
@@ -69,7 +72,9 @@ class Sequences:
         self._locals[row] = local
         self.state[row] = 0
         self.state[row, OWNER] = owner
-        self.state[row, POINTERS] = self.state[row, POINTERS + 3] = NO_POINTER
+        self.state[row, [POINTERS, POINTERS + 3]] = NO_POINTER
+        if is_predicted:
+            self.state[row, POINTERS + 3 * LOCAL] = 0
         self._point_to(row, local)
         return row
 

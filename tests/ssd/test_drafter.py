@@ -46,6 +46,16 @@ def test_a_request_drafts_from_its_own_text(drafter):
     assert ((drafts.accept_prob > 0) & (drafts.accept_prob <= 1)).all()
 
 
+def test_an_output_is_expected_to_begin_like_its_prediction(drafter):
+    drafter.start(1, array([1, 2, 3]), hints=array([20, 21, 22, 23]))
+    assert draft(drafter, 1)[:3] == [20, 21, 22]
+    drafter.start(2, array([1, 2, 3]), hints=array([30, 31, 32, 33]))
+    assert draft(drafter, 2, [30, 40])[:2] == [32, 33]
+    # A sequence that began elsewhere may be anywhere in its prediction.
+    drafter.start(3, array([1, 2, 3]), hints=array([50, 51, 52, 53]), committed=array([5]))
+    assert draft(drafter, 3) == []
+
+
 def test_the_continuation_of_the_longer_match_is_drafted(drafter):
     replay_one(drafter, 1, array([1, 2, 3, 4]), array([9, 9]))
     drafter.corpus.refresh()
