@@ -38,15 +38,15 @@ def download(remote: Remote, path: Path, mirror: str | None, advance: Callable[[
     advance(_size(part))
     url, reason = _address(remote.url, mirror), "the connection ended early"
     for _ in range(TRIES):
+        if _size(part) >= remote.size:
+            break
         try:
             _continue(url, part, advance)
         except urllib.error.HTTPError as error:
             raise DownloadError(f"{url}: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = str(error)
-        if _size(part) >= remote.size:
-            break
-    else:
+    if _size(part) < remote.size:
         raise DownloadError(f"{url}: {reason}; the same command continues the download")
     if (found := _sha256(part)) != remote.sha256:
         part.unlink()

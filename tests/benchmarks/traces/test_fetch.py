@@ -169,6 +169,13 @@ def test_an_interrupted_download_is_continued_by_the_next_one(tmp_path, server):
     assert not (tmp_path / "ranks.part").exists()
 
 
+def test_a_complete_part_is_not_asked_for_again(tmp_path, server):
+    (tmp_path / "ranks.part").write_bytes(BYTES)
+    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    assert server.asked == []
+    assert (tmp_path / "ranks").read_bytes() == BYTES
+
+
 def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path, server):
     server.knows_ranges, server.cut, advanced = False, 1, []
     download(remote(BYTES), tmp_path / "ranks", server.url, advanced.append)
