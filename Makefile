@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-conformance hosts-bench gpu gpu-test gpu-bench soak bench peers lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-conformance hosts-bench gpu gpu-test gpu-bench soak bench peers evidence lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,7 @@ gpu-test: ## run the tests that need a GPU (GPU_TEST_ARGS="--time 4")
 gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and docs/gpu.md (GPU_ARGS="--part decode")
 	@$(ON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
+EVIDENCE_ARGS ?=
 SOAK_MINUTES ?= 60
 
 soak: $(READY) ## run mixed load for SOAK_MINUTES, then the randomised tests with many more examples (hours)
@@ -130,6 +131,9 @@ bench: $(READY) ## measure drafting, the engine's steps, experts and draft posit
 peers: $(READY) ## install the other drafters that benchmarks/replay.py compares (needs a C++20 compiler)
 	@$(PIP) cmake nanobind==2.9.2 ninja setuptools wheel
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
+
+evidence: $(READY) ## replay build/traces with all installed drafters, and write the tables of README.md and docs/drafting.md
+	@$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
 lint: $(READY) ## check style, types, and that the protocol is compatible with its baseline
 	@$(BIN)/ruff check .

@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.markdown import RESULTS, ROOT
 from benchmarks.evidence.measure import OUTPUT_TOKENS, Sections, sections_of, skipped
 from benchmarks.traces import load_trace
 
-ROOT = Path(__file__).parent.parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "evidence.json"
+FILE = RESULTS / "evidence.json"
 PARTS = ROOT / "build" / "evidence"
 """Finished traces of a measurement, which continues with the others after an interruption."""
 PACKAGES = ("ssd-drafter", "numpy", "numba", "arctic-inference", "transformers")
@@ -44,7 +44,7 @@ def measure(paths: Sequence[Path], parts: Path, note: Callable[[str], None]) -> 
     return {"date": today, **made_with, "skipped": skipped(), "sections": sections}
 
 
-def write(document: Document, path: Path = RESULTS) -> None:
+def write(document: Document, path: Path = FILE) -> None:
     """Write a document, a row on each line."""
     head = {name: value for name, value in document.items() if name != "sections"}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
@@ -55,7 +55,7 @@ def write(document: Document, path: Path = RESULTS) -> None:
     path.write_text("{\n" + ",\n".join(lines) + ',\n"sections": {\n' + ",\n".join(sections) + "\n}\n}\n")
 
 
-def read(path: Path = RESULTS) -> Document:
+def read(path: Path = FILE) -> Document:
     """Read a document."""
     return json.loads(path.read_text())
 

@@ -6,6 +6,7 @@ import sys
 BENCHMARKS = (
     "contention",
     "engine",
+    "evidence",
     "experts",
     "hosts",
     "index",

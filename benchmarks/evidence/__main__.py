@@ -1,0 +1,54 @@
+"""Replay recorded traffic with all drafters that are installed, and write the tables of the documentation.
+
+    python -m benchmarks.evidence [--traces build/traces] [--tables-only]
+
+After an interruption the same command continues with the next trace. Results go to
+`benchmarks/results/evidence.json`, and the tables made from them into README.md and docs/drafting.md.
+`python -m benchmarks.traces fetch all` makes the traces, `make peers` installs Arctic.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.evidence.results import FILE, PARTS, measure, read, write
+from benchmarks.evidence.tables import DOCUMENTS, updated
+
+TRACES = Path("build/traces")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, unless only tables are asked for, and update the documentation."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if not options.tables_only:
+        paths = sorted(options.traces.glob("*.npz"))
+        if not paths:
+            parser.error(f"{options.traces} has no traces; `python -m benchmarks.traces fetch all` makes them")
+        with Console(stderr=True).status("reading traces") as status:
+            document = measure(paths, PARTS, status.update)
+        for name, reason in document["skipped"].items():
+            print(f"skipped {name}: {reason}")
+        write(document)
+        print(f"wrote {FILE}")
+    for path in DOCUMENTS:
+        path.write_text(updated(path.read_text(), read()))
+        print(f"updated {path}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=TRACES, help=f"folder of traces ({TRACES})")
+    parser.add_argument("--tables-only", action="store_true", help="make the tables from the last results")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

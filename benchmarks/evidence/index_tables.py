@@ -1,0 +1,67 @@
+"""Tables of memory and time, made from files with the last line of `benchmarks.index`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.evidence.markdown import RESULTS, table
+
+FILES = {"1 M": "index-1M-2026-11-21-b", "16 M": "index-16M-2026-11-21-b", "64 M": "index-64M-2026-11-21"}
+"""Results by number of tokens in the corpus."""
+SIZE = "16 M"
+"""Size of the summary, and of the targets."""
+
+Figures = dict[str, Any]
+
+
+def index_table() -> str:
+    """Return all figures for each size."""
+    columns = {size: _figures(size) for size in FILES}
+    lines = [
+        (label, *(form(figures) for figures in columns.values()), target)
+        for label, form, target in (
+            ("bytes per token at rest", lambda it: f"{it['bytes_per_token']:.1f}", "12"),
+            ("bytes per token at the peak of a merge", lambda it: f"{it['peak_bytes_per_token_merging']:.1f}", "16"),
+            ("building from scratch", lambda it: f"{it['build_s']:.1f} s", ""),
+            ("longest-match search", lambda it: _pair(it, "search"), "4 / 15 us"),
+            ("path of 6 tokens", lambda it: _pair(it, "path"), "12 / 60 us"),
+            ("tree of 16 tokens", lambda it: _pair(it, "tree16"), "40 / 150 us"),
+            ("batch of 64 drafts of 8 tokens, median", lambda it: f"{it['batch64_us_p50']:.0f} us", "600 us"),
+            ("committing an output token", lambda it: f"{it['feedback_us_per_token']:.1f} us", "3 us"),
+            ("delay until 1k / 4k / 64k / 1M new tokens can be drafted", _delays, ""),
+            ("the same at 50,000 tokens/s, 99th percentile", lambda it: f"{it['freshness_ms_p99']:.0f} ms", "25 ms"),
+            ("path during merges, 99th percentile", lambda it: f"{it['path_us_p99_while_merging']:.0f} us", "62 us"),
+        )
+    ]
+    head = ("tokens in the corpus", *FILES, f"target, {SIZE}")
+    made = ", ".join(f"`{name}.json`" for name in FILES.values())
+    return f"{table(head, lines)}\nMedian / 99th percentile. `benchmarks/results/`: {made}.\n"
+
+
+def index_summary() -> str:
+    """Return the figures of one size for the README."""
+    it = _figures(SIZE)
+    lines = (
+        (
+            f"time to draft a path of 6 tokens from a corpus of {SIZE} tokens: median / 99th percentile",
+            _pair(it, "path"),
+        ),
+        ("memory per remembered token", f"{it['bytes_per_token']:.1f} bytes"),
+        ("delay until new text is draftable, at 50k tokens/s: 99th percentile", f"{it['freshness_ms_p99']:.0f} ms"),
+    )
+    return table(("`benchmarks.index`", ""), lines)
+
+
+def _figures(size: str) -> Figures:
+    return json.loads((RESULTS / f"{FILES[size]}.json").read_text())
+
+
+def _pair(figures: Figures, name: str) -> str:
+    median, tail = figures[f"{name}_us_p50"], figures[f"{name}_us_p99"]
+    return f"{median:.1f} / {tail:.1f} us" if tail < 10 else f"{median:.0f} / {tail:.0f} us"
+
+
+def _delays(figures: Figures) -> str:
+    delays = (figures["merge_ms"][size] for size in ("1k", "4k", "64k", "1M"))
+    return " / ".join(f"{delay:.1f}" if delay < 10 else f"{delay:.0f}" for delay in delays) + " ms"
