@@ -48,7 +48,9 @@ def log():
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     LOG.addHandler(handler)
+    LOG.setLevel(logging.WARNING)  # vLLM itself, where it is installed, may have set another one above it.
     yield lines
+    LOG.setLevel(logging.NOTSET)
     LOG.removeHandler(handler)
 
 
