@@ -5,6 +5,7 @@ import sys
 
 BENCHMARKS = (
     "contention",
+    "copy_edit",
     "engine",
     "evidence",
     "experts",
