@@ -8,6 +8,7 @@ import torch
 
 from engine.attention.base import Attention
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.latent import LatentPlainAttention
 from engine.attention.plain import PlainAttention
 from engine.config import KvDtype
 from engine.executor.optional import flashinfer, has_flashinfer
@@ -67,7 +68,8 @@ def make_attention(
     """
     if backend == "flashinfer":
         return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
-    return PlainAttention(config, pages, page_size, dtype, device, first_slot=first_slot)
+    plain = PlainAttention if config.latent is None else LatentPlainAttention
+    return plain(config, pages, page_size, dtype, device, first_slot=first_slot)
 
 
 def make_ops(backend: Backend) -> Ops:
@@ -81,6 +83,8 @@ def _obstacle(config: ModelConfig | None, dtype: torch.dtype, device: str) -> st
         return f"needs a CUDA device, not {device!r}; give --device cuda, or --attention plain"
     if dtype not in DTYPES:
         return "computes in 16 bits; give --dtype bfloat16, or --attention plain"
+    if config is not None and config.latent is not None:
+        return "runs no latent attention in this engine; give --attention plain"
     if config is not None and config.head_dim not in HEAD_DIMS:
         return f"has no kernels for heads of {config.head_dim}; give --attention plain"
     return None

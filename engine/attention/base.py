@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.executor.batch import Batch
-from engine.models.decoder import Attend
+from engine.models.self_attention import Attend
 
 
 class StepShape(NamedTuple):

@@ -16,7 +16,7 @@ from engine.executor.batch import Batch
 from engine.executor.optional import flashinfer
 from engine.executor.transfer import on_device
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend
+from engine.models.self_attention import Attend
 
 
 class FlashInferAttention(Attention):

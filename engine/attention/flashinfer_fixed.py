@@ -21,7 +21,7 @@ from engine.attention.calls import CacheWriter, KernelConfig, PlannedWrapper
 from engine.attention.chunks import Chunks
 from engine.attention.layout import indptr, last_page_lengths
 from engine.executor.transfer import staged
-from engine.models.decoder import Attend
+from engine.models.self_attention import Attend
 
 SMALL_TILE = 16
 """Number of query heads in FA2's smallest tile."""

@@ -23,7 +23,7 @@ from engine.attention.base import Attention, StepShape
 from engine.attention.plain_fixed import PlainFixed
 from engine.executor.batch import Batch
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend
+from engine.models.self_attention import Attend
 from engine.speculation.draft_tree import DraftTree
 from ssd.kernels.jit import BoolBlocks, Int, LongRows, Longs, Nothing, Parents, kernel
 
@@ -86,18 +86,20 @@ class PlainAttention(Attention):
             raise ValueError(f"the page size must divide {KEY_BLOCK}, not be {page_size}")
         # The last block of keys may extend beyond the last page.
         pages += KEY_BLOCK // page_size
-        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, pages, page_size, config.num_kv_heads, config.key_dim)
+        self.config = config
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        # The values of latent attention are the first components of its keys.
+        self._values = torch.zeros(shape, dtype=dtype, device=device) if config.latent is None else None
         self._scratch = [self._keys.new_empty(0, 0) for _ in range(2)]
-        self._first_slot = first_slot
+        self.first_slot = first_slot
         self._sharing = config.num_heads // config.num_kv_heads
         self._page_size = page_size
         self._device = device
 
     def begin(self, batch: Batch) -> Attend:
         """See `Attention.begin`."""
-        slots = self._on_device(batch.slots)
+        slots = self.on_device(batch.slots)
         blocks = query_blocks(batch)
         classes: dict[tuple[int, int], list[QueryBlock]] = defaultdict(list)
         for block in blocks:
@@ -106,29 +108,33 @@ class PlainAttention(Attention):
         groups = [self._group(members, count * KEY_BLOCK) for (count, _), members in classes.items()]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys.flatten(0, 1).index_copy_(0, slots, key)
-            values.flatten(0, 1).index_copy_(0, slots, value)
+            self.store(layer, slots, key, value)
             if len(blocks) == 1:
-                return self._attend_group(groups[0], query, keys, values)[: len(query)]
-            attended = torch.empty_like(query)
+                return self._attend_group(groups[0], layer, query, value.shape[-1])[: len(query)]
+            attended = query.new_empty(*query.shape[:2], value.shape[-1])
             for group in groups:
                 # Padding rows repeat a row and write the same result again.
-                attended.index_copy_(0, group.rows, self._attend_group(group, query, keys, values))
+                attended.index_copy_(0, group.rows, self._attend_group(group, layer, query, value.shape[-1]))
             return attended
 
         return attend
 
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor | None = None) -> None:
+        """Write to slots of a layer: keys, and values unless they are part of keys, [N, kv_heads, size] each."""
+        self._keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        if self._values is not None and value is not None:
+            self._values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """See `Attention.move`."""
-        read, written = self._on_device(sources), self._on_device(targets)
-        for cached in (self._keys, self._values):
+        read, written = self.on_device(sources), self.on_device(targets)
+        for cached in (self._keys,) if self._values is None else (self._keys, self._values):
             slots = cached.flatten(1, 2)
             slots.index_copy_(1, written, slots.index_select(1, read))
 
     def fixed(self, step: StepShape) -> PlainFixed:
         """See `Attention.fixed`."""
-        return PlainFixed(self._keys, self._values, step, self._first_slot)
+        return PlainFixed(self._keys, self._values, step, self.first_slot)
 
     def _group(self, blocks: list[QueryBlock], key_count: int) -> Group:
         places = np.array([block[:4] for block in blocks])
@@ -139,11 +145,11 @@ class PlainAttention(Attention):
         offsets = np.array([0, *accumulate(map(len, trees))])
         rows = np.empty(len(blocks) * width, np.int64)
         mask = np.zeros((len(blocks), self._sharing * width, key_count), bool)
-        _fill_group(places, parents, offsets, self._first_slot, width, rows, mask)
+        _fill_group(places, parents, offsets, self.first_slot, width, rows, mask)
         return Group(
-            rows=self._on_device(rows),
+            rows=self.on_device(rows),
             pages=self._pages_of(blocks, key_count // self._page_size),
-            mask=self._on_device(mask[:, None]),
+            mask=self.on_device(mask[:, None]),
         )
 
     def _pages_of(self, blocks: list[QueryBlock], count: int) -> Tensor | slice:
@@ -155,26 +161,25 @@ class PlainAttention(Attention):
             pages = block.pages[:count]
             page_tables += pages
             page_tables += [0] * (count - len(pages))
-        return self._on_device(np.array(page_tables, np.int64))
+        return self.on_device(np.array(page_tables, np.int64))
 
-    def _attend_group(self, group: Group, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the attention of one group.
-
-        query [N, heads, d], cached keys and values [pages, page size, kv_heads, d] -> [B * Q, heads, d].
-        """
+    def _attend_group(self, group: Group, layer: int, query: Tensor, value_dim: int) -> Tensor:
+        """Return the attention of one group in a layer, query [N, heads, d] -> [B * Q, heads, value_dim]."""
         blocks, _, folded_queries, key_count = group.mask.shape
-        kv_heads, width = keys.shape[2:]
+        kv_heads, width = self._keys.shape[3:]
         sharing = query.shape[1] // kv_heads
         # Fold heads that share keys into the query dimension, so that keys are not repeated for them.
         queries = query[group.rows].view(blocks, -1, kv_heads, sharing, width).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(blocks, kv_heads, folded_queries, width)
-        key, value = (
-            self._gather(cached, group.pages, kind).view(blocks, key_count, kv_heads, width)
-            for kind, cached in enumerate((keys, values))
-        )
+        shape = (blocks, key_count, kv_heads, width)
+        key = self._gather(self._keys[layer], group.pages, 0).view(shape)
+        if self._values is None:
+            value = key[..., :value_dim]
+        else:
+            value = self._gather(self._values[layer], group.pages, 1).view(shape)
         attended = F.scaled_dot_product_attention(queries, key.transpose(1, 2), value.transpose(1, 2), group.mask)
-        unfolded = attended.view(blocks, kv_heads, sharing, -1, width).permute(0, 3, 1, 2, 4)
-        return unfolded.reshape(-1, kv_heads * sharing, width)
+        unfolded = attended.view(blocks, kv_heads, sharing, -1, value_dim).permute(0, 3, 1, 2, 4)
+        return unfolded.reshape(-1, kv_heads * sharing, value_dim)
 
     def _gather(self, cached: Tensor, pages: Tensor | slice, kind: int) -> Tensor:
         """Return pages of a layer's keys (kind 0) or values (kind 1), valid until the next call for that kind."""
@@ -186,7 +191,8 @@ class PlainAttention(Attention):
             self._scratch[kind] = rows.new_empty(2 * len(pages), rows.shape[1])
         return torch.index_select(rows, 0, pages, out=self._scratch[kind][: len(pages)])
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
+    def on_device(self, array: np.ndarray) -> Tensor:
+        """Return a tensor of an array's values on the device of the cache."""
         return torch.from_numpy(array).to(self._device)
 
 

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import FixedAttention, RaggedRows, StepShape
-from engine.models.decoder import Attend
+from engine.models.self_attention import Attend
 
 
 class PlainFixed(FixedAttention):
     """Gathers keys up to the largest possible length for every sequence and masks those beyond its own length."""
 
-    def __init__(self, keys: Tensor, values: Tensor, shape: StepShape, first_slot: int = 0) -> None:
-        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each. first_slot: see
-        `make_attention`.
+    def __init__(self, keys: Tensor, values: Tensor | None, shape: StepShape, first_slot: int = 0) -> None:
+        """keys, values: the cache, [layers, pages, page size, kv_heads, head_dim] each; values are None if they are the
+        first components of keys. first_slot: see `make_attention`.
         """
         self._keys = keys
         self._values = values
@@ -42,9 +42,12 @@ class PlainFixed(FixedAttention):
         cell = torch.where(owner < batch, owner * width + row - rows.starts[owner], batch * width)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
+            keys = self._keys[layer]
             keys.flatten(0, 1).index_copy_(0, rows.slots, key)
-            values.flatten(0, 1).index_copy_(0, rows.slots, value)
+            values = keys[..., : value.shape[-1]]
+            if self._values is not None:
+                values = self._values[layer]
+                values.flatten(0, 1).index_copy_(0, rows.slots, value)
             queries = query.new_zeros(batch * width + 1, *query.shape[1:]).index_copy(0, cell, query)
             queries = queries[:-1].unflatten(0, (batch, width)).transpose(1, 2)
             key, value = (cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values))

@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.attention.base import Attention, FixedAttention, StepShape
 from engine.executor.batch import Batch, Span, slots_and_positions
 from engine.executor.transfer import on_device
-from engine.models.decoder import Attend
 from engine.models.ops import PLAIN, Ops
+from engine.models.self_attention import Attend
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import NO_ROWS
 from engine.speculation.draft_tree import DraftTree

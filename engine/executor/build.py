@@ -159,8 +159,8 @@ def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torc
     shapes: the target, and the drafter's layers if it has any. dtype: dtype of the cache. state_bytes: size of what the
     drafter stores for each slot besides keys and values. Raises UserError if no page fits.
     """
-    entries = sum(shape.num_layers * shape.num_kv_heads * shape.head_dim for shape in shapes)
-    page_bytes = (2 * entries * dtype.itemsize + state_bytes) * config.page_size
+    values = sum(shape.num_layers * shape.cache_size for shape in shapes)
+    page_bytes = (values * dtype.itemsize + state_bytes) * config.page_size
     granted = (config.kv_memory_mib << 20) // page_bytes
     if granted == 0:
         least = -(-page_bytes >> 20)

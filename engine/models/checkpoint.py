@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import expert_parts
 from engine.models.files import read_json
+from engine.models.latent_fields import latent_parts
 from ssd.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -52,14 +53,20 @@ def layer_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
     """
     if name.startswith(("feed_forward.router.", "feed_forward.experts.", "feed_forward.shared.")):
         return expert_parts(name.removeprefix("feed_forward."), config)
+    if config.latent is not None and name.startswith("attention."):
+        return latent_parts(name.removeprefix("attention."), config)
     part, _, kind = name.rpartition(".")
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = {
         "input_norm": [("input_layernorm", config.hidden_size)],
-        "qkv_proj": [("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)],
-        "qk_norm.query": [("self_attn.q_norm", config.head_dim)],
-        "qk_norm.key": [("self_attn.k_norm", config.head_dim)],
-        "o_proj": [("self_attn.o_proj", config.hidden_size)],
+        "attention.qkv_proj": [
+            ("self_attn.q_proj", heads),
+            ("self_attn.k_proj", kv_heads),
+            ("self_attn.v_proj", kv_heads),
+        ],
+        "attention.qk_norm.query": [("self_attn.q_norm", config.head_dim)],
+        "attention.qk_norm.key": [("self_attn.k_norm", config.head_dim)],
+        "attention.o_proj": [("self_attn.o_proj", config.hidden_size)],
         "mlp_norm": [("post_attention_layernorm", config.hidden_size)],
         "feed_forward.gate_up_proj": [(f"mlp.{half}_proj", config.intermediate_size) for half in ("gate", "up")],
         "feed_forward.down_proj": [("mlp.down_proj", config.hidden_size)],

@@ -51,6 +51,33 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Shape of multi-head latent attention; `ModelConfig.head_dim` is the size of the rotated part of a key."""
+
+    query_rank: int
+    """Rank of the query projection; 0 if it is one matrix."""
+    latent_dim: int
+    """Size of the vector from which a token's keys and values are computed."""
+    nope_dim: int
+    """Size of the part of a key that is not rotated."""
+    value_dim: int
+    is_interleaved: bool = True
+    """Whether components 2i and 2i + 1 are rotated together, not i and i + head_dim / 2."""
+    sharpness: float = 1.0
+    """Factor of the scores, of models with YaRN."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an invalid shape."""
+        for name, least in (("query_rank", 0), ("latent_dim", 1), ("nope_dim", 1), ("value_dim", 1)):
+            if not least <= getattr(self, name) < 1 << 31:
+                raise ValueError(f"{name} must be from {least} to {(1 << 31) - 1}, not {getattr(self, name)}")
+
+    def scale(self, query_dim: int) -> float:
+        """Return the factor of the scores of queries of a size."""
+        return float(query_dim**-0.5 * self.sharpness)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of a Llama-like decoder, and the features in which model families differ."""
 
@@ -72,6 +99,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalized, per head."""
+    latent: LatentConfig | None = None
+    """Latent attention, whose entries in the cache are one key head; None for keys and values of `num_kv_heads`."""
     experts: ExpertsConfig | None = None
     """Experts of some layers; None for a dense model."""
     architecture: str = "LlamaForCausalLM"
@@ -79,6 +108,16 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
+
+    @property
+    def key_dim(self) -> int:
+        """Size of a key in the cache."""
+        return self.head_dim if self.latent is None else self.latent.latent_dim + self.head_dim
+
+    @property
+    def cache_size(self) -> int:
+        """Number of values in the cache for each token and layer. The values of latent attention are part of keys."""
+        return self.num_kv_heads * self.key_dim * (2 if self.latent is None else 1)
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid shape."""
@@ -90,6 +129,8 @@ class ModelConfig:
                 raise ValueError(f"{name} must be less than {1 << 31}, not {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key heads evenly")
+        if self.latent is not None and self.num_kv_heads != 1:
+            raise ValueError(f"latent attention has one key head, not {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, not {self.head_dim}")
         for token in self.eos_token_ids:

@@ -8,7 +8,6 @@ families (biases, normalised queries and keys, scaled positions) are in its conf
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,9 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.experts import MixtureOfExperts
 from engine.models.feed_forward import FeedForward
+from engine.models.latent_attention import LatentAttention
 from engine.models.ops import PLAIN, Ops, Rotation
-
-
-class Attend(Protocol):
-    """Attention of one layer over a context that the caller manages."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [N, heads, head_dim], key and value [N, kv_heads, head_dim] -> [N, heads, head_dim]."""
-        ...
+from engine.models.self_attention import Attend, RMSNorm, SelfAttention
 
 
 class Decoder(nn.Module):
@@ -97,12 +90,8 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.qkv_bias)
-        self.qk_norm = QKNorm(config) if config.qk_norm else None
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.attention = SelfAttention(config) if config.latent is None else LatentAttention(config, config.latent)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.feed_forward: FeedForward | MixtureOfExperts
         if config.experts is not None and index in config.experts.layers:
@@ -118,42 +107,6 @@ class Layer(nn.Module):
         They are separate so that the addition can be fused with the following norm.
         """
         residual, hidden = self.input_norm.normalise_sum(residual, change, ops)
-        residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(hidden, ops, rotate, attend), ops)
+        change = self.attention(self.index, hidden, ops, rotate, attend)
+        residual, hidden = self.mlp_norm.normalise_sum(residual, change, ops)
         return residual, self.feed_forward(hidden, ops)
-
-    def _attention(self, hidden: Tensor, ops: Ops, rotate: Rotation, attend: Attend) -> Tensor:
-        heads = self.qkv_proj(hidden).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        # Query and key heads are adjacent, so they are rotated together.
-        rotated = heads[:, : self.heads + self.kv_heads]
-        if self.qk_norm is not None:
-            rotated = self.qk_norm(rotated, ops)
-        query, key = rotate(rotated).split((self.heads, self.kv_heads), dim=1)
-        value = heads[:, self.heads + self.kv_heads :]
-        return self.o_proj(attend(self.index, query, key, value).flatten(1))
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def normalise_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Return residual + change, and that sum normalised, [N, size] each."""
-        return ops.add_norm(residual, change, self.weight, self.eps)
-
-
-class QKNorm(nn.Module):
-    """Normalises each query and key head separately (Henry et al., 2020), with learned scales for queries and keys."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.query = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.key = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.heads = config.num_heads
-
-    def forward(self, heads: Tensor, ops: Ops) -> Tensor:
-        """Normalise query heads, then key heads, [N, heads + kv_heads, head_dim]."""
-        return ops.norm_heads(heads, self.query.weight, self.key.weight, self.heads, self.query.eps)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from engine.models.config import ExpertsConfig, ModelConfig
+from ssd.errors import UserError
 
 Fields = Mapping[str, Any]
 
 MIXTRAL = "MixtralForCausalLM"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
+DEEPSEEK_V2 = "DeepseekV2ForCausalLM"
+DEEPSEEK_V3 = "DeepseekV3ForCausalLM"
 
 
 def read_experts(architecture: str, fields: Fields) -> ExpertsConfig | None:
     """Return the experts that the fields of a `config.json` describe; None for a dense family.
 
-    Raises KeyError for a missing field, ValueError for an invalid one.
+    Raises KeyError for a missing field, ValueError for an invalid one, UserError for a routing that this engine lacks.
     """
     if architecture == MIXTRAL:
         return ExpertsConfig(
@@ -37,7 +40,39 @@ def read_experts(architecture: str, fields: Fields) -> ExpertsConfig | None:
             layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % interval == 0),
             is_normalised=bool(fields["norm_topk_prob"]),
         )
+    if architecture in (DEEPSEEK_V2, DEEPSEEK_V3):
+        return _read_deepseek(fields, has_correction=architecture == DEEPSEEK_V3)
     return None
+
+
+def _read_deepseek(fields: Fields, *, has_correction: bool) -> ExpertsConfig:
+    """Read the experts of DeepSeek-V2, or of V3, whose scores have a correction."""
+    method = fields["topk_method"]
+    known = ("noaux_tc",) if has_correction else ("greedy", "group_limited_greedy")
+    scores: Literal["softmax", "sigmoid"] = "sigmoid" if has_correction else "softmax"
+    unsupported = (method not in known, fields.get("scoring_func", scores) != scores, fields["moe_layer_freq"] != 1)
+    if any(unsupported) or (not has_correction and fields["norm_topk_prob"]):
+        raise UserError(
+            f"config.json asks for a routing of experts that this engine does not have (topk_method {method!r}, "
+            f"scoring_func {fields.get('scoring_func', scores)!r}, moe_layer_freq {fields['moe_layer_freq']}, "
+            f"norm_topk_prob {fields['norm_topk_prob']})"
+        )
+    size = int(fields["moe_intermediate_size"])
+    has_groups = method != "greedy"
+    return ExpertsConfig(
+        count=int(fields["n_routed_experts"]),
+        per_token=int(fields["num_experts_per_tok"]),
+        intermediate_size=size,
+        layers=tuple(range(int(fields["first_k_dense_replace"]), int(fields["num_hidden_layers"]))),
+        shared_size=size * int(fields["n_shared_experts"] or 0),
+        scores=scores,
+        is_normalised=bool(fields["norm_topk_prob"]),
+        scaling=float(fields["routed_scaling_factor"]),
+        groups=int(fields["n_group"] or 1) if has_groups else 1,
+        groups_kept=int(fields["topk_group"] or 1) if has_groups else 1,
+        group_members=2 if has_correction else 1,
+        has_correction=has_correction,
+    )
 
 
 def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -47,6 +82,8 @@ def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
         return {}
     if config.architecture == MIXTRAL:
         return {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
+    if config.architecture in (DEEPSEEK_V2, DEEPSEEK_V3):
+        return _deepseek_to_hf(experts, config.num_layers)
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
@@ -54,6 +91,23 @@ def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
         "norm_topk_prob": experts.is_normalised,
+    }
+
+
+def _deepseek_to_hf(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
+    greedy = "greedy" if experts.groups == 1 else "group_limited_greedy"
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "first_k_dense_replace": min(experts.layers, default=num_layers),
+        "n_shared_experts": experts.shared_size // experts.intermediate_size,
+        "norm_topk_prob": experts.is_normalised,
+        "routed_scaling_factor": experts.scaling,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_kept,
+        "topk_method": "noaux_tc" if experts.has_correction else greedy,
+        "scoring_func": experts.scores,
     }
 
 

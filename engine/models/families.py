@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.models.config import ModelConfig
-from engine.models.expert_fields import MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
+from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
 from engine.models.files import token_ids
+from engine.models.latent_fields import latent_to_hf, read_latent
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
 
@@ -29,6 +30,8 @@ class Family:
     """Values of fields that the architecture ignores."""
     always_qkv_bias: bool = False
     qk_norm: bool = False
+    has_latents: bool = False
+    """Whether attention is multi-head latent attention."""
 
 
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
@@ -38,6 +41,18 @@ QWEN3_EXPERTS = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
     "num_experts_per_tok": 8,
+}
+DEEPSEEK = {
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_shared_experts": None,
+    "norm_topk_prob": False,
+    "q_lora_rank": 1536,
+    "rope_interleave": True,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
 }
 
 FAMILIES = {
@@ -76,6 +91,13 @@ FAMILIES = {
         fixed={"mlp_bias": False, "layer_types": None, "max_window_layers": 0},
         qk_norm=True,
     ),
+    DEEPSEEK_V2: Family("deepseek_v2", DEEPSEEK, {"mlp_bias": False, "rope_interleave": True}, has_latents=True),
+    DEEPSEEK_V3: Family(
+        "deepseek_v3",
+        defaults={**DEEPSEEK, "topk_method": "noaux_tc", "norm_topk_prob": True, "first_k_dense_replace": 3},
+        fixed={"mlp_bias": False},
+        has_latents=True,
+    ),
 }
 """Supported architectures."""
 
@@ -96,14 +118,17 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         hidden_size = int(fields["hidden_size"])
         attention_bias = bool(fields.get("attention_bias", False))
         rope = _rope(fields)
+        latent = read_latent(fields, rope) if family.has_latents else None
+        num_kv_heads = int(fields.get("num_key_value_heads") or num_heads) if latent is None else 1
+        head_dim = fields.get("head_dim") if latent is None else fields["qk_rope_head_dim"]
         return ModelConfig(
             vocab_size=int(fields["vocab_size"]),
             hidden_size=hidden_size,
             intermediate_size=int(fields["intermediate_size"]),
             num_layers=int(fields["num_hidden_layers"]),
             num_heads=num_heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or num_heads),
-            head_dim=int(fields.get("head_dim") or hidden_size // max(1, num_heads)),
+            num_kv_heads=num_kv_heads,
+            head_dim=int(head_dim or hidden_size // max(1, num_heads)),
             max_positions=_context_window(fields, rope),
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             rope=rope,
@@ -112,6 +137,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
             output_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
+            latent=latent,
             experts=read_experts(architecture, fields),
             architecture=architecture,
             bos_token_id=next(iter(token_ids(fields.get("bos_token_id"))), None),
@@ -150,6 +176,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
+        **latent_to_hf(config),
         **experts_to_hf(config),
         "torch_dtype": dtype,
     }

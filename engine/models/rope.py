@@ -95,10 +95,14 @@ class Yarn:
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
     """Return the attention factor of a checkpoint without one; `mscale`: DeepSeek's variant."""
 
-    def sharpness(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    if mscale and mscale_all_dim:
+        return yarn_sharpness(factor, mscale) / yarn_sharpness(factor, mscale_all_dim)
+    return yarn_sharpness(factor, 1.0)
 
-    return sharpness(mscale) / sharpness(mscale_all_dim) if mscale and mscale_all_dim else sharpness(1.0)
+
+def yarn_sharpness(factor: float, weight: float) -> float:
+    """Return the factor of queries and keys for a context that is `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 Scaling = Linear | Llama3 | Yarn

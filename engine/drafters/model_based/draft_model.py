@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.models.decoder import Attend, Decoder
+from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead, HeadOutput
 from engine.models.ops import PLAIN, Ops
+from engine.models.self_attention import Attend
 
 
 class ModelHead(DraftHead):

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Layer, RMSNorm
+from engine.models.decoder import Layer
 from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalise
 from engine.models.ops import PLAIN, Ops
+from engine.models.self_attention import Attend, RMSNorm
 
 
 class EagleHead(DraftHead):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Layer, RMSNorm
+from engine.models.decoder import Layer
 from engine.models.heads.head import DraftHead, HeadOutput, normalise
 from engine.models.ops import PLAIN, Ops, Rotation
+from engine.models.self_attention import Attend, RMSNorm, SelfAttention
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Eagle3Layer(Layer):
 
     def __init__(self, config: ModelConfig, style: Eagle3Style) -> None:
         super().__init__(config, 0)
-        self.qkv_proj = nn.Linear(2 * config.hidden_size, self.qkv_proj.out_features, bias=config.qkv_bias)
+        assert isinstance(self.attention, SelfAttention)
+        rows = self.attention.qkv_proj.out_features
+        self.attention.qkv_proj = nn.Linear(2 * config.hidden_size, rows, bias=config.qkv_bias)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._style = style
 
@@ -46,7 +49,8 @@ class Eagle3Layer(Layer):
         normalised = normalise(self.hidden_norm, states, ops)
         residual = normalised if self._style.norm_before_residual else states
         pairs = torch.cat((normalise(self.input_norm, embeddings, ops), normalised), dim=-1)
-        residual, hidden = self.mlp_norm.normalise_sum(residual, self._attention(pairs, ops, rotate, attend), ops)
+        change = self.attention(self.index, pairs, ops, rotate, attend)
+        residual, hidden = self.mlp_norm.normalise_sum(residual, change, ops)
         return residual, self.feed_forward(hidden, ops)
 
 

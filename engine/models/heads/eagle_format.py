@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Layer, RMSNorm
+from engine.models.decoder import Layer
 from engine.models.families import config_to_hf
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
 from engine.models.loader import on_meta_device
+from engine.models.self_attention import RMSNorm
 from ssd.errors import UserError
 
 EMBEDDING = "embed_tokens.weight"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, RMSNorm
+from engine.models.decoder import Decoder
 from engine.models.ops import PLAIN, Ops, Rotation
+from engine.models.self_attention import Attend, RMSNorm
 
 
 class HeadOutput(NamedTuple):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import RMSNorm
 from engine.models.families import config_to_hf
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.heads.mtp_names import MIMO, MtpForm, deepseek, find_mtp_form
 from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
 from engine.models.heads.vocabulary import draft_ids, read_draft_ids
 from engine.models.loader import on_meta_device
+from engine.models.self_attention import RMSNorm
 from ssd.errors import UserError
 
 TARGET_HEAD = "lm_head.weight"

@@ -100,8 +100,11 @@ class HeadFolder:
         support.
         """
         path = self.folder / CONFIG_FILE
+        architecture = _architecture(fields)
+        if architecture in FAMILIES and FAMILIES[architecture].has_latents:
+            raise UserError(f"{path} describes a head with latent attention, which this engine does not support")
         try:
-            config = config_from_hf({**fields, "architectures": [_architecture(fields)]})
+            config = config_from_hf({**fields, "architectures": [architecture]})
         except UserError as problem:
             raise UserError(str(problem).replace(CONFIG_FILE, str(path), 1)) from None
         return replace(

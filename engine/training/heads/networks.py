@@ -15,6 +15,7 @@ from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
 from engine.models.heads.head import normalise
 from engine.models.heads.medusa import MedusaHeads, ResidualBlock
 from engine.models.heads.mtp import MtpHead, MtpStyle
+from engine.models.self_attention import SelfAttention
 from engine.training.heads.features import Windows
 
 RIDGE = 1e-3
@@ -63,9 +64,10 @@ def new_eagle(target: Decoder, sample: Windows) -> EagleHead:
     wanted = sample.states[:, 1:].flatten(0, 1)
     scale = target.norm.weight / _rms(wanted[:, -1])
     weights = {name: tensor for name, tensor in last.state_dict().items() if not name.startswith("input_norm")}
-    weights["qkv_proj.weight"] = last.qkv_proj.weight * last.input_norm.weight / (scale * _rms(wanted[:, -2]))
+    qkv_proj = _attention(last).qkv_proj
+    weights["attention.qkv_proj.weight"] = qkv_proj.weight * last.input_norm.weight / (scale * _rms(wanted[:, -2]))
     weights["mlp_norm.weight"] = last.mlp_norm.weight / scale * scale.mean()
-    for name in ("o_proj", "feed_forward.down_proj"):
+    for name in ("attention.o_proj", "feed_forward.down_proj"):
         weights[f"{name}.weight"] = weights[f"{name}.weight"] * scale[:, None]
     head.layers[0].load_state_dict(weights)
     embeddings, states = _pairs(target, sample)
@@ -112,14 +114,15 @@ def new_eagle3(target: Decoder, layers: tuple[int, ...], draft_vocabulary: Tenso
         (normalise(head.layer.input_norm, embeddings), normalise(head.layer.hidden_norm, states)), dim=-1
     )
     rows = [count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    query, key, value = least_squares(inputs, last.qkv_proj(normalise(last.input_norm, wanted))).split(rows)
+    query, key, value = least_squares(inputs, _attention(last).qkv_proj(normalise(last.input_norm, wanted))).split(rows)
     own_value, own_output = _low_rank(inputs, wanted - states, OWN_ROW_HEADS * config.head_dim)
     own_key = _own_row_pattern(inputs, config.head_dim)
-    weights["qkv_proj.weight"] = torch.cat(
+    weights["attention.qkv_proj.weight"] = torch.cat(
         (query, *[own_key] * (OWN_ROW_HEADS * group), key, *[own_key] * OWN_ROW_HEADS, value, own_value)
     )
     columns = [part for part in own_output.split(config.head_dim, dim=1) for _ in range(group)]
-    weights["o_proj.weight"] = torch.cat((last.o_proj.weight, *(part / group for part in columns)), dim=1)
+    output = _attention(last).o_proj.weight
+    weights["attention.o_proj.weight"] = torch.cat((output, *(part / group for part in columns)), dim=1)
     head.layer.load_state_dict(weights)
     return head
 
@@ -197,6 +200,11 @@ def _last_layer(target: Decoder) -> Layer:
     layer = target.layers[-1]
     assert isinstance(layer, Layer)
     return layer
+
+
+def _attention(layer: Layer) -> SelfAttention:
+    assert isinstance(layer.attention, SelfAttention)
+    return layer.attention
 
 
 def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:

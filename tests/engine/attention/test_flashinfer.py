@@ -194,7 +194,10 @@ def compare_after_moves(library, seed):
             plain.move(*where)
 
 
-@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES.keys())
+DENSE = {name: shape for name, shape in FAMILIES.items() if "num_experts_per_tok" not in shape and name != "mixtral"}
+
+
+@pytest.mark.parametrize("shape", DENSE.values(), ids=DENSE.keys())
 def test_logits_of_every_family(library, tmp_path, shape):
     """Compare a prompt in two chunks and a draft tree with plain operations in float32 on the same weights."""
     make_folder(tmp_path, vary=0.3, initializer_range=0.05, hidden_size=128, **{**shape, "head_dim": 64})

@@ -37,7 +37,7 @@ def eagle(target):
 
 
 def eagle3(target):
-    shape = replace(target.config, num_heads=2, num_kv_heads=1, head_dim=32, num_layers=1, experts=None)
+    shape = replace(target.config, num_heads=2, num_kv_heads=1, head_dim=32, num_layers=1, experts=None, latent=None)
     head = Eagle3Head(
         shape, (0, 1, 2), Eagle3Style(), target_hidden_size=target.config.hidden_size, draft_vocab_size=200
     )

@@ -19,11 +19,14 @@ from engine.models.packed import pack
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
+from tests.engine.models.test_families import DEEPSEEK
 from tests.engine.test_core import outputs, requests
 
 ARCHITECTURES = {
     "mixtral": {"family": "mixtral", "num_local_experts": 8},
     "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    "deepseek_v2": {"family": "deepseek_v2", **DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
 }
 WITH_WEIGHTS = [name for name, kind in KINDS.items() if kind.runs_model]
 REQUESTS = requests(5, max_tokens=24)

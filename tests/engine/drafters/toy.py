@@ -14,8 +14,9 @@ from torch import nn
 
 from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
-from engine.models.decoder import Layer, RMSNorm
+from engine.models.decoder import Layer
 from engine.models.ops import PLAIN
+from engine.models.self_attention import RMSNorm
 from engine.sampling.draft_sampler import DraftSampler
 from ssd.types import ROOT, DraftBatch, offsets_of
 

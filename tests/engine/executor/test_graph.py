@@ -24,7 +24,7 @@ from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid, doubled
 from engine.executor.transfer import CopyStream
-from engine.models.config import ExpertsConfig, ModelConfig
+from engine.models.config import ExpertsConfig, LatentConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fused import FusedOps
 from engine.models.loader import load_model
@@ -194,6 +194,11 @@ def test_a_step_with_experts_reads_no_values():
     experts = ExpertsConfig(8, 2, 32, (0, 1), shared_size=16, groups=4, groups_kept=2, has_correction=True)
     config = ModelConfig(300, 64, 96, 2, 4, 2, 16, 512, experts=experts)
     run_without_values(Decoder(config).to(torch.bfloat16), GREEDY)
+
+
+def test_a_step_with_latent_attention_reads_no_values():
+    config = ModelConfig(300, 64, 96, 2, 4, 1, 16, 512, latent=LatentConfig(24, 32, 8, 12))
+    run_without_values(Decoder(config), GREEDY)
 
 
 def run_without_values(model, kind):

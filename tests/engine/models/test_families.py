@@ -28,6 +28,20 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 QWEN3_EXPERTS = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 
 FAMILIES = {
     "llama 2": {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -46,6 +60,10 @@ FAMILIES = {
     "qwen 3, yarn": {"family": "qwen3", "head_dim": 32, "rope_parameters": YARN},
     "mixtral": {"family": "mixtral", "num_local_experts": 8},
     "qwen 3, experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "norm_topk_prob": True},
+    "deepseek 2": {"family": "deepseek_v2", **DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "deepseek 2 lite": {"family": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek 3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
+    "deepseek 3, another order of rope": {"family": "deepseek_v3", **DEEPSEEK, "rope_interleave": False},
     "qwen 3, some layers with experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "mlp_only_layers": [0]},
 }
 TOKENS = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.models.loader import load_config, load_model, save_model
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.models.test_families import DEEPSEEK
 
 
 def test_the_older_rope_format_is_read(tmp_path):
@@ -48,6 +49,8 @@ def test_a_saved_model_loads_unchanged(tmp_path, model):
 def damage(folder, name, text):
     (folder / name).write_text(text)
 
+
+DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
 
 DAMAGES = {
     "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
@@ -136,6 +139,18 @@ DAMAGES = {
     "missing experts": (
         lambda folder: edit_config(folder, architectures=["MixtralForCausalLM"]),
         "has the tensor model.layers.0.mlp",
+    ),
+    "another routing": (
+        lambda folder: edit_config(folder, **DEEPSEEK_V3, topk_method="greedy"),
+        "routing of experts that this engine does not have .*topk_method 'greedy'",
+    ),
+    "biases in latent attention": (
+        lambda folder: edit_config(folder, **DEEPSEEK_V3, attention_bias=True),
+        "asks for biases in latent attention",
+    ),
+    "missing latents": (
+        lambda folder: edit_config(folder, **DEEPSEEK_V3),
+        "has the tensor model.layers.0.self_attn.k_proj",
     ),
     "missing norms": (
         lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),

@@ -103,8 +103,13 @@ BAD = {
     ),
     "another architecture": (
         "eagle3",
+        config(model_type="mamba"),
+        "eagle3.*config.json names the architecture 'mamba', which this engine does not support",
+    ),
+    "latent attention of an EAGLE head": (
+        "eagle3",
         config(model_type="deepseek_v3"),
-        "eagle3.*config.json names the architecture 'deepseek_v3', which this engine does not support",
+        "eagle3.*config.json describes a head with latent attention",
     ),
     "an unsupported feature": ("eagle", config(hidden_act="gelu"), "eagle.*config.json asks for the activation 'gelu'"),
     "a field of another type": ("eagle", config(vocab_size="many"), "vocab_size in .* must be a count, not 'many'"),
