@@ -192,6 +192,23 @@ def test_a_long_prompt_is_indexed_before_drafts_are_withheld(namespace):
     assert namespace.stats.steps == 0
 
 
+@pytest.mark.parametrize("why", ["private", "forgotten", "cancelled", "right"])
+def test_withheld_sequences_are_learned_as_others(namespace, why):
+    session = Session(namespace, Limits())
+    begun = start(1, range(300, 310), learn=why != "private", request_id="a", shadow=True)
+    for request in (
+        pb.DraftRequest(starts=[begun], batch=batch({1: ()})),
+        pb.DraftRequest(batch=batch({1: [310]})),
+        pb.DraftRequest(finishes=[finish(1, [311, 312], learn=why != "cancelled")]),
+    ):
+        if request.finishes and why == "forgotten":
+            namespace.forget("a")
+        session.answer(request, may_learn=why != "right")
+    assert namespace.corpus.appended == sum(map(len, KNOWN))
+    assert namespace.shadow.stats.committed == 3
+    session.close()
+
+
 def test_sequences_beyond_the_limits_are_dropped(namespace):
     session = Session(namespace, Limits(sequences=1))
     ask(session, starts=[start(1, range(10), shadow=True), start(2, range(10), shadow=True)])
