@@ -34,6 +34,7 @@ from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
+from engine.models.lora.pool import AdapterPool
 from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
@@ -98,13 +99,14 @@ class Engine:
         drafters: Collection[str] = (),
         device_budget: DeviceBudget | None = None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterPool | None = None,
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
         draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
         `executor` runs all others. `depth`: by default created from `config.in_flight`.
         `drafters`: names of the loaded kinds, from which requests may choose. `device_budget`: decides when the device
         drafts; without it, in every step with a request that wants drafts. `grammars`: without it, requests with a
-        grammar are refused.
+        grammar are refused. `adapters`: LoRA adapters, from which requests may choose.
         """
         self.model = model
         self._config = config
@@ -113,7 +115,8 @@ class Engine:
         self._depth = InFlightDepth(config.in_flight) if depth is None else depth
         self._speculation = Speculation(drafter, config, model.vocab_size, budget, device_budget)
         ahead = 0 if graph is None else graph.draft_ahead
-        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead)
+        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead, adapters)
+        self._adapters = adapters
         self._decode = decode
         self._grammars = grammars
         self._budget = budget
@@ -160,6 +163,7 @@ class Engine:
         """
         request.check(self.model)
         request.check_drafting(self._drafters, self._config.max_draft)
+        request.check_adapter(() if self._adapters is None else self._adapters.names)
         if request.sampling.stop and self._decode is None:
             raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
         if (grammar := request.sampling.grammar) is not None:
@@ -219,8 +223,10 @@ class Engine:
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
 
     def close(self) -> None:
-        """Release the drafter."""
+        """Release the drafter and the adapters."""
         self._speculation.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _queue(self, request: Request) -> Sequence:
         longest = self.check(request)
@@ -379,6 +385,7 @@ def build_engine(
     notify: Callable[[str], None] = lambda _: None,
     drafters: Collection[str] = (),
     grammars: GrammarCompiler | None = None,
+    adapters: AdapterPool | None = None,
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
@@ -386,8 +393,9 @@ def build_engine(
     seconds and verify only draft tokens whose expected gain exceeds their cost; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
     with a progress line before and after slow preparations. `drafters`: names of the kinds in `drafter`, from which
-    requests may choose. `grammars`: needed for requests with a grammar. Raises UserError for an attention backend or KV
-    cache dtype that is not available, and for a drafter that cannot be bound to the model.
+    requests may choose. `grammars`: needed for requests with a grammar. `adapters`: LoRA adapters that are attached to
+    `model`; all steps then run on the eager executor. Raises UserError for an attention backend or KV cache dtype that
+    is not available, and for a drafter that cannot be bound to the model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -401,7 +409,7 @@ def build_engine(
 
     measure = has_budget and config.max_draft > 0
     executors = build_executors(
-        model, config, attention, common, notify, measure=measure, needs=drafter.needs, bind=bind
+        model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
     budget = None if executors.cost is None else TokenBudget(executors.cost)
     device_budget = None if executors.plain_cost is None else DeviceBudget(executors.plain_cost)
@@ -411,7 +419,7 @@ def build_engine(
         depth = InFlightDepth(1)
     return Engine(
         model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph, depth,
-        drafters=drafters, device_budget=device_budget, grammars=grammars,
+        drafters=drafters, device_budget=device_budget, grammars=grammars, adapters=adapters,
     )  # fmt: skip
 
 

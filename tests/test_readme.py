@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.drafters.registry import KINDS
 from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import serving
+from tests.engine.lora_folders import write_adapter
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,7 +44,7 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
-    imports, drafting, _, engine, drafter = examples((ROOT / "docs" / "api.md").read_text())
+    imports, drafting, _, engine, adapters, drafter = examples((ROOT / "docs" / "api.md").read_text())
     exec(f"import numpy as np\n{imports}\n{drafting}\nassert drafter.propose([1, 2, 3]).tokens.tolist() == [4, 5]", {})
     (tmp_path / "documented_drafter.py").write_text(drafter)
     monkeypatch.chdir(tmp_path)
@@ -61,6 +62,9 @@ def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
     assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist()
     assert outputs[1].drafted > 30
     assert "items" in capsys.readouterr().out
+    write_adapter(tmp_path / "adapter", SHIPPED_MODEL)
+    exec(adapters.replace("/path/to/adapter", str(tmp_path / "adapter")), names)
+    assert names["with_adapter"].tokens.tolist() != names["without"].tokens.tolist()
 
 
 def test_the_table_of_drafters_has_every_kind():

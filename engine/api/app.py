@@ -52,14 +52,13 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [service.model_entry()]}
+        """List the served model and its adapters."""
+        return {"object": "list", "data": [service.model_entry(name) for name in service.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Describe the served model."""
-        service.check_model(name)
-        return service.model_entry()
+        """Describe the served model or an adapter."""
+        return service.model_entry(name)
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

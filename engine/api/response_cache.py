@@ -55,7 +55,8 @@ def _key(request: Request) -> tuple[object, ...]:
     Accepted drafts change the output in rejection mode.
     """
     sampling = request.sampling if request.sampling.is_sampled else replace(request.sampling, seed=0)
-    return request.salt, request.prompt.tobytes(), repr(astuple(sampling)), request.drafters, request.max_draft
+    choices = repr(astuple(sampling)), request.adapter, request.drafters, request.max_draft
+    return request.salt, request.prompt.tobytes(), *choices
 
 
 def _prompt_tokens(key: tuple[object, ...]) -> int:

@@ -49,7 +49,7 @@ class ResponseFormat(ABC):
         self._header = {
             "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
             "created": int(time.time()),
-            "model": service.served.name,
+            "model": body.model,
         }
 
     @abstractmethod

@@ -62,6 +62,8 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     """Serve until SIGINT or SIGTERM. Raises UserError if the server cannot start or the engine process ends by
     itself."""
     bind(config.host, config.port).close()  # Fail before loading a large model.
+    if name in options.loras:
+        raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     tokenizer = Tokenizer(folder)
@@ -73,6 +75,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         created=int(time.time()),
         drafter=options.drafter,
         prefix_cache=options.config.prefix_cache,
+        adapters=tuple(options.loras),
     )
     engine = EngineProcess(partial(build_engine_from, options))
     notify(f"loading {name} ...")

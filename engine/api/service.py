@@ -52,6 +52,8 @@ class ServedModel:
     """Unix time."""
     drafter: str
     prefix_cache: bool
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters, which requests choose as their model."""
 
 
 class Admission:
@@ -106,16 +108,23 @@ class Service:
         self.max_tokens = ready.max_tokens
         """Largest number of tokens of a prompt plus its output."""
 
-    def model_entry(self) -> dict[str, Any]:
-        """Return the model's entry in `/v1/models`."""
-        return {
-            "id": self.served.name,
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that requests may give: the model and its adapters."""
+        return (self.served.name, *self.served.adapters)
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        """Return the entry of the model or of an adapter in `/v1/models`. Raises ApiError for other names."""
+        self.check_model(name)
+        entry = {
+            "id": name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "ssd",
             "max_model_len": self.max_tokens,
             "drafters": self.served.drafter.split("+"),
         }
+        return entry if name == self.served.name else entry | {"parent": self.served.name}
 
     def figures(self) -> dict[str, Any]:
         """Return the data of the status page."""
@@ -130,9 +139,10 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for a model that is not served."""
-        if name != self.served.name:
+        if name not in self.models:
+            known = ", ".join(map(repr, self.models))
             raise ApiError(
-                404, f"there is no model {name!r}; this server has {self.served.name!r}", param="model",
+                404, f"there is no model {name!r}; this server has {known}", param="model",
                 code="model_not_found",
             )  # fmt: skip
 
@@ -185,6 +195,7 @@ class Service:
                 drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,
                 hints=hints,
+                adapter=body.model if body.model in self.served.adapters else None,
             )
             for index in range(body.n)
         ]

@@ -42,6 +42,8 @@ class GenerateOptions:
     samples: int
     """Outputs per prompt, each with a seed derived from the prompt's."""
     output: Path | None
+    adapter: str | None = None
+    """Adapter of prompts that name none."""
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -101,8 +103,9 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
         with _prefix_errors(index + 1):
-            request = _request(prompt, tokenizer, options.sampling)
+            request = _request(prompt, tokenizer, options)
             request.check_drafting(options.engine.drafters, options.engine.config.max_draft)
+            request.check_adapter(options.engine.loras)
         requests += [
             replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
             for sample in range(options.samples)
@@ -110,9 +113,15 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
     return requests
 
 
-def _request(prompt: Prompt, tokenizer: Tokenizer, sampling: SamplingParams) -> Request:
-    sampling = replace(sampling, verification=prompt.verification)
-    return Request(prompt.tokens(tokenizer), sampling, drafters=prompt.drafters, max_draft=prompt.max_draft)
+def _request(prompt: Prompt, tokenizer: Tokenizer, options: GenerateOptions) -> Request:
+    sampling = replace(options.sampling, verification=prompt.verification)
+    return Request(
+        prompt.tokens(tokenizer),
+        sampling,
+        drafters=prompt.drafters,
+        max_draft=prompt.max_draft,
+        adapter=prompt.adapter or options.adapter,
+    )
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.draft_shape import choose_draft_shape
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
-from engine.models.loader import DTYPES, load_model
+from engine.models.loader import DTYPES, load_config, load_model
+from engine.models.lora.format import check_adapters
+from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import GrammarCompiler
@@ -39,6 +41,7 @@ def load(options: EngineOptions) -> Decoder:
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
+    check_adapters(options.loras, load_config(options.model))
     return pack(load_model(options.model, dtype=dtype, device=device))
 
 
@@ -99,7 +102,11 @@ def launch(
         require_sidecar=options.require_sidecar,
         warn=warn,
         threshold=threshold,
+        adapters=options.loras,
     )
+    # Attached last: what was built before runs the model without adapters.
+    adapters = check_adapters(options.loras, model.config)
+    pool = AdapterPool(model, adapters, options.max_loras) if adapters else None
     recommended = load_generation_defaults(options.model).sampling
     # Requests with a penalty run in the eager executor, so no graph is captured for them.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}
@@ -107,5 +114,5 @@ def launch(
         model, config, drafter, tokenizer.decode,
         has_budget=may_draft and not verifies_all, attention=options.attention,
         common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
-        grammars=GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids), adapters=pool,
     )  # fmt: skip

@@ -33,17 +33,25 @@ def cli() -> None:
     "path",
     type=click.Path(path_type=Path),
     help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
-    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft` and `verification`.",
+    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft`, `verification` and `adapter`.",
 )
 @engine_options(max_sequences=16)
 @sampling_options
 @click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs per prompt.")
+@click.option("--adapter", help="Adapter of --lora for prompts that name none.  [default: none]")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="Write completions as JSON lines instead of printing them; - is stdout.",
 )
-def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: Path | None, **given: Any) -> None:
+def generate(
+    prompts: tuple[str, ...],
+    path: Path | None,
+    samples: int,
+    adapter: str | None,
+    output: Path | None,
+    **given: Any,
+) -> None:
     """Complete prompts from arguments, a file or stdin."""
     from ssd.kernels.progress import ENGINE_WORK, ProgressLines, watched_compilation
 
@@ -52,7 +60,7 @@ def generate(prompts: tuple[str, ...], path: Path | None, samples: int, output: 
         from engine.scheduling.request import SamplingParams
 
         engine = EngineOptions.take(given)
-        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output))
+        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output, adapter))
 
 
 @cli.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -46,6 +46,10 @@ class EngineOptions:
     """Other settings; its `draft_shape` is replaced by the field above."""
     require_sidecar: bool = True
     """Whether `ssd-remote` must find its sidecar at the start."""
+    loras: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of LoRA adapters by the names that requests give."""
+    max_loras: int = 8
+    """Largest number of adapters in memory."""
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -55,8 +59,8 @@ class EngineOptions:
     @classmethod
     def take(cls, given: dict[str, Any]) -> EngineOptions:
         """Remove the engine's options from the arguments of a command and return them. Raises UserError."""
-        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
-        config = {field.name: given.pop(field.name) for field in fields(EngineConfig) if field.name in given}
+        own = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
+        config = {each.name: given.pop(each.name) for each in fields(EngineConfig) if each.name in given}
         rows = config["max_sequences"] * (1 + config["max_draft"])
         return cls(
             **own
@@ -83,6 +87,19 @@ def _draft_models(drafter: str, given: Sequence[str]) -> dict[str, Path]:
             what = f"KIND=FOLDER with {' or '.join(kinds)}" if kinds else "a drafter that has weights"
             raise UserError(f"--draft-model {text} does not fit --drafter {drafter}; give {what}")
         folders[kind] = find_model(name, HEAD_FILES)
+    return folders
+
+
+def _loras(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Path]:
+    """Split each `NAME=FOLDER`. Raises UserError."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, separator, folder = text.partition("=")
+        if not name or not separator or not folder:
+            raise UserError(f"{option.opts[0]} must be NAME=FOLDER, not {text!r}")
+        if name in folders:
+            raise UserError(f"{option.opts[0]} {text}: there are two adapters of the name {name}; give different names")
+        folders[name] = Path(folder)
     return folders
 
 
@@ -277,6 +294,20 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             type=click.IntRange(min=1),
             default=max_sequences,
             help="Maximum number of requests that run at the same time; more wait.",
+        ),
+        click.option(
+            "--lora",
+            "loras",
+            multiple=True,
+            metavar="NAME=FOLDER",
+            callback=_loras,
+            help="LoRA adapter in PEFT's format that requests may choose by NAME; may be given again.",
+        ),
+        click.option(
+            "--max-loras",
+            type=click.IntRange(min=1),
+            default=8,
+            help="Maximum number of LoRA adapters in memory, hence of those that run at the same time.",
         ),
         click.option(
             "--prefix-cache/--no-prefix-cache",

@@ -13,7 +13,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import parse_drafters
 from ssd.errors import UserError
 
-LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str}
+LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str, "adapter": str}
 """Settings beside the prompt in a line of a .jsonl file, with their types. Other fields are ignored."""
 
 
@@ -29,6 +29,8 @@ class Prompt:
     """As in `Request`."""
     verification: Verification | None = None
     """As in `SamplingParams`."""
+    adapter: str | None = None
+    """As in `Request`."""
 
     def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
         """Return the token ids, uint32 [n]."""
@@ -73,4 +75,5 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
         drafters=None if drafter is None else parse_drafters(drafter),
         max_draft=record.get("max_draft"),
         verification=record.get("verification"),
+        adapter=record.get("adapter"),
     )

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
@@ -55,6 +55,10 @@ class Resources:
     drafts."""
     is_combined: bool = False
     """Whether several drafters are built whose drafts are merged."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the LoRA adapters that requests may choose, by name."""
+    adapter: Path | None = None
+    """Folder of the LoRA adapter whose requests the drafter serves; None: requests without one."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Kind:
     """Further options, which it reads from `DrafterConfig.options`."""
     remembers: bool = False
     """Whether earlier requests improve the drafts of later ones."""
+    has_corpus: bool = False
+    """Whether it drafts from earlier requests' text; then each LoRA adapter gets a drafter of its own."""
     runs_model: bool = False
     """Whether it runs a network, so that it needs the target and weights."""
     check: Callable[[DrafterConfig, Path], None] | None = None
@@ -100,14 +106,14 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
     from drafter_service.client.connection import AbsentError
     from drafter_service.client.identity import model_identity
 
-    # The service keeps one namespace for each model.
+    # The service keeps one namespace for each model and adapter.
     folder = None if resources.target is None else resources.target.folder
     address, warn = resources.address, resources.warn
     connect = partial(
         DrafterClient,
         address,
         deadline_s=REMOTE_DEADLINE_S,
-        model=None if folder is None else model_identity(folder),
+        model=None if folder is None else model_identity(folder, adapter=resources.adapter),
         host="ssd-engine",
         on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
         on_resumed=lambda: warn(f"the drafter at {address} answers again; drafts resume"),
@@ -192,13 +198,16 @@ RUNS_MODEL: Any = {"options": (DEPTH,), "runs_model": True, "check": _check_dept
 KINDS: Mapping[str, Kind] = {
     "none": Kind("plain decoding, without drafts", _none),
     "ngram": Kind("prompt lookup in the request's own text", _ngram),
-    "ssd": Kind("all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True),
-    "ssd-remote": Kind("the same as ssd, in a sidecar at --address", _ssd_remote, remembers=True),
+    "ssd": Kind(
+        "all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True, has_corpus=True
+    ),
+    "ssd-remote": Kind("the same as ssd, in a sidecar at --address", _ssd_remote, remembers=True, has_corpus=True),
     "classic": Kind(
         "the most frequent continuation of the last 10 tokens or fewer, a baseline",
         _classic,
         has_settings=True,
         remembers=True,
+        has_corpus=True,
     ),
     "draft-model": Kind("a smaller model with the same vocabulary", _running("draft-model"), **RUNS_MODEL),
     "self-int8": Kind("an int8 copy of the target", _running("self-int8"), **RUNS_MODEL),
@@ -297,17 +306,21 @@ def build_drafter(
     require_sidecar: bool = True,
     warn: Callable[[str], None] = LOG.warning,
     threshold: int | None = None,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
 
     `target` is needed by drafters that use the model, and selects the namespace of a sidecar. `draft_models`,
-    `address`, `require_sidecar` and `warn`: see `Resources`. Raises UserError for an unknown name, a class that cannot
-    be imported, weights that do not fit the target, or a sidecar that is required and does not answer at `address`, or
-    serves another model.
+    `address`, `require_sidecar`, `warn` and `adapters`: see `Resources`. Raises UserError for an unknown name, a class
+    that cannot be imported, weights that do not fit the target, or a sidecar that is required and does not answer at
+    `address`, or serves another model.
     `threshold`: combine by match length instead, see `engine.drafters.combination.threshold`.
     """
     kinds = parse_kinds(name)
-    resources = Resources(target, draft_models, address, require_sidecar, warn, is_combined=len(kinds) > 1)
+    is_combined = len(kinds) > 1
+    resources = Resources(
+        target, draft_models, address, require_sidecar, warn, is_combined=is_combined, adapters=adapters
+    )
     drafters = [_build_kind(kind, config, resources) for kind in kinds]
     if len(kinds) == 1:
         return drafters[0]
@@ -333,8 +346,17 @@ def _runs_model(kind: str) -> bool:
 def _build_kind(kind: str, config: DrafterConfig, resources: Resources) -> AnyDrafter:
     if kind not in KINDS:
         return _build_third_party(kind, config, resources.target)
+    known = KINDS[kind]
     with _naming(kind):
-        return KINDS[kind].build(config, resources)
+        drafter = known.build(config, resources)
+        if not (known.has_corpus and resources.adapters):
+            return drafter
+        from engine.drafters.by_adapter import AdapterDrafters
+
+        own: dict[str, Any] = {
+            name: known.build(config, replace(resources, adapter=folder)) for name, folder in resources.adapters.items()
+        }
+        return AdapterDrafters(cast("types.Drafter", drafter), own)
 
 
 @contextmanager

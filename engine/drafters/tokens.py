@@ -59,13 +59,14 @@ class TokenDrafter:
     def __init__(self, drafter: types.Drafter) -> None:
         self.inner = drafter
         self._reported: dict[int, Reported] = {}
-        self._takes_hints = "hints" in signature(drafter.start).parameters
+        self._taken = signature(drafter.start).parameters
 
     def start(self, sequence: Sequence) -> None:
         """See `engine.drafters.base.Drafter.start`."""
         request = sequence.request
-        hints = {"hints": request.hints} if self._takes_hints and request.hints is not None else {}
-        self.inner.start(sequence.sequence_id, request.prompt, **hints)
+        known: dict[str, Any] = {"hints": request.hints, "adapter": request.adapter}
+        given = {name: value for name, value in known.items() if name in self._taken and value is not None}
+        self.inner.start(sequence.sequence_id, request.prompt, **given)
         self._reported[sequence.sequence_id] = Reported(len(request.prompt))
 
     def propose(self, plan: StepPlan) -> Drafts:

@@ -27,6 +27,8 @@ class Span(NamedTuple):
     """The sequence's page table."""
     tree: DraftTree | None = None
     """Shape of the draft and the extra rows at its end; None for a path. A drafter's span may begin within it."""
+    adapter: str | None = None
+    """Name of the sequence's LoRA adapter; None without one."""
 
     @property
     def committed(self) -> int:
@@ -69,7 +71,7 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
             tokens.append(entry.draft)
         if len(entry.extra):
             tokens.append(entry.extra)
-        spans.append(Span(start, length, computed, sequence.pages, _tree(entry)))
+        spans.append(Span(start, length, computed, sequence.pages, _tree(entry), sequence.request.adapter))
         wanted.append(1 + drafted if entry.produces else 0)
         scored = entry.scored
         if scored:

@@ -24,6 +24,7 @@ from engine.executor.shapes import StepGrid
 from engine.executor.transfer import CopyStream
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.lora.pool import AdapterPool
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
 from engine.speculation.step_cost import Cost, StepCost
@@ -56,15 +57,16 @@ def build_executors(
     *,
     measure: bool,
     needs: TargetOutputs = NO_OUTPUTS,
+    adapters: AdapterPool | None = None,
     bind: Callable[[DraftForward], DeviceChain | None] = lambda _: None,
 ) -> Executors:
     """Allocate a KV cache for a loaded model and create its executors.
 
     There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
-    every step. `attention`: as in `choose_backend`. `common` and `notify`: as in `build_engine`. `measure`: time steps
-    for a few seconds to measure their cost. `needs`: outputs that the drafter needs. `bind`: gives the drafter access
-    to the KV pages, and returns its drafting on the device, None if it drafts on the host. Raises UserError for an
-    attention backend or KV cache dtype that is not available.
+    every step or there are LoRA `adapters`. `attention`: as in `choose_backend`. `common` and `notify`: as in
+    `build_engine`. `measure`: time steps for a few seconds to measure their cost. `needs`: outputs that the drafter
+    needs. `bind`: gives the drafter access to the KV pages, and returns its drafting on the device, None if it drafts
+    on the host. Raises UserError for an attention backend or KV cache dtype that is not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
@@ -80,12 +82,12 @@ def build_executors(
         for shape, first_slot, _ in needs.layers
     )
     ops = make_ops(backend)
-    runner = Runner(model, cache, device, ops)
+    runner = Runner(model, cache, device, ops, adapters)
     draft_forward = DraftForward(own, cache, pages, torch.device(device), ops)
     eager = EagerExecutor(runner, config.page_size, needs)
     chain = bind(draft_forward)
     is_cuda = torch.device(device).type == "cuda"
-    needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree"
+    needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree" or adapters is not None
     if needs_host or not (is_cuda or config.in_flight == 1):
         cost = _measure(runner, model.config, config, pages) if measure else None
         return Executors(eager, None, pages, cost)

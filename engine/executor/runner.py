@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -13,14 +14,24 @@ from engine.executor.batch import Batch
 from engine.executor.kernels.tensors import StepInputs
 from engine.executor.transfer import on_device
 from engine.models.decoder import Decoder
+from engine.models.lora.pool import AdapterPool
 from engine.models.ops import PLAIN, Ops
 
 
 class Runner:
     """A model and the attention over its KV cache."""
 
-    def __init__(self, model: Decoder, attention: Attention, device: str = "cpu", ops: Ops = PLAIN) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        attention: Attention,
+        device: str = "cpu",
+        ops: Ops = PLAIN,
+        adapters: AdapterPool | None = None,
+    ) -> None:
+        """adapters: the LoRA adapters that are attached to the model."""
         self._model = model
+        self._adapters = adapters
         self._attention = attention
         self._device = torch.device(device)
         self._ops = ops
@@ -35,7 +46,9 @@ class Runner:
         tokens, positions, rows = (
             on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
-        hidden, states = self._model.hidden_states(tokens, positions, self._attention.begin(batch), self._ops, layers)
+        attend = self._attention.begin(batch)
+        with nullcontext() if self._adapters is None else self._adapters.applied_to(batch.spans):
+            hidden, states = self._model.hidden_states(tokens, positions, attend, self._ops, layers)
         return self._model.logits(hidden[rows]).float(), states
 
     @torch.inference_mode()

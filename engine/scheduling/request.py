@@ -190,6 +190,8 @@ class Request:
     salt: str = ""
     """Requests share cached keys and values only with requests of the same salt. With one salt per tenant, the time to
     the first token does not reveal whether another tenant sent the same prompt."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that it runs with, among those of the engine; None: the model without adapters."""
     hints: np.ndarray | None = None
     """uint32: text that the output may repeat, such as the file that it edits. Drafters of text search it like the
     prompt; it is never remembered, and no other request is drafted from it."""
@@ -226,6 +228,12 @@ class Request:
             raise UserError(f"drafter must be {allowed}; {unknown} is not loaded")
         if self.max_draft is not None:
             _within("max_draft", self.max_draft, 0, max_draft)
+
+    def check_adapter(self, names: Collection[str]) -> None:
+        """Raise UserError for an adapter that is not among `names`."""
+        if self.adapter is not None and self.adapter not in names:
+            known = f"there are {', '.join(sorted(names))}" if names else "this engine has none; start it with --lora"
+            raise UserError(f"there is no adapter {self.adapter!r}; {known}")
 
     @cached_property
     def is_drafted(self) -> bool:

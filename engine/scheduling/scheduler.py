@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from math import ceil
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
+    from engine.models.lora.pool import AdapterPool
 
 
 class Scheduler:
@@ -19,9 +23,16 @@ class Scheduler:
     it waits to be recomputed. The oldest sequence therefore always advances.
     """
 
-    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0, draft_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: PagePool,
+        extra_rows: int = 0,
+        draft_ahead: int = 0,
+        adapters: AdapterPool | None = None,
+    ) -> None:
         """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step. draft_ahead: number
-        of slots after the computed tokens that a step writes for the next draft.
+        of slots after the computed tokens that a step writes for the next draft. adapters: those that requests may use.
         """
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
@@ -32,6 +43,7 @@ class Scheduler:
         self._config = config
         self._extra_rows = extra_rows
         self._draft_ahead = draft_ahead
+        self._adapters = adapters
         # The slot of the last committed token; without the others, only the draft is worse.
         self._needed_ahead = min(draft_ahead, 1)
         self._watermark = ceil(config.watermark * pages.count)
@@ -107,6 +119,8 @@ class Scheduler:
         if sequence.is_running:
             self.running.remove(sequence)
             sequence.is_running = False
+            if self._adapters is not None and sequence.request.adapter is not None:
+                self._adapters.release(sequence.request.adapter)
             self.pages.free(sequence.pages)
             sequence.pages = []
         else:
@@ -126,7 +140,7 @@ class Scheduler:
     def _check_pages(self, sequence: Sequence) -> None:
         if len(sequence.pages) < self.pages.pages_for(sequence.computed):
             raise AssertionError("a sequence has too few pages for its tokens")
-        hashes = PageHashes(sequence.request.salt)
+        hashes = PageHashes(sequence.request.salt, sequence.request.adapter)
         full = sequence.computed // self.pages.page_size
         for index, page in enumerate(sequence.pages):
             registered = self.pages.hash_of(page)
@@ -147,10 +161,17 @@ class Scheduler:
             # A sequence that fits only alone is admitted when nothing else runs.
             if self.running and needed + self._watermark > self.pages.free_count:
                 break
+            if not self._acquire_adapter(sequence):
+                break
             self.running.append(self.waiting.popleft())
             sequence.is_running = True
             self._reuse(sequence)
             reserved += self._missing_pages(sequence, len(sequence))
+
+    def _acquire_adapter(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can run with its adapter now; without other sequences, wait until it is read."""
+        name = sequence.request.adapter
+        return self._adapters is None or name is None or self._adapters.acquire(name, wait=not self.running)
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
         """Return the number of additional pages that a sequence needs for `tokens` tokens."""

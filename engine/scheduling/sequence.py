@@ -36,7 +36,7 @@ class Sequence:
         """Whether it is among the scheduler's running sequences."""
         self.pages: list[int] = []
         """Page table."""
-        self.page_hashes = PageHashes(request.salt)
+        self.page_hashes = PageHashes(request.salt, request.adapter)
         self.registered_pages = 0
         """Number of leading pages that are registered with the prefix cache: their tokens are committed."""
         self.computed = 0

@@ -26,6 +26,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from ssd.types import ROOT
 from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.lora_folders import write_adapter
 from tests.servers import served
 from tests.strategies import array
 
@@ -182,6 +183,28 @@ def test_a_line_chooses_its_verification(run, model_folder, tmp_path):
 
     plain, sampled = outputs("none"), outputs(SAMPLING_DRAFTER)
     assert [left == right for left, right in zip(plain, sampled, strict=True)] == [True, False]
+
+
+def test_lines_choose_their_adapters(run, model_folder, tmp_path):
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, model_folder, seed=seed)
+    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}", "--max-loras", "1")
+    texts = {}
+    for name in (None, "a", "b"):
+        chosen = () if name is None else ("--adapter", name)
+        code, texts[name], err = run(
+            "generate", "--model", model_folder, "--max-tokens", "9", *adapters, *chosen, PROMPT
+        )
+        assert (code, "warning" in err) == (0, False)
+    assert len(set(texts.values())) == 3
+    names = ["b", None, "a", "b"]
+    lines = [json.dumps({"prompt": PROMPT} | ({} if name is None else {"adapter": name})) for name in names]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    run("generate", "--model", model_folder, "--max-tokens", "9", *adapters, "--file", tmp_path / "prompts.jsonl",
+        "--output", tmp_path / "out.jsonl")  # fmt: skip
+    assert [f"{PROMPT}{record['completion']}\n" for record in records(tmp_path / "out.jsonl")] == [
+        texts[name] for name in names
+    ]
 
 
 def test_a_single_source_is_not_reported_twice(run, model_folder):
@@ -421,6 +444,10 @@ BAD_INPUT = {
     "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
     "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "an adapter without a folder": (("--lora", "a"), ["x"], "--lora must be NAME=FOLDER, not 'a'"),
+    "two adapters of a name": (("--lora", "a=x", "--lora", "a=y"), ["x"], "two adapters of the name a"),
+    "an unknown adapter": (("--adapter", "a"), ["x"], "prompt 1: there is no adapter 'a'; this engine has none"),
+    "an unknown adapter of a line": (("--file", "{tmp}/adapter.jsonl"), [], "prompt 2: there is no adapter 'a'"),
     "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
     "a device without data": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
     "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
@@ -437,6 +464,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
     (tmp_path / "drafter.jsonl").write_text('{"prompt": "x", "drafter": "none"}\n{"prompt": "y", "drafter": 1}\n')
     (tmp_path / "max.jsonl").write_text('{"prompt": "x", "max_draft": true}\n')
     (tmp_path / "verification.jsonl").write_text('{"prompt": "x", "verification": "greedy"}\n')
+    (tmp_path / "adapter.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "adapter": "a"}\n')
     (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
     options = [option.format(tmp=tmp_path) for option in options]
@@ -457,6 +485,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--drafter", "rest"), "it needs a corpus; give --drafter-option path=FILE"),
         (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "cannot read absent.txt"),
         (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
+        (("--lora", "a=absent"), "--lora a: "),
     ],
 )
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(

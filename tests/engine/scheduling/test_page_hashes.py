@@ -1,4 +1,4 @@
-"""Hashes of pages are equal if and only if the salts and the texts up to the page's end are equal."""
+"""Hashes of pages are equal if and only if the salts, the adapters and the texts up to the page's end are equal."""
 
 import numpy as np
 from hypothesis import given
@@ -11,18 +11,24 @@ TEXTS = st.lists(st.integers(0, 1), min_size=SIZE, max_size=4 * SIZE)
 SALTS = st.sampled_from(["", "a", "\ud800"])
 
 
-def hashes_of(salt, text):
+ADAPTERS = st.sampled_from([None, "", "a"])
+
+
+def hashes_of(salt, text, adapter=None):
     tokens = np.array(text, np.uint32)
-    hashes = PageHashes(salt)
+    hashes = PageHashes(salt, adapter)
     return [hashes.of(tokens, index, SIZE) for index in range(len(text) // SIZE)]
 
 
-@given(SALTS, TEXTS, SALTS, TEXTS)
-def test_hashes_are_equal_if_and_only_if_salt_and_prefix_are(salt, text, other_salt, other_text):
-    for index, own in enumerate(hashes_of(salt, text)):
-        for other_index, other in enumerate(hashes_of(other_salt, other_text)):
+@given(SALTS, ADAPTERS, TEXTS, SALTS, ADAPTERS, TEXTS)
+def test_hashes_are_equal_if_and_only_if_salt_adapter_and_prefix_are(
+    salt, adapter, text, other_salt, other_adapter, other_text
+):
+    for index, own in enumerate(hashes_of(salt, text, adapter)):
+        for other_index, other in enumerate(hashes_of(other_salt, other_text, other_adapter)):
             end, other_end = (index + 1) * SIZE, (other_index + 1) * SIZE
-            assert (own == other) == ((salt, text[:end]) == (other_salt, other_text[:other_end]))
+            is_same = (salt, adapter, text[:end]) == (other_salt, other_adapter, other_text[:other_end])
+            assert (own == other) == is_same
 
 
 def test_hashes_do_not_depend_on_the_order_of_queries():

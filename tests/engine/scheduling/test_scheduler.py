@@ -64,7 +64,7 @@ def hashes_ignore_previous_pages(monkeypatch):
 
 def hashes_ignore_the_salt(monkeypatch):
     exact = page_hashes.salt_hash
-    monkeypatch.setattr(page_hashes, "salt_hash", lambda salt: exact(""))
+    monkeypatch.setattr(page_hashes, "salt_hash", lambda salt, adapter: exact(""))
 
 
 def recomputes_nothing_after_preemption(monkeypatch):

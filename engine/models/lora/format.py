@@ -1,0 +1,207 @@
+"""Read LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+
+Everything that can be refused is found in the configuration and in the headers of the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.checkpoint import Checkpoint, checkpoint_parts
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.files import read_json
+from engine.models.loader import on_meta_device
+from ssd.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Prefix of the names of modules in PEFT's weights."""
+MAX_RANK = 512
+"""Largest rank; vLLM's limit."""
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "lora_bias",
+    "modules_to_save": "modules_to_save",
+    "trainable_token_indices": "trainable_token_indices",
+    "layer_replication": "layer_replication",
+    "target_parameters": "target_parameters",
+    "alora_invocation_tokens": "activated LoRA",
+}
+"""Settings that change what an adapter computes, with their names in errors; supported only where unset."""
+CHANGES_BASE = ("pissa", "olora", "corda")
+"""Kinds of `init_lora_weights` whose adapters belong to a changed base model, until PEFT converts them."""
+
+
+class Place(NamedTuple):
+    """Rows of a decoder's linear layer that a module of the checkpoint becomes."""
+
+    layer: str
+    """Name of the linear layer in the decoder."""
+    start: int
+    rows: int
+    inputs: int
+    """Number of its inputs."""
+
+
+class AdapterModule(NamedTuple):
+    """The update scale * B A of one module."""
+
+    place: Place
+    rank: int
+    scale: float
+
+
+class LayerShape(NamedTuple):
+    """Shape of the update of one linear layer of a decoder."""
+
+    inputs: int
+    outputs: int
+    rank: int
+    """Sum of the ranks of the modules that the layer concatenates."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that fits a model; its weights are not read yet."""
+
+    name: str
+    folder: Path
+    modules: Mapping[str, AdapterModule]
+    """By the name of the module in the checkpoint, in ascending order."""
+    layers: Mapping[str, LayerShape]
+    """By the name of the linear layer in the decoder."""
+
+    def read(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the update x -> (x @ down) @ up of each linear layer: float32 [inputs, rank] and [rank, outputs].
+
+        `up` includes the scale. It is block-diagonal for a layer that concatenates several modules. Raises UserError.
+        """
+        down = {name: torch.zeros(shape.rank, shape.inputs) for name, shape in self.layers.items()}
+        up = {name: torch.zeros(shape.outputs, shape.rank) for name, shape in self.layers.items()}
+        used = dict.fromkeys(self.layers, 0)
+        targets: dict[str, Tensor] = {}
+        for module, (place, rank, _) in self.modules.items():
+            columns = slice(used[place.layer], used[place.layer] + rank)
+            used[place.layer] = columns.stop
+            targets[_weight_name(module, "A")] = down[place.layer][columns]
+            targets[_weight_name(module, "B")] = up[place.layer][place.start : place.start + place.rows, columns]
+        _checkpoint(self.folder).copy_into(targets)
+        for module, (_, _, scale) in self.modules.items():
+            targets[_weight_name(module, "B")].mul_(scale)
+        return {name: (down[name].t().contiguous(), up[name].t().contiguous()) for name in self.layers}
+
+
+def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str, Adapter]:
+    """Return the adapters of folders, by name; no weights are read.
+
+    Raises UserError, with the adapter's name, for a folder that is missing or damaged, that has what this engine does
+    not support, or that belongs to another model.
+    """
+    if not folders:
+        return {}
+    decoder = on_meta_device(lambda: Decoder(config))
+    places = _places(decoder)
+    outputs = {name: layer.out_features for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear)}
+    adapters = {}
+    for name, folder in folders.items():
+        try:
+            adapters[name] = _check(name, folder, places, outputs)
+        except UserError as problem:
+            raise UserError(f"--lora {name}: {problem}") from None
+    return adapters
+
+
+def _places(decoder: Decoder) -> dict[str, Place]:
+    """Return the modules of the checkpoint that adapters may change: the linear layers between embedding and output."""
+    places = {}
+    for name, layer in decoder.layers.named_modules(prefix="layers"):
+        # Routers choose experts, and compute in another dtype than the other layers.
+        if isinstance(layer, nn.Linear) and "router" not in name.split("."):
+            start = 0
+            for part, rows in checkpoint_parts(f"{name}.weight", decoder.config):
+                places[part.removesuffix(".weight")] = Place(name, start, rows, layer.in_features)
+                start += rows
+    return places
+
+
+def _check(name: str, folder: Path, places: Mapping[str, Place], outputs: Mapping[str, int]) -> Adapter:
+    fields = read_json(folder / ADAPTER_CONFIG)
+    _check_config(fields)
+    checkpoint = _checkpoint(folder)
+    modules = {}
+    for module in sorted(_modules(checkpoint, places)):
+        rank = _by_pattern(fields, "r", "rank_pattern", module)
+        alpha = _by_pattern(fields, "lora_alpha", "alpha_pattern", module)
+        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+            raise UserError(f"the rank of {module} is {rank!r}; adapters of rank 1 to {MAX_RANK} are supported")
+        if type(alpha) not in (int, float):
+            raise UserError(f"{ADAPTER_CONFIG} has an invalid lora_alpha, {alpha!r}; download or copy it again")
+        scale = alpha / (sqrt(rank) if fields.get("use_rslora") else rank)
+        modules[module] = AdapterModule(places[module], rank, scale)
+    shapes = {}
+    for module, (place, rank, _) in modules.items():
+        shapes[_weight_name(module, "A")] = (rank, place.inputs)
+        shapes[_weight_name(module, "B")] = (place.rows, rank)
+    checkpoint.check(shapes, is_redundant=lambda _: False)
+    layers: dict[str, LayerShape] = {}
+    for place, rank, _ in modules.values():
+        before = layers.get(place.layer, LayerShape(place.inputs, outputs[place.layer], 0))
+        layers[place.layer] = before._replace(rank=before.rank + rank)
+    return Adapter(name, folder, modules, layers)
+
+
+def _check_config(fields: Mapping[str, Any]) -> None:
+    if fields.get("peft_type") != "LORA":
+        raise UserError(f"{ADAPTER_CONFIG} has the peft_type {fields.get('peft_type')!r}; only LORA is supported")
+    for field, name in UNSUPPORTED.items():
+        if fields.get(field):
+            raise UserError(f"{name} is not supported; train the adapter without {field}")
+    if fields.get("bias", "none") != "none":
+        raise UserError(f"biases are not supported; train the adapter with bias 'none', not {fields['bias']!r}")
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(CHANGES_BASE):
+        raise UserError(f"init_lora_weights {init!r} changes the base model; convert the adapter to LoRA with PEFT")
+
+
+def _modules(checkpoint: Checkpoint, places: Mapping[str, Place]) -> set[str]:
+    """Return the modules that the weights belong to. Raises UserError for a module that takes no adapter."""
+    modules = set()
+    for name in sorted(checkpoint.names()):
+        module, separator, _ = name.removeprefix(PREFIX).partition(".lora_")
+        if module not in places or not separator:
+            kinds = ", ".join(dict.fromkeys(place.rsplit(".", 1)[1] for place in places))
+            raise UserError(f"it has {name}; adapters may change only {kinds} of the model's layers")
+        modules.add(module)
+    if not modules:
+        raise UserError(f"{ADAPTER_WEIGHTS} has no weights; download or copy it again")
+    return modules
+
+
+def _by_pattern(fields: Mapping[str, Any], name: str, pattern_name: str, module: str) -> Any:
+    """Return a setting of a module: that of the first pattern that ends its name, as in PEFT, or the common one."""
+    for pattern, value in (fields.get(pattern_name) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return fields.get(name)
+
+
+def _weight_name(module: str, matrix: str) -> str:
+    return f"{PREFIX}{module}.lora_{matrix}.weight"
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    path = folder / ADAPTER_WEIGHTS
+    if not path.exists():
+        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained of PEFT")
+    return Checkpoint(folder, [path])

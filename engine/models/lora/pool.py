@@ -1,0 +1,136 @@
+"""The adapters of a served model: which are in memory, and which one each row of a step uses.
+
+At most a fixed number is in memory. An adapter is read in another thread while steps run, and takes the place of the
+least recently used one that no running sequence uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.models.decoder import Decoder
+from engine.models.lora.format import Adapter, LayerShape
+from engine.models.lora.linear import LoraLinear, RowGroups, StepRows
+
+if TYPE_CHECKING:
+    from engine.executor.batch import Span
+
+Loading = Future[dict[str, tuple[Tensor, Tensor]]]
+
+
+class AdapterPool:
+    """Adapters of one decoder. Use it from the thread that runs the engine."""
+
+    def __init__(self, model: Decoder, adapters: Mapping[str, Adapter], size: int) -> None:
+        """Replace the linear layers of `model` that an adapter changes.
+
+        adapters: as returned by `check_adapters`. size: largest number of adapters in memory.
+        """
+        self._adapters = adapters
+        self._step = StepRows()
+        self._device = model.embedding.weight.device
+        count = min(size, len(adapters))
+        self._layers = {
+            name: _replace(model, name, shape, count, self._step) for name, shape in _largest(adapters).items()
+        }
+        self._free = list(range(count))
+        """Slots that hold no adapter."""
+        self._slots: OrderedDict[str, int] = OrderedDict()
+        """Slots of the adapters in memory, by name, the least recently used first."""
+        self._loading: dict[str, tuple[int, Loading]] = {}
+        """Slots of the adapters that are being read."""
+        self._users: Counter[str] = Counter()
+        """Number of running sequences by adapter."""
+        self._reader = ThreadPoolExecutor(1, "lora")
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names that requests may choose."""
+        return self._adapters.keys()
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names of the adapters in memory, the least recently used first."""
+        return list(self._slots)
+
+    def acquire(self, name: str, *, wait: bool) -> bool:
+        """Count one more running sequence of an adapter, if it is in memory; otherwise begin to read it if possible.
+
+        wait: wait until it is read; no sequence of another adapter may run then. Returns whether it is in memory.
+        Raises UserError for a file that became unreadable.
+        """
+        self._store_finished(wait=wait)
+        if name not in self._slots:
+            self._begin_reading(name)
+            self._store_finished(wait=wait)
+        if name not in self._slots:
+            return False
+        self._slots.move_to_end(name)
+        self._users[name] += 1
+        return True
+
+    def release(self, name: str) -> None:
+        """Count one running sequence of an adapter less."""
+        self._users[name] -= 1
+
+    def applied_to(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
+        """Return a context in which the model runs a batch of spans, each with its adapter, which must be in memory."""
+        if not any(span.adapter for span in spans):
+            return self._step.set_to(None)
+        slots = [-1 if span.adapter is None else self._slots[span.adapter] for span in spans]
+        rows = np.repeat(slots, [span.length for span in spans])
+        return self._step.set_to(RowGroups.of(rows, self._device))
+
+    def close(self) -> None:
+        """Stop the thread that reads adapters."""
+        self._reader.shutdown(cancel_futures=True)
+
+    def _begin_reading(self, name: str) -> None:
+        """Begin to read an adapter, if a slot is free or holds an adapter that no running sequence uses."""
+        if name in self._loading:
+            return
+        if not self._free:
+            unused = next((each for each in self._slots if not self._users[each]), None)
+            if unused is None:
+                return
+            self._free.append(self._slots.pop(unused))
+        self._loading[name] = self._free.pop(0), self._reader.submit(self._adapters[name].read)
+
+    @torch.inference_mode()
+    def _store_finished(self, *, wait: bool) -> None:
+        """Copy adapters that were read to their slots; no step runs meanwhile."""
+        for name, (slot, reading) in list(self._loading.items()):
+            if wait or reading.done():
+                del self._loading[name]
+                self._free.append(slot)  # stays free if reading failed
+                updates = reading.result()
+                for layer, linear in self._layers.items():
+                    linear.store(slot, updates.get(layer))
+                self._free.remove(slot)
+                self._slots[name] = slot
+
+
+def _largest(adapters: Mapping[str, Adapter]) -> dict[str, LayerShape]:
+    """Return the shapes of all layers that an adapter changes, with the largest rank among the adapters."""
+    largest: dict[str, LayerShape] = {}
+    for adapter in adapters.values():
+        for name, shape in adapter.layers.items():
+            rank = max(shape.rank, largest[name].rank if name in largest else 0)
+            largest[name] = shape._replace(rank=rank)
+    return largest
+
+
+def _replace(model: Decoder, name: str, shape: LayerShape, slots: int, step: StepRows) -> LoraLinear:
+    parent, _, own = name.rpartition(".")
+    base = model.get_submodule(name)
+    layer = LoraLinear(base, shape, slots, model.embedding.weight.detach(), step)
+    setattr(model.get_submodule(parent), own, layer)
+    return layer

@@ -1,0 +1,101 @@
+"""`AdapterDrafters` gives each drafter its own sequences, and returns drafts in the order of the batch."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from engine.drafters.by_adapter import AdapterDrafters
+from engine.drafters.tokens import TokenDrafter
+from ssd.types import DraftBatch, Path, Progress, offsets_of
+
+
+class Labelled:
+    """Drafts its label, once per committed token of a sequence, and records its calls."""
+
+    def __init__(self, label):
+        self.label = label
+        self.calls = []
+
+    def start(self, sequence_id, prompt, *, hints=None):
+        self.calls.append(("start", sequence_id, hints))
+
+    def draft(self, progress):
+        self.calls.append(("draft", progress.sequence_ids.tolist(), progress.max_draft.tolist(), progress.steps))
+        committed = [progress.tokens[slice(*bounds)] for bounds in pairwise(progress.offsets.tolist())]
+        return DraftBatch.from_paths(
+            [Path(np.append(tokens, self.label).astype(np.uint32), np.ones(len(tokens) + 1, np.float32))
+             for tokens in committed]
+        )  # fmt: skip
+
+    def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+        self.calls.append(("finish", sequence_id, tokens.tolist(), verified, learn))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+class LabelledAfter(Labelled):
+    """Can also draft after tokens that are not committed."""
+
+    draft_after = Labelled.draft
+
+
+def progress_of(lengths, steps=None):
+    """Sequences 0, 1, ... with committed tokens that are the sequence's number."""
+    count = len(lengths)
+    return Progress(
+        sequence_ids=np.arange(count, dtype=np.uint64),
+        tokens=np.repeat(np.arange(count, dtype=np.uint32), lengths),
+        offsets=offsets_of(np.array(lengths)),
+        verified=np.zeros(count, np.uint32),
+        max_draft=np.arange(10, 10 + count, dtype=np.uint32),
+        steps=steps,
+    )
+
+
+@pytest.fixture
+def drafters():
+    return [LabelledAfter(label) for label in (100, 101, 102)]
+
+
+@pytest.fixture
+def joint(drafters):
+    return AdapterDrafters(drafters[0], {"a": drafters[1], "b": drafters[2]})
+
+
+def start(joint, adapters):
+    for sequence_id, adapter in enumerate(adapters):
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=adapter)
+
+
+@pytest.mark.parametrize("method", ["draft", "draft_after"])
+@pytest.mark.parametrize("adapters", [["b", None, "a", "b", None], ["a", "a"], [None, "a"]])
+def test_drafts_are_in_the_order_of_the_batch(joint, adapters, method):
+    start(joint, adapters)
+    lengths = np.arange(len(adapters))[::-1]
+    batch = getattr(joint, method)(progress_of(lengths))
+    label = {None: 100, "a": 101, "b": 102}
+    for index, adapter in enumerate(adapters):
+        assert batch.tokens_of(index).tolist() == [index] * lengths[index] + [label[adapter]]
+        assert batch.parents_of(index).tolist() == list(range(-1, lengths[index]))
+    assert len(batch) == len(adapters)
+
+
+def test_each_drafter_sees_its_own_sequences(joint, drafters):
+    start(joint, ["a", None, "a"])
+    joint.draft(progress_of([1, 1, 1], steps=np.array([1, 2, 3], np.uint32)))
+    joint.finish(2, np.array([5], np.uint32), verified=1, learn=False)
+    joint.close()
+    assert drafters[0].calls == [("start", 1, None), ("draft", [1], [11], [2]), ("close",)]
+    own = drafters[1].calls
+    assert own[:2] == [("start", 0, None), ("start", 2, None)]
+    assert own[2][:3] == ("draft", [0, 2], [10, 12])
+    assert own[2][3].tolist() == [1, 3]
+    assert own[3:] == [("finish", 2, [5], 1, False), ("close",)]
+    assert drafters[2].calls == [("close",)]
+
+
+def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):
+    assert TokenDrafter(joint).can_draft_after
+    assert not TokenDrafter(AdapterDrafters(Labelled(0), {})).can_draft_after

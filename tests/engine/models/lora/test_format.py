@@ -1,0 +1,103 @@
+"""Adapters that cannot be used are refused with one line, from their configuration and headers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.checkpoint import Checkpoint
+from engine.models.loader import load_config
+from engine.models.lora.format import MAX_RANK, check_adapters
+from ssd.errors import UserError
+from tests.engine.lora_folders import write_adapter
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+def config(**changes):
+    """Change fields of the configuration; None removes one."""
+
+    def harm(folder):
+        path = folder / "adapter_config.json"
+        fields = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+    return harm
+
+
+def tensor(name, value):
+    """Add or replace a tensor; None removes it."""
+
+    def harm(folder):
+        path = folder / "adapter_model.safetensors"
+        tensors = load_file(path)
+        tensors.pop(name, None)
+        save_file(tensors | ({} if value is None else {name: value}), path)
+
+    return harm
+
+
+def removed(name):
+    return lambda folder: (folder / name).unlink()
+
+
+BAD = [
+    (removed("adapter_config.json"), "adapter_config.json"),
+    (removed("adapter_model.safetensors"), "has no adapter_model.safetensors"),
+    (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "damaged"),
+    (config(peft_type="IA3"), "peft_type 'IA3'; only LORA"),
+    (config(use_dora=True), "DoRA is not supported"),
+    (config(modules_to_save=["lm_head"]), "modules_to_save is not supported"),
+    (config(bias="lora_only"), "biases are not supported"),
+    (config(lora_bias=True), "lora_bias is not supported"),
+    (config(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' changes the base model"),
+    (config(r=5), "has shape"),
+    (config(r=MAX_RANK + 1), f"is {MAX_RANK + 1}; adapters of rank 1 to {MAX_RANK}"),
+    (config(r=0), "adapters of rank 1 to"),
+    (config(r="4"), "the rank of .* is '4'"),
+    (config(r=None), "the rank of .* is None"),
+    (config(lora_alpha=None), "invalid lora_alpha"),
+    (config(rank_pattern={"q_proj": 3}), "has shape"),
+    (tensor("base_model.model.lm_head.lora_A.weight", torch.zeros(4, 64)), "it has .*lm_head.* only q_proj, k_proj"),
+    (tensor("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 300)), "embed_tokens"),
+    (tensor(Q + ".lora_magnitude_vector", torch.zeros(64)), "lora_magnitude_vector"),
+    (tensor(Q.replace("layers.1", "layers.7") + ".lora_A.weight", torch.zeros(4, 64)), "it has .*layers.7"),
+    (tensor(Q.replace("q_proj", "rotary") + ".lora_A.weight", torch.zeros(4, 64)), "rotary"),
+    (tensor(Q + ".lora_B.weight", None), "lacks .*layers.1.self_attn.q_proj.lora_B"),
+    (tensor(Q + ".lora_A.weight", torch.zeros(4, 63)), "has shape"),
+    (tensor(Q + ".lora_A.weight", torch.zeros(4, 64, dtype=torch.int8)), "stored as I8"),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), BAD)
+def test_bad_adapters_are_refused_by_name(model_folder, tmp_path, monkeypatch, harm, message):
+    monkeypatch.setattr(Checkpoint, "copy_into", None)  # no weights may be read
+    write_adapter(tmp_path / "a", model_folder)
+    check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))
+    harm(tmp_path / "a")
+    with pytest.raises(UserError, match=rf"^--lora mine: .*{message}") as caught:
+        check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
+    write_adapter(tmp_path / "a", model_folder)
+    tensor(Q + ".lora_A.weight", torch.full((4, 64), torch.nan))(tmp_path / "a")
+    adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
+    with pytest.raises(UserError, match="not finite"):
+        adapter.read()
+
+
+def test_updates_are_those_of_the_written_matrices(model_folder, tmp_path):
+    updates = write_adapter(
+        tmp_path / "a", model_folder, kinds=("q_proj", "v_proj"), rank=3, rank_pattern={"v_proj": 5}, use_rslora=True
+    )
+    adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
+    assert adapter.layers["layers.0.qkv_proj"] == (64, 128, 8)
+    for layer in range(2):
+        down, up = adapter.read()[f"layers.{layer}.qkv_proj"]
+        query, key, value = (down @ up).t().split((64, 32, 32))
+        torch.testing.assert_close(query, updates[f"model.layers.{layer}.self_attn.q_proj.weight"])
+        torch.testing.assert_close(value, updates[f"model.layers.{layer}.self_attn.v_proj.weight"])
+        assert not key.any()

@@ -1,0 +1,96 @@
+"""Logits of rows with different adapters equal those of models with merged weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.plain import PlainAttention
+from engine.executor.batch import build_batch
+from engine.executor.runner import Runner
+from engine.models.loader import load_config, load_model
+from engine.models.lora.format import check_adapters
+from engine.models.lora.linear import LARGEST_BATCHED
+from engine.models.lora.pool import AdapterPool
+from engine.models.packed import pack
+from engine.scheduling.plan import SequencePlan
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import Sequence
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.lora_folders import merged_model, write_adapter
+
+PAGE_SIZE, PAGES = 16, 4
+ADAPTERS = {
+    "all": {"rank": 4},
+    "attention": {"rank": 9, "kinds": ("q_proj", "v_proj"), "use_rslora": True},
+    "feed-forward": {"rank": 1, "kinds": ("gate_proj", "down_proj"), "lora_alpha": 3},
+    "patterns": {"rank": 2, "rank_pattern": {"k_proj": 7}, "alpha_pattern": {"o_proj": 1}, "layers": [1]},
+}
+"""Arguments of `write_adapter`."""
+
+
+def entries(lengths, names):
+    """Prompts of random tokens with an adapter each."""
+    rng = np.random.default_rng(7)
+    found = []
+    for index, (length, name) in enumerate(zip(lengths, names, strict=True)):
+        prompt = rng.integers(0, VOCAB, length).astype(np.uint32)
+        sequence = Sequence(index, Request(prompt, adapter=name), length + 1)
+        sequence.pages = list(range(index * PAGES, (index + 1) * PAGES))
+        found.append(SequencePlan(sequence, 0, length, produces=True))
+    return found
+
+
+def run(model, plans, pool=None):
+    """Logits after each prompt."""
+    attention = PlainAttention(model.config, 64, PAGE_SIZE, torch.float32, "cpu")
+    return Runner(model, attention, adapters=pool).forward(build_batch(plans, PAGE_SIZE))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
+def folders(request, tmp_path_factory):
+    """A model, its adapters, and the models with merged weights, by name."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_folder(folder, family=request.param, vary=0.1)
+    merged = {None: load_model(folder)}
+    for seed, (name, settings) in enumerate(ADAPTERS.items()):
+        merged[name] = merged_model(folder, write_adapter(folder / name, folder, seed=seed, **settings))
+    return folder, merged
+
+
+def pool_of(model, folder, names=tuple(ADAPTERS)):
+    pool = AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)), len(names))
+    assert all(pool.acquire(name, wait=True) for name in names)
+    return pool
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_several_adapters_equal_merged_weights(folders, packed):
+    folder, merged = folders
+    model = load_model(folder)
+    pool = pool_of(pack(model) if packed else model, folder)
+    long = LARGEST_BATCHED + 9
+    plans = entries(
+        [5, 1, long, 2, 17, 1, 3], ["all", None, "attention", "feed-forward", "patterns", "all", "patterns"]
+    )
+    logits = run(model, plans, pool)
+    for index, plan in enumerate(plans):
+        expected = run(merged[plan.sequence.request.adapter], [plan])
+        torch.testing.assert_close(logits[index : index + 1], expected, rtol=1e-4, atol=1e-4)
+    assert (run(merged[None], plans) - logits).abs().amax(dim=1).gt(1e-2).tolist() == [
+        plan.sequence.request.adapter is not None for plan in plans
+    ]
+    pool.close()
+
+
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
+    folder, _ = folders
+    model = pack(load_model(folder))
+    alone = run(model, entries([1, 1], [None, None]))
+    pool = pool_of(model, folder)
+    names = ["all", None, "attention", "attention", "all"]
+    plans = entries([1, 1, 1, LARGEST_BATCHED, 6], names)
+    together = run(model, plans, pool)
+    for index in range(3):
+        assert torch.equal(run(model, [plans[index]], pool)[0], together[index])
+    assert torch.equal(alone[1], together[1])
+    pool.close()

@@ -1,0 +1,201 @@
+"""The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
+
+from threading import Event
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
+from engine.models.loader import load_config, load_model
+from engine.models.lora import format as lora_format
+from engine.models.lora.format import check_adapters
+from engine.models.lora.pool import AdapterPool
+from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from ssd.errors import UserError
+from tests.engine.conftest import make_folder
+from tests.engine.lora_folders import merged_model, write_adapter
+
+CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
+ADAPTERS = {
+    "first": {"rank": 4},
+    "second": {"rank": 9, "kinds": ("q_proj", "v_proj", "down_proj")},
+    "third": {"rank": 1, "use_rslora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora") / "model"
+    folder.mkdir()
+    make_folder(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def updates(folder):
+    """Updates of each adapter, whose folders are in that of the model."""
+    return {
+        name: write_adapter(folder / name, folder, seed=seed, **settings)
+        for seed, (name, settings) in enumerate(ADAPTERS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def merged(folder, updates):
+    """Outputs of all requests on models with merged weights, one at a time, without drafts."""
+    expected = []
+    for name in (None, *ADAPTERS):
+        model = merged_model(folder, updates.get(name, {}))
+        engine = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()))
+        expected.append([engine.generate([without_adapter(request)])[0].tokens.tolist() for request in requests(name)])
+    return [output for outputs in zip(*expected, strict=True) for output in outputs]
+
+
+def requests(name, max_tokens=24):
+    """Requests with an adapter; those of all adapters have the same prompts, two of which share three pages."""
+    rng = np.random.default_rng(3)
+    shared = rng.integers(1, 60, 48)
+    prompts = [np.append(shared, 7), np.append(shared, 8), rng.integers(1, 60, 5)]
+    return [
+        Request(prompt.astype(np.uint32), SamplingParams(max_tokens=max_tokens), adapter=name) for prompt in prompts
+    ]
+
+
+def mixed_requests(names=(None, *ADAPTERS)):
+    """Each prompt with all adapters in turn."""
+    return [request for same in zip(*(requests(name) for name in names), strict=True) for request in same]
+
+
+def without_adapter(request):
+    return Request(request.prompt, request.sampling)
+
+
+def new_engine(folder, *, drafter="none", config=CONFIG, size=3, **settings):
+    """size: number of adapters that may be in memory."""
+    model = load_model(folder)
+    folders = {name: folder / name for name in ADAPTERS}
+    target = TargetInfo.from_model(model, config, folder)
+    built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
+    pool = AdapterPool(model, check_adapters(folders, model.config), size)
+    return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"))
+
+
+def outputs(engine, asked):
+    """Outputs of all requests run together, with integrity checked after every step."""
+    completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+    return [completion.tokens.tolist() for completion in completions]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "ssd", "recycle", "lookahead", "self-int8", "mtp", "ssd+mtp"])
+def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, drafter):
+    engine = new_engine(folder, drafter=drafter, draft_models=draft_folders)
+    asked = mixed_requests()
+    assert outputs(engine, asked) == merged
+    completions = engine.generate(asked)  # repeats, so that drafters remember them and pages are shared
+    assert [completion.tokens.tolist() for completion in completions] == merged
+    assert all(completion.cached_tokens == 48 for completion in completions[:8])
+    if drafter not in ("none", "mtp", "lookahead"):
+        assert sum(completion.accepted for completion in completions) > 0
+    engine.close()
+
+
+def test_adapters_are_loaded_within_the_bound(folder, updates, merged):
+    engine = new_engine(folder, size=1)
+    running = []
+
+    def observe(_):
+        engine.scheduler.check_integrity()
+        running.append({sequence.request.adapter for sequence in engine.scheduler.running} - {None})
+
+    completions = engine.generate(mixed_requests(), observe)
+    assert [completion.tokens.tolist() for completion in completions] == merged
+    assert max(map(len, running)) == 1
+    assert engine.scheduler._adapters.loaded == ["third"]
+    engine.close()
+
+
+def test_preempted_sequences_keep_their_adapter(folder, merged):
+    config = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6, watermark=0.0)
+    engine = new_engine(folder, config=config)
+    pages = engine.scheduler.pages
+    taken = pages.allocate(pages.count - 14)
+    completions = engine.generate(mixed_requests())
+    assert [completion.tokens.tolist() for completion in completions] == merged
+    assert engine.scheduler.preemptions > 0
+    pages.free(taken)
+    engine.close()
+
+
+def test_prompts_are_cached_for_each_adapter(folder, updates):
+    engine = new_engine(folder)
+    for name in (None, *ADAPTERS):
+        first, second = (engine.generate([requests(name)[0]])[0] for _ in range(2))
+        assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+    engine.close()
+
+
+@pytest.mark.parametrize("drafter", ["ssd", "classic", "ssd+ngram"])
+def test_outputs_are_remembered_for_their_adapter_only(folder, updates, drafter):
+    engine = new_engine(folder, drafter=drafter)
+    engine.generate(requests("first"))
+    drafters = engine.drafter.parts[0].drafter.inner if "+" in drafter else engine.drafter
+    corpora = {None: drafters.corpus} | {name: own.corpus for name, own in drafters._by_adapter.items()}
+    assert [name for name, corpus in corpora.items() if corpus.appended] == ["first"]
+    engine.close()
+
+
+def test_an_unused_adapter_is_evicted_and_read_again(folder, updates, merged):
+    engine = new_engine(folder, size=2)
+    pool = engine.scheduler._adapters
+    expected = dict(zip([None, *ADAPTERS], merged, strict=False))
+    for name, loaded in [
+        ("first", ["first"]),
+        ("second", ["first", "second"]),
+        ("first", ["second", "first"]),
+        ("third", ["first", "third"]),
+        ("second", ["third", "second"]),
+    ]:
+        assert outputs(engine, [requests(name)[0]]) == [expected[name]]
+        assert pool.loaded == loaded
+    engine.close()
+
+
+def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch):
+    engine = new_engine(folder)
+    may_read, read = Event(), lora_format.Adapter.read
+
+    def read_when_allowed(adapter):
+        assert may_read.wait(60)
+        return read(adapter)
+
+    monkeypatch.setattr(lora_format.Adapter, "read", read_when_allowed)
+    running, waiting = (engine.add(requests(name)[0]) for name in (None, "first"))
+    found = {}
+    while running not in found:
+        found |= engine.step().finished
+        assert [sequence.sequence_id for sequence in engine.scheduler.waiting] == [waiting]
+    may_read.set()
+    while engine.scheduler.has_work:
+        found |= engine.step().finished
+    assert [found[each].tokens.tolist() for each in (running, waiting)] == merged[:2]
+    engine.close()
+
+
+def test_an_unknown_adapter_is_refused(folder, updates):
+    engine = new_engine(folder)
+    with pytest.raises(UserError, match=r"there is no adapter 'fourth'; there are first, second, third"):
+        engine.add(requests("fourth")[0])
+    engine.close()
+    plain = build_engine(load_model(folder), CONFIG, build_drafter("none", DrafterConfig()))
+    with pytest.raises(UserError, match="this engine has none; start it with --lora"):
+        plain.add(requests("first")[0])
+
+
+def test_checked_adapters_need_no_weights_of_the_model(folder, updates):
+    adapters = check_adapters({"first": folder / "first"}, load_config(folder))
+    assert adapters["first"].layers["layers.0.qkv_proj"].rank == 12
