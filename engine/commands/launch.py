@@ -11,15 +11,17 @@ import torch
 from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
+from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds, runs_model
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.draft_shape import choose_draft_shape
+from engine.executor.ranks.load import load_ranks
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
 from engine.models.loader import DTYPES, load_config, load_model
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
+from engine.models.sharding import ShardedDecoder, load_vocabulary
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import GrammarCompiler
 from ssd.config import MAX_DRAFT, DrafterConfig
@@ -42,7 +44,26 @@ def load(options: EngineOptions) -> Decoder:
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
     check_adapters(options.loras, load_config(options.model))
+    if options.tensor_parallel > 1:
+        return _load_ranks(options, dtype, device)
     return pack(load_model(options.model, dtype=dtype, device=device))
+
+
+def _load_ranks(options: EngineOptions, dtype: torch.dtype, device: str) -> Decoder:
+    """Load the model in parts; see `load_ranks`. Raises UserError."""
+    count = options.tensor_parallel
+    if options.config.in_flight:
+        raise UserError(f"--in-flight 1 cannot be combined with --tensor-parallel {count}; leave it out")
+    if options.loras:
+        raise UserError(f"--lora cannot be combined with --tensor-parallel {count} yet; leave one of them out")
+    if "self-int8" in options.drafters:
+        raise UserError(
+            f"--drafter self-int8 reads the keys and values of the whole target, which --tensor-parallel {count} "
+            "divides; choose another drafter, such as draft-model"
+        )
+    if not options.threads:
+        torch.set_num_threads(max(1, len(usable_processors()) // count))
+    return load_ranks(options.model, count, dtype=dtype, device=device, threads=torch.get_num_threads())
 
 
 def _set_threads(threads: int) -> None:
@@ -93,10 +114,15 @@ def launch(
         shape = choose_draft_shape(model, options.attention) if may_draft else "path"
     config = replace(options.config, draft_shape=shape)
     drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
+    target = TargetInfo.from_model(model, config, options.model)
+    if isinstance(model, ShardedDecoder) and any(runs_model(kind) for kind in options.drafters):
+        # Networks that draft run on rank 0 alone, so they need an undivided embedding and output projection.
+        vocabulary = load_vocabulary(options.model, dtype=target.dtype, device=str(target.device))
+        target = replace(target, model=pack(vocabulary))
     drafter: Any = build_drafter(
         options.drafter,
         configure(options.drafter, drafter_config, options.drafter_options),
-        TargetInfo.from_model(model, config, options.model),
+        target,
         draft_models=options.draft_models,
         address=options.address,
         require_sidecar=options.require_sidecar,

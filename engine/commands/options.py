@@ -50,6 +50,8 @@ class EngineOptions:
     """Folders of LoRA adapters by the names that requests give."""
     max_loras: int = 8
     """Largest number of adapters in memory."""
+    tensor_parallel: int = 1
+    """Number of ranks that the model is divided over."""
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -313,6 +315,13 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--prefix-cache/--no-prefix-cache",
             default=True,
             help="Compute shared prefixes of prompts only once.",
+        ),
+        click.option(
+            "--tensor-parallel",
+            type=click.IntRange(min=1),
+            default=1,
+            metavar="N",
+            help="Divide the model over N GPUs, or over N processes on a CPU.",
         ),
         click.option(
             "--in-flight",

@@ -327,7 +327,7 @@ def build_drafter(
     from engine.drafters.combination.combined import CombinedDrafter, Part
     from engine.drafters.tokens import adapt
 
-    parts = [Part(kind, adapt(drafter), _runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
+    parts = [Part(kind, adapt(drafter), runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
     has_trees = config.draft_shape == "tree"
     try:
         if threshold is not None:
@@ -339,7 +339,8 @@ def build_drafter(
         raise UserError(f"--drafter {name}: {problem}") from None
 
 
-def _runs_model(kind: str) -> bool:
+def runs_model(kind: str) -> bool:
+    """Return whether a kind runs a network."""
     return kind in KINDS and KINDS[kind].runs_model
 
 

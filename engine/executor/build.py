@@ -19,12 +19,15 @@ from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
 from engine.executor.fixed_step import FixedStep
 from engine.executor.graph import GraphExecutor
+from engine.executor.ranks.messages import Cache
+from engine.executor.ranks.runner import attention_config, open_runner
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import CopyStream
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lora.pool import AdapterPool
+from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
 from engine.speculation.step_cost import Cost, StepCost
@@ -63,32 +66,31 @@ def build_executors(
     """Allocate a KV cache for a loaded model and create its executors.
 
     There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
-    every step or there are LoRA `adapters`. `attention`: as in `choose_backend`. `common` and `notify`: as in
-    `build_engine`. `measure`: time steps for a few seconds to measure their cost. `needs`: outputs that the drafter
-    needs. `bind`: gives the drafter access to the KV pages, and returns its drafting on the device, None if it drafts
-    on the host. Raises UserError for an attention backend or KV cache dtype that is not available.
+    every step, there are LoRA `adapters`, or the model is divided over ranks. `attention`: as in `choose_backend`.
+    `common` and `notify`: as in `build_engine`. `measure`: time steps for a few seconds to measure their cost.
+    `needs`: outputs that the drafter needs. `bind`: gives the drafter access to the KV pages, and returns its drafting
+    on the device, None if it drafts on the host. Raises UserError for an attention backend or KV cache dtype that is
+    not available.
     """
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
-    shapes = [model.config, *(layers.config for layers in needs.layers)]
+    shapes = [attention_config(model), *(layers.config for layers in needs.layers)]
     state_bytes = sum(layers.state_size for layers in needs.layers) * dtype.itemsize
     pages = PagePool(_page_count(shapes, config, kv_dtype, state_bytes), config.page_size)
     # One page beyond the pool's stores the keys and values of padding.
-    cache = make_attention(backend, model.config, pages.count + 1, config.page_size, dtype, device, kv_dtype)
+    runner = open_runner(model, Cache(backend, pages.count + 1, config.page_size, kv_dtype), adapters)
     own = tuple(
         make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
         for shape, first_slot, _ in needs.layers
     )
-    ops = make_ops(backend)
-    runner = Runner(model, cache, device, ops, adapters)
-    draft_forward = DraftForward(own, cache, pages, torch.device(device), ops)
+    draft_forward = DraftForward(own, runner.attention, pages, torch.device(device), make_ops(backend))
     eager = EagerExecutor(runner, config.page_size, needs)
     chain = bind(draft_forward)
     is_cuda = torch.device(device).type == "cuda"
     needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree" or adapters is not None
-    if needs_host or not (is_cuda or config.in_flight == 1):
+    if needs_host or isinstance(model, ShardedDecoder) or not (is_cuda or config.in_flight == 1):
         cost = _measure(runner, model.config, config, pages) if measure else None
         return Executors(eager, None, pages, cost)
     graph = build_graph_executor(model.config, config, runner, pages, device, chain)

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.backend import choose_backend, make_attention, make_ops
+from engine.attention.backend import choose_backend
 from engine.executor.batch import Batch, build_batch
+from engine.executor.ranks.messages import Cache
+from engine.executor.ranks.runner import open_runner
 from engine.executor.runner import Runner
 from engine.models.decoder import Decoder
 from engine.scheduling.plan import SequencePlan
@@ -72,8 +74,7 @@ def _measure(model: Decoder, attention: str) -> StepRatios:
     backend = choose_backend(attention, model.config, dtype, device)
     context = min(CONTEXT, model.config.max_positions - DRAFT_TOKENS - 1)
     pages = -(-(context + 1 + DRAFT_TOKENS) // PAGE_SIZE)
-    cache = make_attention(backend, model.config, pages + 1, PAGE_SIZE, dtype, device, dtype, 0)
-    runner = Runner(model, cache, device, make_ops(backend))
+    runner = open_runner(model, Cache(backend, pages + 1, PAGE_SIZE, dtype))
     nodes = np.arange(DRAFT_TOKENS, dtype=np.int32)
     batches = [
         _step(context, pages, 0, None),

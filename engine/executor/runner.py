@@ -36,6 +36,11 @@ class Runner:
         self._device = torch.device(device)
         self._ops = ops
 
+    @property
+    def attention(self) -> Attention:
+        """Attention over the KV cache."""
+        return self._attention
+
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
         return self.forward_with_states(batch, ())[0]

@@ -114,9 +114,10 @@ class Checkpoint:
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
             raise UserError(f"{self._folder} lacks {sorted(missing)[0]}{more}; download or copy the folder again")
 
-    def copy_into(self, targets: Mapping[str, Tensor]) -> None:
+    def copy_into(self, targets: Mapping[str, Tensor], part: Callable[[str], tuple[slice, ...]] | None = None) -> None:
         """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
+        part: returns the indices of the part of a tensor that its target takes; only that part is read. None: all.
         The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one tensor
         is in memory besides the targets.
         """
@@ -125,7 +126,8 @@ class Checkpoint:
                 names = sorted(set(file.keys()) & set(targets))
             for name in names:
                 with _open(path) as file:
-                    targets[name].copy_(file.get_tensor(name))
+                    found = file.get_tensor(name) if part is None else file.get_slice(name)[part(name)]
+                    targets[name].copy_(found)
                 _refuse_non_finite(targets[name], name, path)
 
     def read(self, name: str) -> Tensor:

@@ -38,11 +38,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     _refuse_unsupported(config, dtype, device)
     checkpoint = Checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
-    is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
-    checkpoint.check(
-        shapes(checkpoint_views(decoder)),
-        is_redundant=lambda name: is_mtp(name) or (name == "lm_head.weight" and config.tie_embeddings),
-    )
+    checkpoint.check(shapes(checkpoint_views(decoder)), is_redundant=is_redundant_in(folder, config))
     allocate(decoder.to(dtype), device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
@@ -56,6 +52,12 @@ def _refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) ->
             f"a mixture of experts runs on {device!r} only as bfloat16, not {str(dtype).removeprefix('torch.')}; "
             "give --dtype bfloat16, or --device cpu"
         )
+
+
+def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:
+    """Return whether the files in `folder` may have a tensor of a name that the decoder does not read."""
+    is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
+    return lambda name: is_mtp(name) or (name == "lm_head.weight" and config.tie_embeddings)
 
 
 def on_meta_device(make: Callable[[], M]) -> M:

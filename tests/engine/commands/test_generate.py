@@ -570,3 +570,22 @@ def test_help_imports_nothing_heavy():
         "assert not {'numba', 'torch', 'grpc', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("3",), "--tensor-parallel 3 does not divide the model's num_heads, 4"),
+        (("2", "--in-flight", "1"), "--in-flight 1 cannot be combined with --tensor-parallel 2"),
+        (("2", "--drafter", "self-int8"), "--drafter self-int8 reads the keys and values of the whole target"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_before_their_weights_are_read(
+    run, model_folder, tmp_path, options, reason
+):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    code, _, err = run("generate", "--model", tmp_path, "--tensor-parallel", *options, PROMPT)
+    assert code == 2
+    assert reason in " ".join(err.split())
+    assert "Traceback" not in err

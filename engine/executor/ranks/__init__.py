@@ -1,0 +1,1 @@
+"""Tensor parallelism: one process per rank runs a part of every step."""

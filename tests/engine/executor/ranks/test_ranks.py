@@ -1,0 +1,110 @@
+"""Steps on several ranks, each a real process."""
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from engine.commands.launch import launch, load
+from engine.commands.options import EngineOptions
+from engine.config import EngineConfig
+from engine.drafters.registry import DEFAULT_ADDRESS
+from engine.executor.batch import build_batch
+from engine.executor.ranks.load import check_ranks
+from engine.executor.ranks.messages import Cache
+from engine.executor.ranks.runner import open_runner
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from engine.speculation.draft_tree import DraftTree
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.forward import PAGE_SIZE, sequence_of
+
+PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
+"""Prompts repeat it, so that drafters find something to draft."""
+
+
+def options_of(folder, count=1, drafter="none", shape="path", **draft_models):
+    config = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=8, kv_memory_mib=4)
+    return EngineOptions(
+        model=folder, device="cpu", dtype="auto", attention="auto", drafter=drafter,
+        drafter_options=MappingProxyType({}), draft_models=draft_models, address=DEFAULT_ADDRESS,
+        draft_shape=shape, threads=1, config=config, tensor_parallel=count,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with more query heads than ranks; with one per key head and rank, attention rounds differently."""
+    path = tmp_path_factory.mktemp("models")
+    make_folder(path, num_attention_heads=8)
+    return path
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def divided(request, folder):
+    """A model with 2 key heads, on 2 ranks and on 4."""
+    model = load(options_of(folder, request.param))
+    yield model
+    model.group.close()
+
+
+def outputs(model, options):
+    """Tokens of greedy and sampled requests, and the number of accepted draft tokens."""
+    engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
+    asked = [
+        Request(np.tile(PATTERN[: 6 + index], 4), SamplingParams(max_tokens=40, temperature=temperature, seed=index))
+        for index, temperature in enumerate((0.0, 0.0, 0.7))
+    ]
+    completions = engine.generate(asked) + engine.generate(asked)  # the second time, `ssd` knows the answers
+    engine.close()
+    return [each.tokens.tolist() for each in completions], sum(each.accepted for each in completions)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape"), [("none", "path"), ("ssd", "path"), ("ssd", "tree"), ("ngram", "path"), ("eagle", "tree")]
+)
+def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, drafter, shape):
+    folders = {drafter: draft_folders[drafter]} if drafter in draft_folders else {}
+    options = options_of(folder, drafter=drafter, shape=shape, **folders)
+    expected, _ = outputs(load(options), options)
+    got, accepted = outputs(divided, options)
+    assert got == expected
+    assert accepted > 0 or drafter != "ssd"
+
+
+def test_logits_equal_those_of_one_process(divided, folder):
+    """Of a prompt, and of a draft tree after it."""
+    text, nodes = np.resize(PATTERN, 60), np.arange(6, dtype=np.int32)
+    plans = [
+        sequence_of(text, range(8), scheduled=59),
+        sequence_of(text, range(8), computed=59, draft=PATTERN[:6], tree=DraftTree((nodes - 1) // 2)),
+    ]
+    whole = load(options_of(folder))
+    cache = Cache("plain", 9, PAGE_SIZE, whole.embedding.weight.dtype)
+    runners = [open_runner(model, cache) for model in (whole, divided)]
+    for plan in plans:
+        expected, got = (runner.forward(build_batch([plan], PAGE_SIZE)) for runner in runners)
+        assert got.shape == expected.shape
+        if len(expected):
+            assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_token_alone_and_in_a_draft_has_the_same_logits(divided):
+    """Sums over ranks are in the same order for any number of tokens."""
+    runner = open_runner(divided, Cache("plain", 9, PAGE_SIZE, divided.embedding.weight.dtype))
+    text = np.resize(PATTERN, 40)
+    whole = runner.forward(build_batch([sequence_of(text[:1], range(8), draft=text[1:])], PAGE_SIZE))
+    for length in (1, 2, 30):
+        alone = runner.forward(build_batch([sequence_of(text[:length], range(8), computed=length - 1)], PAGE_SIZE))
+        assert (alone[0] == whole[length - 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"), [("cuda", "needs 4 GPUs, but there are 2"), ("cuda:1", "give --device cuda, not cuda:1")]
+)
+def test_gpus_are_counted_before_anything_is_loaded(monkeypatch, folder, device, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=reason):
+        check_ranks(folder, 4, device)

@@ -1,0 +1,117 @@
+"""The parts of a model compute together what the whole model computes; here all ranks are threads of one process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.plain import PlainAttention
+from engine.executor.batch import build_batch
+from engine.executor.runner import Runner
+from engine.models.loader import load_config, load_model
+from engine.models.packed import pack
+from engine.models.sharding import Shard, check_division, load_shard, load_vocabulary
+from ssd.errors import UserError
+from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+
+TOKENS = np.random.default_rng(1).integers(0, VOCAB, 150)
+SHAPES = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "llama, odd vocabulary": {"vocab_size": VOCAB + 1},
+    "qwen 2.5": {"family": "qwen2"},
+    "qwen 3, one key head": {"family": "qwen3", "head_dim": 32, "num_key_value_heads": 1},
+    "as many key heads": {"num_key_value_heads": 4},
+}
+
+
+class ThreadGroup:
+    """The slow twin of `RankGroup`: ranks are threads that exchange tensors through a list."""
+
+    def __init__(self, shard, slots, barrier):
+        self.shard = shard
+        self.slots = slots
+        self.barrier = barrier
+
+    def exchange(self, tensor):
+        self.slots[self.shard.rank] = tensor.clone()
+        self.barrier.wait()
+        tensors = list(self.slots)
+        self.barrier.wait()
+        return tensors
+
+    def sum(self, tensor):
+        return torch.stack(self.exchange(tensor)).sum(0)
+
+    def gather(self, tensor):
+        tensors = self.exchange(tensor)
+        return tensors if self.shard.rank == 0 else []
+
+
+def divided_logits(folder, count):
+    """Logits after every token of `TOKENS` on rank 0 of a divided model, and the sizes of all ranks' weights."""
+    slots, barrier = [None] * count, threading.Barrier(count, timeout=60)
+
+    def run(rank):
+        model = pack(load_shard(folder, Shard(rank, count)))
+        size = sum(parameter.numel() for parameter in model.layers.parameters())
+        model.connect(load_config(folder), ThreadGroup(Shard(rank, count), slots, barrier))
+        runner = Runner(model, PlainAttention(model.part, 16, PAGE_SIZE, torch.float32, "cpu"))
+        return runner.forward(build_batch([sequence_of(TOKENS[:1], range(16), draft=TOKENS[1:])], PAGE_SIZE)), size
+
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(run, range(count)))
+    return results[0][0], [size for _, size in results]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_logits_of_a_divided_model_equal_those_of_the_whole(tmp_path, shape, count):
+    make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
+    expected = prompt_logits(load_model(tmp_path), TOKENS)
+    got, _ = divided_logits(tmp_path, count)
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() < 1e-5
+
+
+def test_no_rank_has_more_than_its_part(tmp_path):
+    make_folder(tmp_path)
+    whole = load_model(tmp_path)
+    tokens = [len(load_shard(tmp_path, Shard(rank, 4)).embedding.weight) for rank in range(4)]
+    assert sum(tokens) == whole.config.vocab_size
+    part = load_shard(tmp_path, Shard(1, 2)).layers[0]
+    own = whole.layers[0]
+    assert torch.equal(part.feed_forward.down_proj.weight, own.feed_forward.down_proj.weight[:, 48:])
+    assert torch.equal(part.attention.o_proj.weight, own.attention.o_proj.weight[:, 32:])
+    assert part.attention.qkv_proj.weight.shape == (64, 64)
+    assert part.feed_forward.gate_up_proj.weight.shape == (96, 64)
+
+
+def test_the_vocabulary_is_loaded_without_layers(model_folder):
+    whole, part = load_model(model_folder), load_vocabulary(model_folder)
+    hidden = torch.randn(3, whole.config.hidden_size)
+    assert torch.equal(part.logits(hidden), whole.logits(hidden))
+    assert torch.equal(part.embedding.weight, whole.embedding.weight)
+    assert not len(part.layers)
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "reason"),
+    [
+        (2, {"family": "mixtral", "num_local_experts": 4}, "cannot divide experts yet, which Mixtral"),
+        (3, {}, "does not divide the model's num_heads, 4"),
+        (4, {"intermediate_size": 98}, "does not divide the model's intermediate_size, 98"),
+        (
+            4,
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6},
+            "kv_heads, 6, nor is",
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(tmp_path, count, shape, reason):
+    make_folder(tmp_path, **shape)
+    with pytest.raises(UserError, match=reason):
+        check_division(load_config(tmp_path), count)
