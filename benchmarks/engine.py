@@ -1,16 +1,19 @@
 """Speed of the engine with each drafter at each concurrency, compared with transformers' `generate`.
 
     python -m benchmarks.engine --model PATH | --shape llama3-8b|llama3-1b|qwen3-0.6b|tiny [--replay TRACE.npz]
-        [--drafter none,ngram,ssd] [--concurrency 1,4,16,64] [--device cuda] [--dtype bfloat16]
+        [--structured] [--drafter none,ngram,ssd] [--concurrency 1,4,16,64] [--device cuda] [--dtype bfloat16]
         [--attention flashinfer]
 
 Requests are those of the demo's workload, or with --replay recorded traffic: the model's outputs are then replaced by
 the recorded ones, so that a shape with random weights has the acceptance of real text. A trace is an .npz file, see
-benchmarks/traces/reading.py. Every run begins with an empty cache and an empty corpus. Contestants alternate, in
+benchmarks/traces/reading.py. With --structured all outputs match a JSON schema: `none` then verifies no drafts, and
+`forced` drafts only the tokens that the schema forces, as the other drafters do besides their own. Every run begins
+with an empty cache and an empty corpus. Contestants alternate, in
 reversed order every second round; figures are medians over the rounds:
 
     tokens_per_s          output tokens divided by the time of the whole run, prompts included
     speedup_vs_none       ratio to `none` at the same concurrency in the same round
+    cpu_ms_per_token      processor time of all threads; null for transformers
     itl_ms                time between two tokens of a request; tokens of one step share its duration
     ttft_ms               time from adding a request to its first token
     tokens_per_step       per sequence; drafted_per_step likewise
@@ -35,13 +38,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine_rows import FORCED
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
 from engine.commands.options import ATTENTIONS, DTYPES
 from engine.drafters.registry import KINDS, parse_kinds
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")
-MORE_COLUMNS = ("tokens_per_step", "drafted_per_step", "overhead_ms_per_step", "peak_mib", "identical_to_none")
+MORE_COLUMNS = (
+    "cpu_ms_per_token",
+    "tokens_per_step",
+    "drafted_per_step",
+    "overhead_ms_per_step",
+    "peak_mib",
+    "identical_to_none",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="auto", help="float32 on a CPU, bfloat16 on a GPU")
     add("--attention", choices=ATTENTIONS, default="auto", help="FlashInfer's on a GPU where it is installed")
     add("--replay", type=Path, metavar="TRACE", help="recorded traffic, .npz, instead of the model's outputs")
+    add("--structured", action="store_true", help="outputs are JSON descriptions of the prompts' functions")
     add("--drafter", type=list_of(drafter_name), default=["none", "ssd"], help=f"none,ssd; of {','.join(KINDS)}")
     add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64], help="requests that run at once (1,4,16,64)")
     add("--requests", type=positive, default=64, metavar="N", help="64")
@@ -122,7 +134,8 @@ def shape_name(text: str) -> str:
 def drafter_name(text: str) -> str:
     """Check the name of a drafter."""
     try:
-        parse_kinds(text)
+        if text != FORCED:
+            parse_kinds(text)
         return text
     except UserError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None

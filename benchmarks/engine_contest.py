@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.engine_rows import Contestant
+from benchmarks.engine_rows import FORCED, Contestant
 from benchmarks.memory import device_name, free_bytes
-from benchmarks.requests import Item, Limits, demo_items, is_renumbered, replay_items
+from benchmarks.requests import FUNCTION_GRAMMAR, Item, Limits, demo_items, is_renumbered, replay_items
 from benchmarks.serving import Run, serve
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.traces import load_trace
@@ -33,6 +33,9 @@ from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import GrammarCompiler
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
@@ -59,6 +62,8 @@ class Contest:
         self._folder = folder
         self._attention = attention
         self._in_flight = in_flight
+        tokenizer = Tokenizer(folder or SHIPPED_MODEL)
+        self._grammars = GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
 
     @property
     def items(self) -> Sequence[Item]:
@@ -92,18 +97,21 @@ class Contest:
             return self._peers[drafter].run(items, advance)
         weight = self._model.embedding.weight
         config = engine_config(self._model.config, items, concurrency, weight.dtype, free_bytes(str(weight.device)))
-        config = replace(config, in_flight=self._in_flight)
+        drafter_config = DrafterConfig(max_draft=config.max_draft)
+        # Without a limit of 0, what grammars force would be drafted.
+        config = replace(config, in_flight=self._in_flight, max_draft=0 if drafter == "none" else config.max_draft)
         with ExitStack() as stack:
             address = stack.enter_context(running_sidecar()) if drafter == "ssd-remote" else ""
             target = TargetInfo.from_model(self._model, config, self._folder)
-            drafter_config = DrafterConfig(max_draft=config.max_draft)
-            drafts = build_drafter(drafter, drafter_config, target, address=address, warn=_warn)
+            kind = "none" if drafter == FORCED else drafter
+            drafts = build_drafter(kind, drafter_config, target, address=address, warn=_warn)
             engine = build_engine(
                 self._model,
                 config,
                 drafts,
                 has_budget=drafter != "none",
                 attention=self._attention,
+                grammars=self._grammars,
             )
             stack.enter_context(closing(engine))
             return serve(engine, items, concurrency, advance)
@@ -150,7 +158,7 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
             f"prompts of up to {options.prompt_tokens} and outputs of up to {options.max_tokens} tokens do not fit "
             f"into the model's context of {model.config.max_positions}; lower --prompt-tokens or --max-tokens"
         )
-    names: tuple[str, ...] = PEERS if options.peers else ()
+    names: tuple[str, ...] = PEERS if options.peers and not options.structured else ()
     if names and not is_installed():
         names = ()
         notes.append("skipped transformers: it is not installed (pip install transformers), or give --no-peers")
@@ -169,7 +177,8 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
 
 def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
     """Return the requests and describe them in `notes`. Raises UserError if there are none."""
-    limits = Limits(options.prompt_tokens, options.max_tokens, options.temperature, options.ignore_eos)
+    grammar = FUNCTION_GRAMMAR if options.structured else None
+    limits = Limits(options.prompt_tokens, options.max_tokens, options.temperature, options.ignore_eos, grammar)
     if options.replay is None:
         return demo_items(folder, options.requests, limits, repeats=options.repeats)
     try:

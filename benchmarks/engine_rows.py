@@ -11,6 +11,8 @@ import numpy as np
 from benchmarks.serving import Run
 from engine.scheduling.times import Stage
 
+FORCED = "forced"
+"""Name of the contestant that drafts only what a grammar forces."""
 Row = dict[str, Any]
 Contestant = tuple[str, int]
 """Name of a drafter or peer, and the number of requests that run at the same time."""
@@ -34,6 +36,7 @@ def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[
         "concurrency": concurrency,
         "tokens_per_s": _median(runs, lambda run: run.tokens / run.seconds, 1),
         "speedup_vs_none": round(median(_speedup(run, other) for run, other in pairs), 3) if pairs else None,
+        "cpu_ms_per_token": _median(runs, lambda run: 1e3 * run.cpu_seconds / run.tokens, 3) if has_steps else None,
         "itl_ms_p50": _median(runs, lambda run: 1e3 * _percentile(_gaps(run), 50), 3),
         "itl_ms_p99": _median(runs, lambda run: 1e3 * _percentile(_gaps(run), 99), 3),
         "ttft_ms_p50": _median(runs, lambda run: 1e3 * _percentile([clock.ttft for clock in run.clocks], 50), 3),

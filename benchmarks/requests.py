@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,38 @@ from engine.commands.demo.workload import make_workload, read_prompts
 from engine.models.config import ModelConfig
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import Grammar
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
+
+FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "kind": {"enum": ["function", "method", "class"]},
+        "arguments": {
+            "type": "array",
+            "maxItems": 3,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 16},
+                    "type": {"enum": ["int", "str", "bool", "list", "dict"]},
+                    "required": {"type": "boolean"},
+                },
+                "required": ["name", "type", "required"],
+                "additionalProperties": False,
+            },
+        },
+        "summary": {"type": "string", "maxLength": 80},
+        "returns": {"enum": ["int", "str", "bool", "list", "dict", "None"]},
+        "lines": {"type": "integer", "minimum": 1, "maximum": 999},
+    },
+    "required": ["name", "kind", "arguments", "summary", "returns", "lines"],
+    "additionalProperties": False,
+}
+"""JSON schema of a description of the function in a prompt."""
+FUNCTION_GRAMMAR = Grammar("json_schema", json.dumps(FUNCTION))
 
 
 @dataclass(frozen=True)
@@ -26,6 +57,8 @@ class Limits:
     max_tokens: int
     temperature: float = 0.0
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """What all outputs must match."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,4 +132,6 @@ def _dense(texts: list[np.ndarray], vocab_size: int) -> list[np.ndarray]:
 
 
 def _sampling(limits: Limits, seed: int) -> SamplingParams:
-    return SamplingParams(limits.max_tokens, limits.temperature, seed=seed, ignore_eos=limits.ignore_eos)
+    return SamplingParams(
+        limits.max_tokens, limits.temperature, seed=seed, ignore_eos=limits.ignore_eos, grammar=limits.grammar
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class Run:
     """Number of draft tokens; None if the contestant does not report it."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
     """Stage times of every step, and the number of sequences that produced in it."""
+    cpu_seconds: float = 0.0
+    """Processor time of all threads of the process, which other load disturbs less than `seconds`."""
     launched_ahead: int = 0
     """Steps that were launched before the previous step's results were read."""
 
@@ -76,7 +78,7 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
     running: dict[int, int] = {}
     clocks = [Clock(0.0) for _ in items]
     run = Run(0.0, [np.empty(0, np.uint32) for _ in items], clocks, 0, drafted=0)
-    began = perf_counter()
+    began, cpu_began = perf_counter(), process_time()
     while waiting or running:
         while len(running) < concurrency and (number := _next(items, waiting, running)) is not None:
             waiting.remove(number)
@@ -91,7 +93,7 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
         for sequence_id, completion in report.finished.items():
             run.outputs[running.pop(sequence_id)] = completion.tokens
             advance()
-    run.seconds = perf_counter() - began
+    run.seconds, run.cpu_seconds = perf_counter() - began, process_time() - cpu_began
     run.peak_bytes = peak_bytes()
     return run
 

@@ -55,6 +55,16 @@ def test_every_drafter_gives_the_outputs_of_plain_decoding_and_so_does_transform
     assert any("random weights" in note for note in result["notes"])
 
 
+def test_outputs_of_a_schema_are_compared_with_plain_decoding(capsys):
+    structured = ["--structured", "--requests", "2", "--max-tokens", "24", "--prompt-tokens", "20", "--rounds", "1"]
+    main([*structured, "--drafter", "none,forced,ssd", "--concurrency", "2"])
+    plain, forced, ssd = document(capsys)["results"]
+    assert (plain["tokens_per_step"], plain["drafted_per_step"]) == (1, 0)
+    assert min(forced["tokens_per_step"], ssd["tokens_per_step"]) > 1.5
+    assert forced["identical_to_none"] is ssd["identical_to_none"] is True
+    assert forced["cpu_ms_per_token"] > 0
+
+
 def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
     named = []
 

@@ -121,6 +121,8 @@ def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_fo
     for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
         with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
             compiler.start(grammar)
+    with pytest.raises(UserError, match="regex: it has 70,000 characters; at most 65,536 are possible"):
+        compiler.start(Grammar("regex", "a" * 70_000))
     with pytest.raises(UserError, match="needs a model with an end token"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])
 
