@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 BENCHMARKS = (
+    "adapters",
     "contention",
     "copy_edit",
     "engine",

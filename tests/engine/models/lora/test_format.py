@@ -10,6 +10,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.loader import load_config
 from engine.models.lora.format import MAX_RANK, check_adapters
 from ssd.errors import UserError
+from tests.engine.conftest import make_folder
 from tests.engine.lora_folders import write_adapter
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
@@ -81,6 +82,19 @@ def test_bad_adapters_are_refused_by_name(model_folder, tmp_path, monkeypatch, h
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["gate", "experts.0.w1"])
+def test_experts_and_routers_take_no_adapter(tmp_path, module):
+    make_folder(tmp_path, family="mixtral", num_local_experts=4)
+    write_adapter(tmp_path / "a", tmp_path, kinds=("q_proj", "o_proj"))
+    check_adapters({"mine": tmp_path / "a"}, load_config(tmp_path))
+    name = f"base_model.model.model.layers.0.block_sparse_moe.{module}.lora_A.weight"
+    tensor(name, torch.zeros(4, 64))(tmp_path / "a")
+    with pytest.raises(
+        UserError, match=f"it has .*{module}.*; adapters may change only q_proj, k_proj, v_proj, o_proj"
+    ):
+        check_adapters({"mine": tmp_path / "a"}, load_config(tmp_path))
+
+
 def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
     write_adapter(tmp_path / "a", model_folder)
     tensor(Q + ".lora_A.weight", torch.full((4, 64), torch.nan))(tmp_path / "a")
@@ -94,9 +108,9 @@ def test_updates_are_those_of_the_written_matrices(model_folder, tmp_path):
         tmp_path / "a", model_folder, kinds=("q_proj", "v_proj"), rank=3, rank_pattern={"v_proj": 5}, use_rslora=True
     )
     adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
-    assert adapter.layers["layers.0.qkv_proj"] == (64, 128, 8)
+    assert adapter.layers["layers.0.attention.qkv_proj"] == (64, 128, 8)
     for layer in range(2):
-        down, up = adapter.read()[f"layers.{layer}.qkv_proj"]
+        down, up = adapter.read()[f"layers.{layer}.attention.qkv_proj"]
         query, key, value = (down @ up).t().split((64, 32, 32))
         torch.testing.assert_close(query, updates[f"model.layers.{layer}.self_attn.q_proj.weight"])
         torch.testing.assert_close(value, updates[f"model.layers.{layer}.self_attn.v_proj.weight"])
