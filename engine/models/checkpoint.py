@@ -9,6 +9,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import expert_parts
 from engine.models.files import read_json
+from engine.models.fp8 import SCALE, STORED, Block, dequantize, scale_shape
 from engine.models.latent_fields import latent_parts
 from ssd.errors import UserError
 
@@ -83,14 +85,18 @@ def weight_rows(parameter: nn.Parameter) -> Tensor:
 class Checkpoint:
     """Weight files of a folder."""
 
-    def __init__(self, folder: Path, paths: Sequence[Path] | None = None) -> None:
-        """paths: the files, by default those of a model. Raises UserError if files are missing."""
+    def __init__(self, folder: Path, paths: Sequence[Path] | None = None, block: Block | None = None) -> None:
+        """paths: the files, by default those of a model. block: see `fp8_block`.
+
+        Raises UserError if files are missing.
+        """
         self._folder = folder
+        self._block = block
         self._paths = weight_files(folder) if paths is None else paths
 
     def names(self) -> set[str]:
         """Return the names of all tensors. Raises UserError for a damaged file."""
-        return set(self._locations())
+        return set(self._locations)
 
     def check(self, wanted: Shapes, *, is_redundant: Callable[[str], bool]) -> None:
         """Raise UserError unless the files have exactly the tensors `wanted`, as floats of those shapes.
@@ -98,12 +104,19 @@ class Checkpoint:
         is_redundant: whether the files may have a further tensor of a name; it is not read.
         """
         missing = set(wanted)
+        names = self.names() if self._block is not None else set()
+        scales = {name + SCALE: name for name in wanted if name + SCALE in names}
         for path in self._paths:
             with _open(path) as file:
                 for name in sorted(file.keys()):
                     if name in wanted:
-                        _check_header(file.get_slice(name), wanted[name], name, path)
+                        dtypes = (STORED,) if name + SCALE in scales else FLOATS
+                        _check_header(file.get_slice(name), wanted[name], name, path, dtypes)
                         missing.discard(name)
+                    elif name in scales:
+                        assert self._block is not None
+                        shape = scale_shape(wanted[scales[name]], self._block)
+                        _check_header(file.get_slice(name), shape, name, path)
                     elif not (is_redundant(name) or name.endswith("rotary_emb.inv_freq")):
                         # Ignoring this tensor would silently compute a different model.
                         raise UserError(
@@ -126,19 +139,27 @@ class Checkpoint:
                 names = sorted(set(file.keys()) & set(targets))
             for name in names:
                 with _open(path) as file:
-                    found = file.get_tensor(name) if part is None else file.get_slice(name)[part(name)]
-                    targets[name].copy_(found)
+                    targets[name].copy_(self._tensor(file, name, None if part is None else part(name)))
                 _refuse_non_finite(targets[name], name, path)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of any dtype. Raises UserError if there is none of this name."""
-        path = self._locations().get(name)
+        path = self._locations.get(name)
         if path is None:
             raise UserError(f"{self._folder} lacks {name}; download or copy the folder again")
         with _open(path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
+    def _tensor(self, file: Any, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        """Return a weight of an open file, or the part of it at `index`."""
+        if self._block is not None and name + SCALE in self._locations:
+            whole = dequantize(file.get_tensor(name), self.read(name + SCALE), self._block)
+            return whole if index is None else whole[index]
+        tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        return tensor
+
+    @cached_property
     def _locations(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
         for path in self._paths:
@@ -147,8 +168,8 @@ class Checkpoint:
         return found
 
 
-def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path) -> None:
-    if header.get_dtype() not in FLOATS:
+def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path, dtypes: Sequence[str] = FLOATS) -> None:
+    if header.get_dtype() not in dtypes:
         raise UserError(
             f"{name} in {path} is stored as {header.get_dtype()}; this engine reads only float weights, so "
             "give the folder of the same model in bfloat16 or float32"

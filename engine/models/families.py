@@ -12,6 +12,7 @@ from typing import Any
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
 from engine.models.files import token_ids
+from engine.models.fp8 import fp8_block
 from engine.models.latent_fields import latent_to_hf, read_latent
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
@@ -195,11 +196,7 @@ def _architecture(fields: Fields) -> str:
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raise UserError for configurations that would load but give wrong logits."""
-    if fields.get("quantization_config") or fields.get("compression_config"):
-        raise UserError(
-            "config.json describes quantized weights, which this engine does not read; "
-            "give the folder of the same model in bfloat16 or float32"
-        )
+    fp8_block(fields)
     if fields.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json asks for the activation {fields['hidden_act']!r}; this engine has only 'silu'")
     unknown = [kind for kind in fields.get("layer_types") or [] if kind not in ("full_attention", "sliding_attention")]

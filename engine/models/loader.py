@@ -18,6 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf, config_to_hf
 from engine.models.files import read_json
+from engine.models.fp8 import fp8_block
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from engine.models.heads.mtp_names import mtp_tensors
 from ssd.errors import UserError
@@ -36,7 +37,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     """
     config = load_config(folder)
     _refuse_unsupported(config, dtype, device)
-    checkpoint = Checkpoint(folder)
+    checkpoint = model_checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
     checkpoint.check(shapes(checkpoint_views(decoder)), is_redundant=is_redundant_in(folder, config))
     allocate(decoder.to(dtype), device)
@@ -52,6 +53,11 @@ def _refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) ->
             f"a mixture of experts runs on {device!r} only as bfloat16, not {str(dtype).removeprefix('torch.')}; "
             "give --dtype bfloat16, or --device cpu"
         )
+
+
+def model_checkpoint(folder: Path) -> Checkpoint:
+    """Return the weight files of the model in `folder`. Raises UserError."""
+    return Checkpoint(folder, block=fp8_block(read_json(folder / CONFIG_FILE)))
 
 
 def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:

@@ -16,10 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loader import allocate, checkpoint_views, is_redundant_in, load_config, on_meta_device, shapes
+from engine.models.loader import (
+    allocate,
+    checkpoint_views,
+    is_redundant_in,
+    load_config,
+    model_checkpoint,
+    on_meta_device,
+    shapes,
+)
 from ssd.errors import UserError
 
 QUERY, KEY_VALUE = ("self_attn.q_proj",), ("self_attn.k_proj", "self_attn.v_proj")
@@ -134,7 +141,7 @@ def load_shard(
     """
     config = load_config(folder)
     check_division(config, shard.count)
-    checkpoint = Checkpoint(folder)
+    checkpoint = model_checkpoint(folder)
     checkpoint.check(whole_shapes(config), is_redundant=is_redundant_in(folder, config))
     decoder = on_meta_device(lambda: ShardedDecoder(config, shard))
     allocate(decoder.to(dtype), device)
@@ -147,7 +154,7 @@ def load_shard(
 def load_vocabulary(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     """Return a decoder without layers: the undivided embedding, norm and output projection of the model in `folder`."""
     config = load_config(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = model_checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
     decoder.layers = nn.ModuleList()
     checkpoint.check(shapes(checkpoint_views(decoder)), is_redundant=lambda _: True)

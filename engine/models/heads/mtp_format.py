@@ -20,8 +20,9 @@ from engine.models.self_attention import RMSNorm
 from ssd.errors import UserError
 
 TARGET_HEAD = "lm_head.weight"
-UNSUPPORTED = {"self_attn.kv_a_proj_with_mqa.weight": "multi-head latent attention", "mlp.gate.weight": "experts"}
-"""Tensors that show what kind of layer this engine does not have."""
+LATENTS = "self_attn.kv_a_proj_with_mqa.weight"
+EXPERTS = "mlp.gate.weight"
+"""Tensors by which layers with latent attention and with experts are known."""
 
 
 def read_mtp(source: HeadFolder, target: ModelConfig) -> Blueprint[MtpHead]:
@@ -32,12 +33,12 @@ def read_mtp(source: HeadFolder, target: ModelConfig) -> Blueprint[MtpHead]:
             f"{source.folder} has no MTP layer (model.mtp_layers.0, mtp or model.layers.N.eh_proj); "
             "give --draft-model a folder that has one, or choose another drafter"
         )
-    _refuse_unsupported(source, form, target)
+    _refuse_other_layer(source, form, target)
     fields = source.fields
     source.refuse_other_target(
         target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
     )
-    config = replace(source.layer_config(fields, form.block, target), num_layers=1)
+    config = _block_config(source, form, source.layer_config(fields, form.block, target, may_have_latents=True))
     kept = read_draft_ids(source, target, None)
     head = on_meta_device(lambda: _new_head(config, target, form, None if kept is None else len(kept)))
 
@@ -118,13 +119,23 @@ def _swap_inputs(projection: nn.Linear) -> None:
     projection.weight.copy_(projection.weight.roll(projection.out_features, dims=1))
 
 
-def _refuse_unsupported(source: HeadFolder, form: MtpForm, target: ModelConfig) -> None:
-    for name, what in UNSUPPORTED.items():
-        if form.block + name in source.names:
+def _block_config(source: HeadFolder, form: MtpForm, config: ModelConfig) -> ModelConfig:
+    """Return the shape of the layer alone. Raises UserError for parts that the configuration does not describe."""
+    for name, what, described in (
+        (LATENTS, "multi-head latent attention", config.latent),
+        (EXPERTS, "experts", config.experts),
+    ):
+        if form.block + name in source.names and described is None:
             raise UserError(
-                f"the MTP layer in {source.folder} has {what} ({form.block}{name}), which this engine does not "
-                "support; use another drafter"
+                f"the MTP layer in {source.folder} has {what} ({form.block}{name}), which its config.json does not "
+                "describe; use another drafter"
             )
+    has_experts = config.experts is not None and form.block + EXPERTS in source.names
+    experts = replace(config.experts, layers=(0,)) if config.experts is not None and has_experts else None
+    return replace(config, num_layers=1, experts=experts)
+
+
+def _refuse_other_layer(source: HeadFolder, form: MtpForm, target: ModelConfig) -> None:
     # SGLang exports the layer of DeepSeek's form as layer 0 of a folder of its own.
     numbered = f"{form.prefix}eh_proj.weight" in source.names
     if numbered and form.prefix not in (deepseek(0).prefix, deepseek(target.num_layers).prefix):

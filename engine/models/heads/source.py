@@ -23,6 +23,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
 from engine.models.families import FAMILIES, config_from_hf
 from engine.models.files import read_json
+from engine.models.fp8 import fp8_block
 from ssd.errors import UserError
 
 H = TypeVar("H", bound=nn.Module)
@@ -42,7 +43,7 @@ class HeadFolder:
             raise UserError(f"there is no folder {folder}; give one with {CONFIG_FILE} and the weights of a draft head")
         self.folder = folder
         self.fields: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
-        self.checkpoint = Checkpoint(folder, _head_files(folder))
+        self.checkpoint = Checkpoint(folder, _head_files(folder), fp8_block(self.fields))
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -91,17 +92,20 @@ class HeadFolder:
                 "give a head trained for it"
             )
 
-    def layer_config(self, fields: Mapping[str, Any], block: str, target: ModelConfig) -> ModelConfig:
+    def layer_config(
+        self, fields: Mapping[str, Any], block: str, target: ModelConfig, *, may_have_latents: bool = False
+    ) -> ModelConfig:
         """Return the shape of a head's decoder layers.
 
         fields: a configuration like that of a model. block: prefix of the first layer's tensors. Layers have the biases
         and the norms of queries and keys that are among these tensors, because configurations of heads often name
-        neither. Positions are limited by the target alone. Raises UserError for layers that this engine does not
+        neither. Positions are limited by the target alone. may_have_latents: whether this kind of head may have latent
+        attention. Raises UserError for layers that this engine does not
         support.
         """
         path = self.folder / CONFIG_FILE
         architecture = _architecture(fields)
-        if architecture in FAMILIES and FAMILIES[architecture].has_latents:
+        if architecture in FAMILIES and FAMILIES[architecture].has_latents and not may_have_latents:
             raise UserError(f"{path} describes a head with latent attention, which this engine does not support")
         try:
             config = config_from_hf({**fields, "architectures": [architecture]})
