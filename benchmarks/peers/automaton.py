@@ -84,7 +84,7 @@ class SuffixAutomaton:
 class SuffixAutomata(OneByOne):
     """TensorRT-LLM's SA decoding with its global pool: the longest match in all active requests, own text first.
 
-    Drafts the tokens after the first occurrence of the longest match. When a request ends, its automaton goes.
+    Drafts the tokens after the first occurrence of the longest match. When a request ends, its automaton is removed.
     """
 
     def __init__(self, k: int) -> None:

@@ -46,7 +46,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
 
 
 async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -> None:
-    """Replay a finished request; its output, uint32 [n], takes the place of the tokens that a target would produce.
+    """Replay a finished request; its output, uint32 [n], is used as the tokens of the target.
 
     prompt: uint32 [P]. Raises ClosedError.
     """

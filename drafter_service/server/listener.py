@@ -71,7 +71,7 @@ class Listener:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float | None) -> None:
-        """Stop to listen; calls in progress may take `grace_s` seconds more."""
+        """Stop listening; calls in progress may take up to `grace_s` more seconds."""
         if self._server is not None:
             await self._server.stop(grace_s)
 

@@ -1,7 +1,7 @@
 """Shadow mode: drafts that are withheld, and scored against the tokens that come instead.
 
-An engine that verifies drafts gets the next draft after the accepted tokens of the last one and one token more. So a
-withheld draft is kept until that many tokens have arrived; then they are committed as one step.
+An engine that verifies drafts asks for the next one after the accepted tokens of the last one and one more token. So a
+withheld draft is kept until that many tokens have arrived, which are then committed as one step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Withheld:
 
 
 class Step(NamedTuple):
-    """What a sequence commits at once."""
+    """Tokens that a sequence commits together."""
 
     tokens: int
     """Number of tokens."""
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 
 class ShadowDrafter:
-    """Asks a drafter for drafts as an engine does that verifies them; the drafter's `stats` have the result."""
+    """Requests drafts as an engine that verifies them does; the result is in the drafter's `stats`."""
 
     def __init__(self, drafter: CorpusDrafter) -> None:
         self.drafter = drafter

@@ -1,4 +1,4 @@
-"""Drafters of tokens by LoRA adapter, so that no adapter's requests are drafted from the outputs of another one."""
+"""One drafter per LoRA adapter, so that no request is drafted from the outputs of another adapter."""
 
 from __future__ import annotations
 

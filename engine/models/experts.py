@@ -35,8 +35,8 @@ class Groups(NamedTuple):
     ends: Tensor
     """int32 [experts]: number of sorted pairs up to those of each expert."""
     spans: Sequence[tuple[int, int, int]] | None
-    """Expert, first and end row of each expert in use, on a CPU; None on other devices, which must not be waited
-    for."""
+    """Expert, first and end row of each expert in use, on a CPU; None on other devices, because reading them
+    would wait for the device."""
 
 
 class MixtureOfExperts(nn.Module):

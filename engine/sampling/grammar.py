@@ -29,7 +29,7 @@ MAX_COMPILED = 64
 MAX_TEXT = 1 << 16
 """Largest number of characters of a grammar. Compiling delays running requests: 64,605 characters took 50 ms."""
 MAX_MESSAGE = 300
-"""Largest number of characters of a message of the library."""
+"""Maximum number of characters of the library's message in an error."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def has_grammar_drafts(entries: SequenceOf[SequencePlan]) -> bool:
-    """Whether one of the entries may have draft tokens that its grammar forces."""
+    """Return whether one of the entries may have draft tokens that its grammar forces."""
     return any(entry.sequence.grammar is not None and entry.draft_room > 0 for entry in entries)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's asynchronous scheduler: it sends what only it knows of requests to the workers, of which one drafts."""
+"""vLLM's asynchronous scheduler, which reports beginnings and ends of requests to the workers, of which one drafts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def runner_class() -> type:
 
 @dataclass(slots=True)
 class RunningText:
-    """The text of a request in the worker, which learns later than the scheduler where it ends."""
+    """The text of a request in the worker. The scheduler's report of its end comes later."""
 
     tokens: list[int]
     prompt_length: int
@@ -93,7 +93,7 @@ class RunningText:
     """Tokens that end it."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add the tokens of a step, as far as the host will."""
+        """Add the tokens of a step up to the one where the host ends the request."""
         for token in tokens:
             if self.is_complete:
                 return
@@ -146,9 +146,9 @@ class WorkerDrafts:
     def after_step(
         self, request_ids: Sequence[str], tokens: np.ndarray, counts: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
-        """Return drafts for the step after one, int64 [requests, K]: the host verifies as many tokens for all requests.
+        """Return drafts for the next step, int64 [requests, K]; the host verifies K tokens for every request.
 
-        A shorter draft is continued with the last token of the text. tokens: int64 [requests, up to K + 1], of which
+        A shorter draft is padded with the last token of the text. tokens: int64 [requests, up to K + 1], of which
         `counts` are valid. lengths: number of draft tokens that the step verified. counts, lengths: [requests].
         """
         drafts = np.zeros((len(request_ids), self._max_draft), np.int64)
