@@ -127,7 +127,7 @@ def _absolute(source: str) -> str:
 
 
 def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of the files at a path, without hidden files and folders."""
+    """Yield the metadata of the files at a path, without hidden files, hidden folders and `__pycache__`."""
     if any(sign in path for sign in "*?[") and not fs.exists(path):
         for found in sorted(fs.glob(path)):
             yield from _infos(fs, found)
@@ -138,7 +138,7 @@ def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
         return
     for name, inner in sorted(fs.find(path, detail=True).items()):
         parts = PurePosixPath(name).relative_to(PurePosixPath(path)).parts
-        if not any(part.startswith(".") for part in parts):
+        if not any(part.startswith(".") or part == "__pycache__" for part in parts):
             yield inner
 
 

@@ -24,7 +24,7 @@ little is lost."""
 MAX_TEXT_LINE = 1 << 20
 NOT_UTF8 = "text that is not UTF-8"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
-VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO[^\n]{0,99}Received request \S+:", re.MULTILINE)
+VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 
 

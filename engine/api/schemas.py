@@ -71,7 +71,7 @@ class OutputFormat(Body):
     @model_validator(mode="after")
     def _check_schema(self) -> OutputFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format: needs json_schema if its type is json_schema, and only then")
+            raise ValueError("json_schema is required if type is json_schema, and not allowed otherwise")
         return self
 
     @property

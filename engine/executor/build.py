@@ -131,7 +131,11 @@ def build_graph_executor(
 
 
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
-    """Measure the cost of steps, writing to pages that are not in use yet."""
+    """Measure the cost of steps, writing to pages that are not in use yet.
+
+    Tokens differ, because equal ones would all be routed to the same experts.
+    """
+    rng = np.random.default_rng(0)
 
     def run(tokens: int, sequences: int) -> None:
         # All sequences write to the same pages, because their content does not matter.
@@ -142,7 +146,7 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
         offsets = np.arange(0, tokens * sequences + 1, tokens)
         runner.forward(
             Batch(
-                tokens=np.zeros(tokens * sequences, np.int64),
+                tokens=rng.integers(model.vocab_size, size=tokens * sequences),
                 positions=positions,
                 slots=positions,
                 spans=spans,

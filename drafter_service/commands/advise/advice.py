@@ -27,6 +27,8 @@ NEARLY = 0.99
 """Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
 PAYS_FROM = 1.05
 """Least predicted speed-up that is worth the installation."""
+ENOUGH_TOKENS = 20_000
+"""Output tokens from which the figures of a log are reliable."""
 POINTS = 40
 """Points of the curve of growth."""
 PREFIX_TOKENS = 32
@@ -280,7 +282,9 @@ def _kept(origins: Origins) -> list[tuple[int, float]]:
 
 def _capacity(kept: Sequence[tuple[int, float]]) -> int:
     """Return a capacity, in steps of a factor of two, that keeps enough sources, with room for as much again."""
-    needed = next((age for age, share in kept if share >= KEPT), DrafterConfig.capacity)
+    if not kept:
+        return DrafterConfig.capacity
+    needed = next(age for age, share in kept if share >= KEPT)
     return min(max(2 * needed, 1 << 20), 1 << 30)
 
 
@@ -309,6 +313,8 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
             f"the speed-up with {in_flight} in flight is extrapolated: the cost profile ends at "
             f"{profile.max_sequences} sequences"
         )
+    if (tokens := int(traffic.output_lengths.sum())) < ENOUGH_TOKENS:
+        notes.append(f"the log has only {tokens:,} output tokens; give at least {ENOUGH_TOKENS:,} for reliable figures")
     if facts.faults.count:
         notes.append(f"{facts.faults.count:,} records could not be read")
     if facts.backwards and traffic.has_times:

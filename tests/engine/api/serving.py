@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from engine.models.shipped import SHIPPED_MODEL
 
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 """Generous, since test machines are shared."""
 MODEL = "stdlib-7m"
 

@@ -56,7 +56,7 @@ def test_chats_of_common_clients_work(http, body):
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
