@@ -92,5 +92,6 @@ def _is_stopping(connection: Connection) -> bool:
 
 
 def _fail(reason: str) -> NoReturn:
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+    # One write, so that lines of several ranks do not mix.
+    os.write(sys.stderr.fileno(), f"error: {reason}\n".encode())
     os._exit(1)  # Closes the connections to other ranks at once, so that they notice.
