@@ -64,6 +64,8 @@ class StepReport:
     """One per sequence that produced tokens."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Reasons why requests in `finished` were aborted: their adapter cannot be read."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False
@@ -186,10 +188,12 @@ class Engine:
         if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
             self._in_flight.popleft()
         if not self._in_flight and not self._launch(watch):
-            return StepReport(times=watch.times())
-        is_ahead = self._can_run_ahead and self._launch(watch)
-        report = self._commit(self._in_flight.popleft(), watch)
-        report.is_ahead = is_ahead
+            report = StepReport(times=watch.times())
+        else:
+            is_ahead = self._can_run_ahead and self._launch(watch)
+            report = self._commit(self._in_flight.popleft(), watch)
+            report.is_ahead = is_ahead
+        self._end_refused(report)
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
@@ -208,7 +212,8 @@ class Engine:
         """Run requests and return their completions in the same order.
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
-        ABORT. Raises UserError if one of the requests cannot run, before any of them starts.
+        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
+        be read, after cancelling the others.
         """
         asked = list(requests)
         for request in asked:
@@ -217,6 +222,10 @@ class Engine:
         completions: dict[int, Completion] = {}
         while self.scheduler.has_work:
             report = self.step()
+            for reason in report.refused.values():
+                for sequence in sequences:
+                    self.cancel(sequence.sequence_id)
+                raise UserError(reason)
             completions.update(report.finished)
             observe(report)
         cancelled = Cut(0, FinishReason.ABORT)
@@ -365,6 +374,14 @@ class Engine:
         )
         self.scheduler.register_pages(sequence)
         return cut
+
+    def _end_refused(self, report: StepReport) -> None:
+        """Abort the sequences that the scheduler removed because their adapter cannot be read."""
+        for sequence, problem in self.scheduler.refused:
+            self._speculation.finish(sequence, learn=False)
+            report.finished[sequence.sequence_id] = sequence.complete(Cut(0, FinishReason.ABORT))
+            report.refused[sequence.sequence_id] = str(problem)
+        self.scheduler.refused.clear()
 
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
         learn = sequence.request.learn and cut.reason is not FinishReason.ABORT

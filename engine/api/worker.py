@@ -130,6 +130,10 @@ class Worker:
         for sequence_id, completion in report.finished.items():
             submitted = self._requests.pop(sequence_id)
             self._totals.request_ended(sequence_id, submitted.request, completion)
+            if sequence_id in report.refused:
+                self._timer.request_cancelled(sequence_id)
+                events.append(RequestRefused(submitted.request_id, report.refused[sequence_id]))
+                continue
             events.append(RequestEnded(submitted.request_id, completion, self._timer.request_ended(sequence_id)))
         if time.monotonic() - self._stats_sent_at > STATS_INTERVAL_S:
             self._stats_sent_at = time.monotonic()

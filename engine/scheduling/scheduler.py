@@ -11,6 +11,7 @@ from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.sequence import Sequence
+from ssd.errors import UserError
 
 if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
     from engine.models.lora.pool import AdapterPool
@@ -39,6 +40,8 @@ class Scheduler:
         """In the order of arrival; newer than the running ones."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
+        self.refused: list[tuple[Sequence, UserError]] = []
+        """Sequences that `plan` removed because their adapter cannot be read; the engine empties it."""
         self.preemptions = 0
         self._config = config
         self._extra_rows = extra_rows
@@ -161,15 +164,22 @@ class Scheduler:
             # A sequence that fits only alone is admitted when nothing else runs.
             if self.running and needed + self._watermark > self.pages.free_count:
                 break
-            if not self._acquire_adapter(sequence):
-                break
+            try:
+                if not self._acquire_adapter(sequence):
+                    break
+            except UserError as problem:
+                self.refused.append((self.waiting.popleft(), problem))
+                continue
             self.running.append(self.waiting.popleft())
             sequence.is_running = True
             self._reuse(sequence)
             reserved += self._missing_pages(sequence, len(sequence))
 
     def _acquire_adapter(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can run with its adapter now; without other sequences, wait until it is read."""
+        """Return whether a sequence can run with its adapter now; without other sequences, wait until it is read.
+
+        Raises UserError for an adapter that cannot be read.
+        """
         name = sequence.request.adapter
         return self._adapters is None or name is None or self._adapters.acquire(name, wait=not self.running)
 

@@ -1,9 +1,12 @@
 """The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
 
+import shutil
 from threading import Event
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
@@ -13,7 +16,7 @@ from engine.models.loader import load_config, load_model
 from engine.models.lora import format as lora_format
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
@@ -74,10 +77,10 @@ def without_adapter(request):
     return Request(request.prompt, request.sampling)
 
 
-def new_engine(folder, *, drafter="none", config=CONFIG, size=3, **settings):
-    """size: number of adapters that may be in memory."""
+def new_engine(folder, *, drafter="none", config=CONFIG, size=3, folders=None, **settings):
+    """size: number of adapters that may be in memory. folders: those of the adapters, by default in the model's."""
     model = load_model(folder)
-    folders = {name: folder / name for name in ADAPTERS}
+    folders = folders or {name: folder / name for name in ADAPTERS}
     target = TargetInfo.from_model(model, config, folder)
     built = build_drafter(drafter, DrafterConfig(), target, adapters=folders, **settings)
     pool = AdapterPool(model, check_adapters(folders, model.config), size)
@@ -184,6 +187,62 @@ def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch
         found |= engine.step().finished
     assert [found[each].tokens.tolist() for each in (running, waiting)] == merged[:2]
     engine.close()
+
+
+def with_infinity(adapter):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = torch.inf
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def damaged_engine(request, folder, updates, tmp_path):
+    """An engine whose adapter `second` is damaged, and a function that repairs it."""
+    folders = {name: folder / name for name in ADAPTERS} | {"second": tmp_path / "second"}
+    shutil.copytree(folder / "second", folders["second"])
+    engine = new_engine(folder, drafter="ssd", size=1, folders=folders)
+    request.param(folders["second"])
+    yield engine, lambda: shutil.copytree(folder / "second", folders["second"], dirs_exist_ok=True)
+    engine.close()
+
+
+def run_to_end(engine):
+    """Run all requests and return their completions and the reasons of the refused ones."""
+    finished, refused = {}, {}
+    while engine.scheduler.has_work:
+        report = engine.step()
+        engine.scheduler.check_integrity()
+        finished |= report.finished
+        refused |= report.refused
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+    return finished, refused
+
+
+@pytest.mark.parametrize(
+    ("damaged_engine", "message"),
+    [(with_infinity, "not finite"), (shutil.rmtree, "has no adapter_model")],
+    indirect=["damaged_engine"],
+)
+@pytest.mark.parametrize("names", [("second",), (None, "second", "first", "second"), ("first", "second", None)])
+def test_only_requests_with_a_damaged_adapter_end(damaged_engine, merged, message, names):
+    engine, repair = damaged_engine
+    expected = dict(zip([None, *ADAPTERS], merged, strict=False))
+    ids = [engine.add(requests(name)[0]) for name in names]
+    finished, refused = run_to_end(engine)
+    for sequence_id, name in zip(ids, names, strict=True):
+        if name == "second":
+            assert refused[sequence_id].startswith("the adapter second cannot be read: ")
+            assert message in refused[sequence_id]
+            assert finished[sequence_id].finish_reason is FinishReason.ABORT
+        else:
+            assert sequence_id not in refused
+            assert finished[sequence_id].tokens.tolist() == expected[name]
+    with pytest.raises(UserError, match="the adapter second cannot be read"):
+        engine.generate([requests(name)[0] for name in (None, "second")])
+    assert not engine.scheduler.has_work
+    repair()
+    assert outputs(engine, [requests("second")[0]]) == [expected["second"]]
 
 
 def test_an_unknown_adapter_is_refused(folder, updates):

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.models.decoder import Decoder
 from engine.models.lora.format import Adapter, LayerShape
 from engine.models.lora.linear import LoraLinear, RowGroups, StepRows
+from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.executor.batch import Span
@@ -47,6 +48,8 @@ class AdapterPool:
         """Slots of the adapters in memory, by name, the least recently used first."""
         self._loading: dict[str, tuple[int, Loading]] = {}
         """Slots of the adapters that are being read."""
+        self._failed: dict[str, UserError] = {}
+        """Errors of adapters that could not be read, until `acquire` raises them."""
         self._users: Counter[str] = Counter()
         """Number of running sequences by adapter."""
         self._reader = ThreadPoolExecutor(1, "lora")
@@ -65,12 +68,14 @@ class AdapterPool:
         """Count one more running sequence of an adapter, if it is in memory; otherwise begin to read it if possible.
 
         wait: wait until it is read; no sequence of another adapter may run then. Returns whether it is in memory.
-        Raises UserError for a file that became unreadable.
+        Raises UserError for an adapter that cannot be read; the next call for it reads it again.
         """
         self._store_finished(wait=wait)
-        if name not in self._slots:
+        if name not in self._slots and name not in self._failed:
             self._begin_reading(name)
             self._store_finished(wait=wait)
+        if name in self._failed:
+            raise UserError(f"the adapter {name} cannot be read: {self._failed.pop(name)}")
         if name not in self._slots:
             return False
         self._slots.move_to_end(name)
@@ -111,7 +116,11 @@ class AdapterPool:
             if wait or reading.done():
                 del self._loading[name]
                 self._free.append(slot)  # stays free if reading failed
-                updates = reading.result()
+                try:
+                    updates = reading.result()
+                except UserError as problem:
+                    self._failed[name] = problem
+                    continue
                 for layer, linear in self._layers.items():
                     linear.store(slot, updates.get(layer))
                 self._free.remove(slot)

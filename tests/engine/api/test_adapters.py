@@ -50,6 +50,23 @@ def test_adapters_are_listed_and_unknown_ones_are_not_found(adapter_server):
         assert http.get("/v1/models/c").status_code == 404
 
 
+def test_a_removed_adapter_ends_only_its_own_requests(adapter_server, folders):
+    with httpx.Client(base_url=adapter_server.url, timeout=TIMEOUT_S) as http:
+
+        def ask(name, prompt, **more):
+            return http.post("/v1/completions", json=BODY | {"model": name, "prompt": prompt} | more)
+
+        ask("a", "takes the place of b in memory")
+        (folders / "b").rename(folders / "moved")
+        refused = ask("b", "one")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("the adapter b cannot be read: ")
+        assert "the adapter b cannot be read: " in ask("b", "two", stream=True).text
+        assert ask("a", "three").status_code == 200
+        (folders / "moved").rename(folders / "b")
+        assert ask("b", "four").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("option", "message"), [("a=absent", "error: --lora a: "), (f"{MODEL}=absent", f"--lora {MODEL}: the model has")]
 )
