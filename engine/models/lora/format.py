@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
 }
 """Settings that change what an adapter computes, with their names in errors; supported only where unset."""
-CHANGES_BASE = ("pissa", "olora", "corda")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Kinds of `init_lora_weights` whose adapters belong to a changed base model, until PEFT converts them."""
 
 
@@ -145,7 +145,7 @@ def _check(name: str, folder: Path, places: Mapping[str, Place], outputs: Mappin
         alpha = _by_pattern(fields, "lora_alpha", "alpha_pattern", module)
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise UserError(f"the rank of {module} is {rank!r}; adapters of rank 1 to {MAX_RANK} are supported")
-        if type(alpha) not in (int, float):
+        if type(alpha) not in (int, float) or not isfinite(alpha):
             raise UserError(f"{ADAPTER_CONFIG} has an invalid lora_alpha, {alpha!r}; download or copy it again")
         scale = alpha / (sqrt(rank) if fields.get("use_rslora") else rank)
         modules[module] = AdapterModule(places[module], rank, scale)
