@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.serving import Run
-from engine.scheduling.times import Stage
+if TYPE_CHECKING:
+    from benchmarks.serving import Run
+    from engine.scheduling.times import Stage
 
 FORCED = "forced"
 """Name of the contestant that drafts only what a grammar forces."""
