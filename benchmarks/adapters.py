@@ -72,7 +72,7 @@ def make_engine(folder: Path, adapters: int, rank: int, sequences: int) -> Engin
     if not adapters:
         return build_engine(model, config, NoDrafter())
     names = [str(number) for number in range(adapters)]
-    pool = AdapterPool(model, {name: RandomAdapter(name, folder, {}, layers) for name in names}, adapters)
+    pool = AdapterPool(model, {name: RandomAdapter(name, folder, {}, layers, {}) for name in names}, adapters)
     return build_engine(model, config, NoDrafter(), adapters=pool)
 
 

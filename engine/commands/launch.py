@@ -43,6 +43,10 @@ def load(options: EngineOptions) -> Decoder:
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
+    if options.loras and options.config.in_flight:
+        raise UserError(
+            "--in-flight 1 cannot be combined with --lora, whose steps are not launched ahead; leave it out"
+        )
     check_adapters(options.loras, load_config(options.model))
     if options.tensor_parallel > 1:
         return _load_ranks(options, dtype, device)

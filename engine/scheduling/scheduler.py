@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
@@ -17,11 +19,15 @@ if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
     from engine.models.lora.pool import AdapterPool
 
 
+BY_ARRIVAL = attrgetter("sequence_id")
+
+
 class Scheduler:
     """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits to be recomputed. The oldest sequence therefore always advances.
+    it waits to be recomputed. The oldest sequence therefore always advances. Only a sequence whose adapter is not in
+    memory is passed by later ones.
     """
 
     def __init__(
@@ -37,7 +43,7 @@ class Scheduler:
         """
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
-        """In the order of arrival; newer than the running ones."""
+        """In the order of arrival; newer than the running ones, except while they wait for their adapters."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
         self.refused: list[tuple[Sequence, UserError]] = []
@@ -132,9 +138,13 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if pages and sequences are inconsistent."""
         self.pages.check_integrity([sequence.pages for sequence in self.running])
-        ids = [sequence.sequence_id for sequence in (*self.running, *self.waiting)]
-        if ids != sorted(set(ids)):
-            raise AssertionError("sequences are not in the order of their arrival")
+        for sequences in (self.running, self.waiting):
+            ids = [sequence.sequence_id for sequence in sequences]
+            if ids != sorted(set(ids)):
+                raise AssertionError("sequences are not in the order of their arrival")
+        oldest = next((sequence.sequence_id for sequence in self.waiting if sequence.request.adapter is None), None)
+        if oldest is not None and any(sequence.sequence_id > oldest for sequence in self.running):
+            raise AssertionError("a sequence without an adapter was passed by a later one")
         if any(sequence.pages or sequence.computed for sequence in self.waiting):
             raise AssertionError("a waiting sequence has pages")
         for sequence in self.running:
@@ -154,34 +164,54 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room for them."""
+        self._admit_ready()
+        if self.waiting and not self.running and self._adapters is not None:
+            self._adapters.wait()
+            self._admit_ready()
+
+    def _admit_ready(self) -> None:
+        """Admit sequences up to the first one that lacks pages; those whose adapter is not in memory are skipped."""
         if not self.waiting:
             return
         reserved = sum(self._missing_pages(sequence, len(sequence)) for sequence in self.running)
+        skipped: list[Sequence] = []
+        missing: set[str] = set()
         while self.waiting and len(self.running) < self._config.max_sequences:
             sequence = self.waiting[0]
-            owned = self._owned_prefix(sequence)
-            needed = reserved + self.pages.pages_for(len(sequence)) - owned
-            # A sequence that fits only alone is admitted when nothing else runs.
-            if self.running and needed + self._watermark > self.pages.free_count:
-                break
             try:
-                if not self._acquire_adapter(sequence):
-                    break
+                if not self._has_adapter(sequence, missing):
+                    skipped.append(self.waiting.popleft())
+                    continue
             except UserError as problem:
                 self.refused.append((self.waiting.popleft(), problem))
                 continue
-            self.running.append(self.waiting.popleft())
-            sequence.is_running = True
-            self._reuse(sequence)
+            needed = reserved + self.pages.pages_for(len(sequence)) - self._owned_prefix(sequence)
+            # A sequence that fits only alone is admitted when nothing else runs.
+            if self.running and needed + self._watermark > self.pages.free_count:
+                break
+            self._start(self.waiting.popleft())
             reserved += self._missing_pages(sequence, len(sequence))
+        self.waiting.extendleft(reversed(skipped))
 
-    def _acquire_adapter(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can run with its adapter now; without other sequences, wait until it is read.
+    def _has_adapter(self, sequence: Sequence, missing: set[str]) -> bool:
+        """Return whether a sequence can run with its adapter now; otherwise add the adapter to `missing`.
 
-        Raises UserError for an adapter that cannot be read.
+        missing: adapters for which older sequences wait. Raises UserError for an adapter that cannot be read.
         """
         name = sequence.request.adapter
-        return self._adapters is None or name is None or self._adapters.acquire(name, wait=not self.running)
+        if self._adapters is None or name is None:
+            return True
+        if name not in missing and self._adapters.prepare(name, missing):
+            return True
+        missing.add(name)
+        return False
+
+    def _start(self, sequence: Sequence) -> None:
+        if self._adapters is not None and sequence.request.adapter is not None:
+            self._adapters.acquire(sequence.request.adapter)
+        insort(self.running, sequence, key=BY_ARRIVAL)
+        sequence.is_running = True
+        self._reuse(sequence)
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
         """Return the number of additional pages that a sequence needs for `tokens` tokens."""
@@ -292,5 +322,5 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         sequence.restart()
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=BY_ARRIVAL)
         self.preemptions += 1

@@ -151,8 +151,8 @@ class ChosenDepth:
         assert 0 <= accepted <= produced
 
 
-def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None, drafters=()):
-    """An engine with this model. depth: returns the number of steps in flight.
+def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None, drafters=(), adapters=None):
+    """An engine with this model, whose outputs do not depend on adapters. depth: returns the number of steps in flight.
 
     has_graph: with a graph executor, unless the drafter needs the target's outputs.
     """
@@ -162,4 +162,7 @@ def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     depth = None if depth is None else ChosenDepth(depth)
     executor = EagerExecutor(runner, PAGE_SIZE, drafter.needs)
-    return Engine(MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth, drafters=drafters)
+    return Engine(
+        MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth, drafters=drafters,
+        adapters=adapters,
+    )  # fmt: skip

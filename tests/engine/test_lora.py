@@ -1,5 +1,6 @@
 """The engine with LoRA adapters: outputs equal those of merged models, in any batch and with any drafter."""
 
+import json
 import shutil
 from threading import Event
 
@@ -177,15 +178,35 @@ def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch
         return read(adapter)
 
     monkeypatch.setattr(lora_format.Adapter, "read", read_when_allowed)
-    running, waiting = (engine.add(requests(name)[0]) for name in (None, "first"))
+    running, waiting, later = (engine.add(requests(name)[0]) for name in (None, "first", None))
     found = {}
-    while running not in found:
+    while not {running, later} <= found.keys():
         found |= engine.step().finished
+        engine.scheduler.check_integrity()
         assert [sequence.sequence_id for sequence in engine.scheduler.waiting] == [waiting]
     may_read.set()
     while engine.scheduler.has_work:
         found |= engine.step().finished
-    assert [found[each].tokens.tolist() for each in (running, waiting)] == merged[:2]
+    assert [found[each].tokens.tolist() for each in (running, waiting, later)] == [*merged[:2], merged[0]]
+    engine.close()
+
+
+def test_a_request_passes_one_that_waits_for_a_slot(folder, updates, merged):
+    """`second` gets the only slot after the sequence of `first` that runs when it arrives, however many follow."""
+    engine = new_engine(folder, size=1)
+    ids = {"first": engine.add(requests("first")[0])}
+    engine.step()
+    ids |= {name: engine.add(requests(name)[0]) for name in ("second", None)}
+    order, found = [], {}
+    while ids["second"] not in found:
+        engine.add(requests("first", max_tokens=4)[0])
+        report = engine.step()
+        engine.scheduler.check_integrity()
+        order += report.finished
+        found |= report.finished
+    assert order == [ids["first"], ids[None], ids["second"]]
+    assert [found[ids[name]].tokens.tolist() for name in (None, "first", "second")] == merged[:3]
+    run_to_end(engine)
     engine.close()
 
 
@@ -219,25 +240,49 @@ def run_to_end(engine):
     return finished, refused
 
 
+def of_one_module_less(adapter):
+    path = adapter / "adapter_model.safetensors"
+    save_file(
+        {name: tensor for name, tensor in load_file(path).items() if "layers.0.self_attn.q_proj" not in name}, path
+    )
+
+
+def of_one_output(adapter):
+    """Tensors that would be broadcast to the shapes of the previous ones."""
+    path = adapter / "adapter_model.safetensors"
+    save_file({name: each[:1] if "lora_B" in name else each for name, each in load_file(path).items()}, path)
+
+
+def of_another_scale(adapter):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 1}))
+
+
 @pytest.mark.parametrize(
     ("damaged_engine", "message"),
-    [(with_infinity, "not finite"), (shutil.rmtree, "has no adapter_model")],
+    [
+        (with_infinity, "not finite"),
+        (shutil.rmtree, "has no adapter_config.json"),
+        (of_one_module_less, "has changed since the engine started"),
+        (of_one_output, "has shape"),
+        (of_another_scale, "has changed since the engine started"),
+    ],
     indirect=["damaged_engine"],
 )
 @pytest.mark.parametrize("names", [("second",), (None, "second", "first", "second"), ("first", "second", None)])
-def test_only_requests_with_a_damaged_adapter_end(damaged_engine, merged, message, names):
+def test_only_requests_with_a_damaged_adapter_end(damaged_engine, merged, message, names, caplog):
     engine, repair = damaged_engine
     expected = dict(zip([None, *ADAPTERS], merged, strict=False))
     ids = [engine.add(requests(name)[0]) for name in names]
     finished, refused = run_to_end(engine)
     for sequence_id, name in zip(ids, names, strict=True):
         if name == "second":
-            assert refused[sequence_id].startswith("the adapter second cannot be read: ")
-            assert message in refused[sequence_id]
+            assert refused[sequence_id] == "the adapter second cannot be read; see the engine's log"
             assert finished[sequence_id].finish_reason is FinishReason.ABORT
         else:
             assert sequence_id not in refused
             assert finished[sequence_id].tokens.tolist() == expected[name]
+    assert message in caplog.text
     with pytest.raises(UserError, match="the adapter second cannot be read"):
         engine.generate([requests(name)[0] for name in (None, "second")])
     assert not engine.scheduler.has_work

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,12 +81,18 @@ class Adapter:
     """By the name of the module in the checkpoint, in ascending order."""
     layers: Mapping[str, LayerShape]
     """By the name of the linear layer in the decoder."""
+    places: Mapping[str, Place] = field(repr=False)
+    """Modules of the checkpoint that adapters of this model may change, by name."""
 
     def read(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the update x -> (x @ down) @ up of each linear layer: float32 [inputs, rank] and [rank, outputs].
 
-        `up` includes the scale. It is block-diagonal for a layer that concatenates several modules. Raises UserError.
+        `up` includes the scale. It is block-diagonal for a layer that concatenates several modules. Raises UserError,
+        also if the modules, their ranks or their scales are no longer those that were checked.
         """
+        checkpoint, modules = _check_modules(self.folder, self.places)
+        if modules != self.modules:
+            raise UserError(f"{self.folder} has changed since the engine started; restart it to use the new adapter")
         down = {name: torch.zeros(shape.rank, shape.inputs) for name, shape in self.layers.items()}
         up = {name: torch.zeros(shape.outputs, shape.rank) for name, shape in self.layers.items()}
         used = dict.fromkeys(self.layers, 0)
@@ -96,7 +102,7 @@ class Adapter:
             used[place.layer] = columns.stop
             targets[_weight_name(module, "A")] = down[place.layer][columns]
             targets[_weight_name(module, "B")] = up[place.layer][place.start : place.start + place.rows, columns]
-        _checkpoint(self.folder).copy_into(targets)
+        checkpoint.copy_into(targets)
         for module, (_, _, scale) in self.modules.items():
             targets[_weight_name(module, "B")].mul_(scale)
         return {name: (down[name].t().contiguous(), up[name].t().contiguous()) for name in self.layers}
@@ -136,6 +142,20 @@ def _places(decoder: Decoder) -> dict[str, Place]:
 
 
 def _check(name: str, folder: Path, places: Mapping[str, Place], outputs: Mapping[str, int]) -> Adapter:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
+    _, modules = _check_modules(folder, places)
+    layers: dict[str, LayerShape] = {}
+    for place, rank, _ in modules.values():
+        before = layers.get(place.layer, LayerShape(place.inputs, outputs[place.layer], 0))
+        layers[place.layer] = before._replace(rank=before.rank + rank)
+    return Adapter(name, folder, modules, layers, places)
+
+
+def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:
+    """Return the checked weights of a folder, which are not read, and the modules that they change."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}; save the adapter with save_pretrained of PEFT")
     fields = read_json(folder / ADAPTER_CONFIG)
     _check_config(fields)
     checkpoint = _checkpoint(folder)
@@ -154,19 +174,15 @@ def _check(name: str, folder: Path, places: Mapping[str, Place], outputs: Mappin
         shapes[_weight_name(module, "A")] = (rank, place.inputs)
         shapes[_weight_name(module, "B")] = (place.rows, rank)
     checkpoint.check(shapes, is_redundant=lambda _: False)
-    layers: dict[str, LayerShape] = {}
-    for place, rank, _ in modules.values():
-        before = layers.get(place.layer, LayerShape(place.inputs, outputs[place.layer], 0))
-        layers[place.layer] = before._replace(rank=before.rank + rank)
-    return Adapter(name, folder, modules, layers)
+    return checkpoint, modules
 
 
 def _check_config(fields: Mapping[str, Any]) -> None:
     if fields.get("peft_type") != "LORA":
         raise UserError(f"{ADAPTER_CONFIG} has the peft_type {fields.get('peft_type')!r}; only LORA is supported")
-    for field, name in UNSUPPORTED.items():
-        if fields.get(field):
-            raise UserError(f"{name} is not supported; train the adapter without {field}")
+    for setting, name in UNSUPPORTED.items():
+        if fields.get(setting):
+            raise UserError(f"{name} is not supported; train the adapter without {setting}")
     if fields.get("bias", "none") != "none":
         raise UserError(f"biases are not supported; train the adapter with bias 'none', not {fields['bias']!r}")
     init = fields.get("init_lora_weights")

@@ -6,10 +6,12 @@ least recently used one that no running sequence uses.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +26,7 @@ from ssd.errors import UserError
 if TYPE_CHECKING:
     from engine.executor.batch import Span
 
+LOG = logging.getLogger(__name__)
 Loading = Future[dict[str, tuple[Tensor, Tensor]]]
 
 
@@ -49,7 +52,7 @@ class AdapterPool:
         self._loading: dict[str, tuple[int, Loading]] = {}
         """Slots of the adapters that are being read."""
         self._failed: dict[str, UserError] = {}
-        """Errors of adapters that could not be read, until `acquire` raises them."""
+        """Errors of adapters that could not be read, until `prepare` raises them."""
         self._users: Counter[str] = Counter()
         """Number of running sequences by adapter."""
         self._reader = ThreadPoolExecutor(1, "lora")
@@ -64,23 +67,31 @@ class AdapterPool:
         """Names of the adapters in memory, the least recently used first."""
         return list(self._slots)
 
-    def acquire(self, name: str, *, wait: bool) -> bool:
-        """Count one more running sequence of an adapter, if it is in memory; otherwise begin to read it if possible.
+    def prepare(self, name: str, waiting: Collection[str] = ()) -> bool:
+        """Return whether one more sequence of an adapter may run now; if possible, begin to read one not in memory.
 
-        wait: wait until it is read; no sequence of another adapter may run then. Returns whether it is in memory.
-        Raises UserError for an adapter that cannot be read; the next call for it reads it again.
+        waiting: other adapters for which older sequences wait. So that they need not wait forever, no further sequences
+        of the least recently used adapters may run, one for each that waits without a slot. Raises UserError for an
+        adapter that cannot be read; the next call for it reads it again.
         """
-        self._store_finished(wait=wait)
-        if name not in self._slots and name not in self._failed:
+        self._store_finished()
+        without_slot = sum(each not in self._slots and each not in self._loading for each in waiting)
+        if not without_slot and name not in self._slots and name not in self._failed:
             self._begin_reading(name)
-            self._store_finished(wait=wait)
-        if name in self._failed:
-            raise UserError(f"the adapter {name} cannot be read: {self._failed.pop(name)}")
-        if name not in self._slots:
-            return False
+            self._store_finished()
+        if (problem := self._failed.pop(name, None)) is not None:
+            LOG.warning("the adapter %s cannot be read: %s", name, problem)
+            raise UserError(f"the adapter {name} cannot be read; see the engine's log")
+        return name in self._slots and name not in islice(self._slots, without_slot)
+
+    def wait(self) -> None:
+        """Wait until no adapter is being read."""
+        self._store_finished(wait=True)
+
+    def acquire(self, name: str) -> None:
+        """Count one more running sequence of an adapter in memory."""
         self._slots.move_to_end(name)
         self._users[name] += 1
-        return True
 
     def release(self, name: str) -> None:
         """Count one running sequence of an adapter less."""
@@ -110,7 +121,7 @@ class AdapterPool:
         self._loading[name] = self._free.pop(0), self._reader.submit(self._adapters[name].read)
 
     @torch.inference_mode()
-    def _store_finished(self, *, wait: bool) -> None:
+    def _store_finished(self, *, wait: bool = False) -> None:
         """Copy adapters that were read to their slots; no step runs meanwhile."""
         for name, (slot, reading) in list(self._loading.items()):
             if wait or reading.done():

@@ -59,7 +59,10 @@ def folders(request, tmp_path_factory):
 
 def pool_of(model, folder, names=tuple(ADAPTERS)):
     pool = AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)), len(names))
-    assert all(pool.acquire(name, wait=True) for name in names)
+    for name in names:
+        pool.prepare(name)
+    pool.wait()
+    assert pool.loaded == list(names)
     return pool
 
 
