@@ -130,7 +130,8 @@ class Checkpoint:
     def copy_into(self, targets: Mapping[str, Tensor], part: Callable[[str], tuple[slice, ...]] | None = None) -> None:
         """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
-        part: returns the indices of the part of a tensor that its target takes; only that part is read. None: all.
+        part: returns one slice per dimension, with start and stop, for the part of a tensor that its target takes; only
+        that part is read. None: all.
         The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one tensor
         is in memory besides the targets.
         """
@@ -154,8 +155,9 @@ class Checkpoint:
     def _tensor(self, file: Any, name: str, index: tuple[slice, ...] | None) -> Tensor:
         """Return a weight of an open file, or the part of it at `index`."""
         if self._block is not None and name + SCALE in self._locations:
-            whole = dequantize(file.get_tensor(name), self.read(name + SCALE), self._block)
-            return whole if index is None else whole[index]
+            start = (0, 0) if index is None else (index[0].start, index[1].start)
+            stored = file.get_tensor(name) if index is None else file.get_slice(name)[index]
+            return dequantize(stored, self.read(name + SCALE), self._block, start)
         tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 

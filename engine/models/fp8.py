@@ -44,8 +44,12 @@ def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
 
 
-def dequantize(weight: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return a weight float8 [out, in] times the scales of its blocks, float32 [out, in]."""
-    rows, columns = weight.shape
-    spread = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return weight.to(torch.float32) * spread
+def dequantize(weight: Tensor, scales: Tensor, block: Block, start: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return part of a weight float8 [out, in] times the scales of its blocks, float32 [out, in].
+
+    scales: of all blocks of the whole weight. start: row and column of the whole weight at which the part begins.
+    """
+    rows, columns = (
+        torch.arange(first, first + size) // each for first, size, each in zip(start, weight.shape, block, strict=True)
+    )
+    return weight.to(torch.float32) * scales.float()[rows[:, None], columns]

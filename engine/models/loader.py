@@ -36,7 +36,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     cannot run in `dtype` on `device`.
     """
     config = load_config(folder)
-    _refuse_unsupported(config, dtype, device)
+    refuse_unsupported(config, dtype, device)
     checkpoint = model_checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
     checkpoint.check(shapes(checkpoint_views(decoder)), is_redundant=is_redundant_in(folder, config))
@@ -45,7 +45,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     return decoder.eval().requires_grad_(False)
 
 
-def _refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) -> None:
+def refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) -> None:
     """Raise UserError for a model that this engine cannot run in a dtype on a device."""
     if config.experts is not None and torch.device(device).type != "cpu" and dtype != torch.bfloat16:
         # PyTorch's grouped product reads the sizes of the groups on the host for other dtypes.

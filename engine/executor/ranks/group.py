@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.models.sharding import Shard
+from engine.models.division import Shard
 
 TIMEOUT_S = 60.0
 """Longest time that a rank waits for another one within a step; far above the time of a step."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine.executor.ranks.group import TIMEOUT_S, RankGroup
 from engine.executor.ranks.messages import Joining, LoadFailed, Message, RankSettings, Stop
-from engine.models.sharding import Shard
+from engine.models.division import Shard
 from ssd.errors import UserError
 
 NOTICE_S = 5.0

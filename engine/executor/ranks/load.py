@@ -9,14 +9,15 @@ import torch
 from engine.executor.ranks.leader import Ranks
 from engine.executor.ranks.messages import RankSettings
 from engine.executor.ranks.worker import run_rank
-from engine.models.loader import load_config
+from engine.models.division import Shard, check_division
+from engine.models.loader import load_config, refuse_unsupported
 from engine.models.packed import pack
-from engine.models.sharding import Shard, ShardedDecoder, check_division, load_shard
+from engine.models.sharding import ShardedDecoder, load_shard
 from ssd.errors import UserError
 
 
-def check_ranks(folder: Path, count: int, device: str) -> None:
-    """Raise UserError unless the model in `folder` can be divided over `count` devices like `device`.
+def check_ranks(folder: Path, count: int, dtype: torch.dtype, device: str) -> None:
+    """Raise UserError unless the model in `folder` can run in `dtype`, divided over `count` devices like `device`.
 
     Reads no weights.
     """
@@ -29,7 +30,9 @@ def check_ranks(folder: Path, count: int, device: str) -> None:
             )
         if count > (gpus := torch.cuda.device_count()):
             raise UserError(f"--tensor-parallel {count} needs {count} GPUs, but there are {gpus}")
-    check_division(load_config(folder), count)
+    config = load_config(folder)
+    refuse_unsupported(config, dtype, device)
+    check_division(config, count)
 
 
 def load_ranks(folder: Path, count: int, *, dtype: torch.dtype, device: str, threads: int) -> ShardedDecoder:
@@ -38,7 +41,7 @@ def load_ranks(folder: Path, count: int, *, dtype: torch.dtype, device: str, thr
     Weights are packed on a CPU. threads: number of CPU threads of each other rank. Raises UserError like `check_ranks`
     and `load_shard`.
     """
-    check_ranks(folder, count, device)
+    check_ranks(folder, count, dtype, device)
     settings = [
         RankSettings(folder, Shard(rank, count), dtype, _device(device, rank), threads) for rank in range(count)
     ]

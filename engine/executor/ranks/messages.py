@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.backend import Backend
 from engine.executor.batch import Batch
-from engine.models.sharding import Shard
+from engine.models.division import Shard
 
 
 class RankSettings(NamedTuple):

@@ -242,27 +242,31 @@ def test_a_missing_shard_is_named(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
+from engine.models.division import Shard
 from engine.models.loader import load_model
+from engine.models.sharding import load_shard
 
 def kib(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 
-small, large = map(Path, sys.argv[1:])
-load_model(small)  # one-time allocations of PyTorch are not counted
+small, large, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+load = load_model if ranks == 1 else lambda folder: load_shard(folder, Shard(1, ranks))
+load(small)  # one-time allocations of PyTorch are not counted
 before = kib("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-model = load_model(large)
+model = load(large)
 print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.parameters()) // 1024)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize("files", ["whole", "sharded"])
-def test_loading_makes_no_second_copy_of_the_weights(tmp_path, model_folder, files):
+@pytest.mark.parametrize(("files", "ranks"), [("whole", 1), ("sharded", 1), ("whole", 2)])
+def test_loading_makes_no_second_copy_of_the_weights(tmp_path, model_folder, files, ranks):
+    """Nor does one of two ranks, which reads only its part."""
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}
     make_folder(tmp_path, max_shard_size="20MB" if files == "sharded" else "5GB", **shape)
     assert (tmp_path / "model.safetensors").exists() == (files == "whole")
-    command = [sys.executable, "-c", MEASURE, str(model_folder), str(tmp_path)]
+    command = [sys.executable, "-c", MEASURE, str(model_folder), str(tmp_path), str(ranks)]
     before, peak, weights = map(int, subprocess.check_output(command, text=True).split())
-    assert weights > 45_000
+    assert 45_000 / ranks < weights < 60_000 / ranks
     assert peak - before < 1.25 * weights

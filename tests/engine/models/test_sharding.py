@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.latent import LatentPlainAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
+from engine.models.division import Shard, check_division
 from engine.models.loader import load_config, load_model
 from engine.models.packed import pack
-from engine.models.sharding import Shard, check_division, load_shard, load_vocabulary
+from engine.models.sharding import load_shard, load_vocabulary
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS, transformers_logits
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 150)
 SHAPES = {
@@ -25,6 +28,10 @@ SHAPES = {
     "qwen 2.5": {"family": "qwen2"},
     "qwen 3, one key head": {"family": "qwen3", "head_dim": 32, "num_key_value_heads": 1},
     "as many key heads": {"num_key_value_heads": 4},
+    "mixtral": {"family": "mixtral", "num_local_experts": 5, "initializer_range": 0.3},
+    "qwen 3, some layers with experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "mlp_only_layers": [0]},
+    "deepseek 2 lite": {"family": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek 3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
 }
 
 
@@ -51,30 +58,31 @@ class ThreadGroup:
         return tensors if self.shard.rank == 0 else []
 
 
-def divided_logits(folder, count):
-    """Logits after every token of `TOKENS` on rank 0 of a divided model, and the sizes of all ranks' weights."""
+def divided_logits(folder, count, attention):
+    """Logits after every token of `TOKENS` on rank 0 of a divided model."""
     slots, barrier = [None] * count, threading.Barrier(count, timeout=60)
 
     def run(rank):
         model = pack(load_shard(folder, Shard(rank, count)))
-        size = sum(parameter.numel() for parameter in model.layers.parameters())
         model.connect(load_config(folder), ThreadGroup(Shard(rank, count), slots, barrier))
-        runner = Runner(model, PlainAttention(model.part, 16, PAGE_SIZE, torch.float32, "cpu"))
-        return runner.forward(build_batch([sequence_of(TOKENS[:1], range(16), draft=TOKENS[1:])], PAGE_SIZE)), size
+        runner = Runner(model, attention(model.part, 16, PAGE_SIZE, torch.float32, "cpu"))
+        return runner.forward(build_batch([sequence_of(TOKENS[:1], range(16), draft=TOKENS[1:])], PAGE_SIZE))
 
     with ThreadPoolExecutor(count) as pool:
-        results = list(pool.map(run, range(count)))
-    return results[0][0], [size for _, size in results]
+        return next(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_logits_of_a_divided_model_equal_those_of_the_whole(tmp_path, shape, count):
-    make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
-    expected = prompt_logits(load_model(tmp_path), TOKENS)
-    got, _ = divided_logits(tmp_path, count)
-    assert got.shape == expected.shape
-    assert (got - expected).abs().max() < 1e-5
+def test_logits_of_a_divided_model_equal_those_of_transformers(tmp_path, shape, count):
+    """With latent attention, in the absorbed and in the expanded form."""
+    reference = make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
+    expected = transformers_logits(reference, torch.from_numpy(TOKENS))
+    has_latents = load_config(tmp_path).latent is not None
+    for attention in (PlainAttention, LatentPlainAttention) if has_latents else (PlainAttention,):
+        got = divided_logits(tmp_path, count, attention)
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() < 1e-4
 
 
 def test_no_rank_has_more_than_its_part(tmp_path):
@@ -101,7 +109,7 @@ def test_the_vocabulary_is_loaded_without_layers(model_folder):
 @pytest.mark.parametrize(
     ("count", "shape", "reason"),
     [
-        (2, {"family": "mixtral", "num_local_experts": 4}, "cannot divide experts yet, which Mixtral"),
+        (4, {"family": "qwen3_moe", **QWEN3_EXPERTS, "moe_intermediate_size": 42}, "moe_intermediate_size, 42"),
         (3, {}, "does not divide the model's num_heads, 4"),
         (4, {"intermediate_size": 98}, "does not divide the model's intermediate_size, 98"),
         (

@@ -107,4 +107,4 @@ def test_a_token_alone_and_in_a_draft_has_the_same_logits(divided):
 def test_gpus_are_counted_before_anything_is_loaded(monkeypatch, folder, device, reason):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=reason):
-        check_ranks(folder, 4, device)
+        check_ranks(folder, 4, torch.bfloat16, device)
