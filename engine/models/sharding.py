@@ -84,8 +84,7 @@ def load_shard(
     decoder = on_meta_device(lambda: ShardedDecoder(config, shard))
     allocate(decoder.to(dtype), device)
     views = checkpoint_views(decoder)
-    parts = {name: part_slices(name, whole[name], tuple(view.shape), shard) for name, view in views.items()}
-    checkpoint.copy_into(views, parts.get)
+    checkpoint.copy_into(views, lambda name: part_slices(name, whole[name], tuple(views[name].shape), shard))
     if shard.rank > 0:
         _clear_output_biases(decoder)
     return decoder.eval().requires_grad_(False)

@@ -79,14 +79,18 @@ def model(model_folder):
     return load_model(model_folder)
 
 
-@pytest.fixture(scope="session")
-def draft_folders(model, tmp_path_factory):
-    """Folders of weights for `model`, with random values, by kind of drafter."""
-    folder = tmp_path_factory.mktemp("heads")
-    for kind in ("mtp", "eagle", "eagle3", "medusa"):
+def make_draft_folders(model, folder, heads=("mtp", "eagle", "eagle3", "medusa")):
+    """Write folders of weights for a model, with random values; return them by kind of drafter."""
+    for kind in heads:
         save_head(make_head(kind, model), folder / kind)
     make_folder(folder / "draft-model", seed=1, hidden_size=32, num_hidden_layers=1)
-    return {kind: folder / kind for kind in ("draft-model", "mtp", "eagle", "eagle3", "medusa")}
+    return {kind: folder / kind for kind in ("draft-model", *heads)}
+
+
+@pytest.fixture(scope="session")
+def draft_folders(model, tmp_path_factory):
+    """Folders of weights for `model`; see `make_draft_folders`."""
+    return make_draft_folders(model, tmp_path_factory.mktemp("heads"))
 
 
 @pytest.fixture(scope="session")

@@ -46,10 +46,8 @@ def naive_dequantize(weight, scales):
     return result
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A folder whose last layer is an MTP layer, and transformers' model of all layers and the further tensors."""
-    folder = tmp_path_factory.mktemp("deepseek")
+def make_published(folder):
+    """Write a folder whose last layer is an MTP layer; return transformers' model of all layers and further tensors."""
     shape = {**DEEPSEEK, "first_k_dense_replace": 1, "num_hidden_layers": LAYERS + 1}
     reference = make_folder(folder, family="deepseek_v3", vary=0.3, **shape)
     tensors = load_file(folder / "model.safetensors")
@@ -61,7 +59,14 @@ def published(tmp_path_factory):
     tensors |= {PREFIX + name: tensor for name, tensor in extra.items()}
     save_file(tensors, folder / "model.safetensors")
     edit(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
-    return folder, reference, extra
+    return reference, extra
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder of `make_published`, and what that returns."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    return folder, *make_published(folder)
 
 
 def edit(folder, **changes):

@@ -1,0 +1,76 @@
+"""Mixtures of experts and latent attention on several ranks, each a real process, with every drafter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.commands.launch import launch, load
+from engine.drafters.registry import KINDS
+from engine.models.loader import load_model
+from engine.models.tokenizer import Tokenizer
+from engine.scheduling.request import Request, SamplingParams
+from tests.engine.conftest import VOCAB, make_draft_folders, make_folder
+from tests.engine.executor.ranks.test_ranks import options_of
+from tests.engine.models.heads.test_deepseek import make_published
+from tests.engine.models.test_families import QWEN3_EXPERTS
+
+MAKERS = {
+    "mixtral": lambda folder: make_folder(folder, family="mixtral", num_local_experts=8),
+    "qwen3_moe": lambda folder: make_folder(folder, family="qwen3_moe", **QWEN3_EXPERTS, norm_topk_prob=True),
+    "deepseek_v3": make_published,
+}
+DRAFTERS = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "self-int8")]
+"""Those that run on a divided model and need no sidecar."""
+HEADS = ("mtp", "eagle", "eagle3", "medusa")
+PATTERN = np.random.default_rng(2).integers(1, VOCAB, 9).astype(np.uint32)
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def case(request, tmp_path_factory, corpus_file):
+    """Options for one process with all drafters, and the outputs of plain decoding."""
+    folder = tmp_path_factory.mktemp(request.param)
+    MAKERS[request.param](folder)
+    kinds = [kind for kind in HEADS if kind != "mtp" or request.param != "deepseek_v3"]  # that target has its own
+    heads = make_draft_folders(load_model(folder), tmp_path_factory.mktemp("heads"), kinds)
+    alone = options_of(folder)
+    expected = tokens(complete(load(alone), alone, [requests()]))
+    options = options_of(folder, drafter="+".join(DRAFTERS), **heads)
+    return replace(options, drafter_options={"path": str(corpus_file), "depth": "3"}), expected
+
+
+def requests(*kinds):
+    """A greedy and a sampled request that only drafters of some kinds draft for."""
+    return [
+        Request(
+            np.tile(PATTERN, 3),
+            SamplingParams(max_tokens=12, temperature=temperature, seed=7, ignore_eos=True),
+            drafters=frozenset(kinds),
+        )
+        for temperature in (0.0, 0.7)
+    ]
+
+
+def complete(model, options, asked):
+    """Run groups of requests together."""
+    engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
+    completions = engine.generate([request for group in asked for request in group])
+    engine.close()
+    return completions
+
+
+def tokens(completions):
+    return [each.tokens.tolist() for each in completions]
+
+
+@pytest.mark.parametrize(("count", "shape"), [(2, "tree"), (4, "path")])
+def test_outputs_equal_those_of_one_process(case, count, shape):
+    options, expected = case
+    divided = replace(options, tensor_parallel=count, draft_shape=shape)
+    model = load(divided)
+    try:
+        completions = complete(model, divided, [requests(kind) for kind in DRAFTERS])
+    finally:
+        model.group.close()
+    assert tokens(completions) == expected * len(DRAFTERS)
+    assert all(each.drafted for each in completions)
