@@ -41,38 +41,31 @@ def make_engine(folder: Path, adapters: int, rank: int, sequences: int) -> Engin
     """Return an engine with random adapters in memory, named 0, 1, ..."""
     # PyTorch takes seconds to import; --help does not need it.
     import torch
-    from torch import Tensor, nn
 
     from engine.config import EngineConfig
     from engine.drafters.model_free.none import NoDrafter
     from engine.engine import build_engine
-    from engine.models.checkpoint import checkpoint_parts
     from engine.models.loader import load_model
-    from engine.models.lora.format import Adapter, LayerShape
+    from engine.models.lora.format import Adapter, AdapterModule, Update, adapter_places
     from engine.models.lora.pool import AdapterPool
     from engine.models.packed import pack
 
     class RandomAdapter(Adapter):
-        def read(self) -> dict[str, tuple[Tensor, Tensor]]:
+        def read(self) -> dict[str, Update]:
             return {
-                name: (0.01 * torch.randn(shape.inputs, shape.rank), 0.01 * torch.randn(shape.rank, shape.outputs))
-                for name, shape in self.layers.items()
+                name: Update(0.01 * torch.randn(place.inputs, rank), 0.01 * torch.randn(rank, place.rows))
+                for name, (place, rank, _) in self.modules.items()
             }
 
     model = load_model(folder)
-    layers = {
-        name: LayerShape(
-            layer.in_features, layer.out_features, rank * len(checkpoint_parts(f"{name}.weight", model.config))
-        )
-        for name, layer in model.layers.named_modules(prefix="layers")
-        if isinstance(layer, nn.Linear)
-    }
+    places = adapter_places(model)
+    modules = {name: AdapterModule(place, rank, 1.0) for name, place in places.items()}
     pack(model)
     config = EngineConfig(max_sequences=sequences, prefix_cache=False, max_draft=0)
     if not adapters:
         return build_engine(model, config, NoDrafter())
     names = [str(number) for number in range(adapters)]
-    pool = AdapterPool(model, {name: RandomAdapter(name, folder, {}, layers, {}) for name in names}, adapters)
+    pool = AdapterPool(model, {name: RandomAdapter(name, folder, modules, places) for name in names}, adapters)
     return build_engine(model, config, NoDrafter(), adapters=pool)
 
 

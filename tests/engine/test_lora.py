@@ -302,4 +302,4 @@ def test_an_unknown_adapter_is_refused(folder, updates):
 
 def test_checked_adapters_need_no_weights_of_the_model(folder, updates):
     adapters = check_adapters({"first": folder / "first"}, load_config(folder))
-    assert adapters["first"].layers["layers.0.attention.qkv_proj"].rank == 12
+    assert adapters["first"].modules["model.layers.0.self_attn.q_proj"].rank == 4

@@ -62,13 +62,13 @@ class AdapterModule(NamedTuple):
     scale: float
 
 
-class LayerShape(NamedTuple):
-    """Shape of the update of one linear layer of a decoder."""
+class Update(NamedTuple):
+    """The update x -> (x @ down) @ up of a module."""
 
-    inputs: int
-    outputs: int
-    rank: int
-    """Sum of the ranks of the modules that the layer concatenates."""
+    down: Tensor
+    """[inputs, rank]."""
+    up: Tensor
+    """[rank, rows], with the scale."""
 
 
 @dataclass(frozen=True)
@@ -79,33 +79,26 @@ class Adapter:
     folder: Path
     modules: Mapping[str, AdapterModule]
     """By the name of the module in the checkpoint, in ascending order."""
-    layers: Mapping[str, LayerShape]
-    """By the name of the linear layer in the decoder."""
     places: Mapping[str, Place] = field(repr=False)
-    """Modules of the checkpoint that adapters of this model may change, by name."""
+    """All modules of the checkpoint that adapters of this model may change, by name; those of a layer in its order."""
 
-    def read(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the update x -> (x @ down) @ up of each linear layer: float32 [inputs, rank] and [rank, outputs].
+    def read(self) -> dict[str, Update]:
+        """Return the updates, float32, by the name of the module.
 
-        `up` includes the scale. It is block-diagonal for a layer that concatenates several modules. Raises UserError,
-        also if the modules, their ranks or their scales are no longer those that were checked.
+        Raises UserError, also if the modules, their ranks or their scales are no longer those that were checked.
         """
         checkpoint, modules = _check_modules(self.folder, self.places)
         if modules != self.modules:
             raise UserError(f"{self.folder} has changed since the engine started; restart it to use the new adapter")
-        down = {name: torch.zeros(shape.rank, shape.inputs) for name, shape in self.layers.items()}
-        up = {name: torch.zeros(shape.outputs, shape.rank) for name, shape in self.layers.items()}
-        used = dict.fromkeys(self.layers, 0)
         targets: dict[str, Tensor] = {}
-        for module, (place, rank, _) in self.modules.items():
-            columns = slice(used[place.layer], used[place.layer] + rank)
-            used[place.layer] = columns.stop
-            targets[_weight_name(module, "A")] = down[place.layer][columns]
-            targets[_weight_name(module, "B")] = up[place.layer][place.start : place.start + place.rows, columns]
+        for module, (place, rank, _) in modules.items():
+            targets[_weight_name(module, "A")] = torch.empty(rank, place.inputs)
+            targets[_weight_name(module, "B")] = torch.empty(place.rows, rank)
         checkpoint.copy_into(targets)
-        for module, (_, _, scale) in self.modules.items():
-            targets[_weight_name(module, "B")].mul_(scale)
-        return {name: (down[name].t().contiguous(), up[name].t().contiguous()) for name in self.layers}
+        return {
+            module: Update(targets[_weight_name(module, "A")].t(), targets[_weight_name(module, "B")].t() * scale)
+            for module, (_, _, scale) in modules.items()
+        }
 
 
 def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str, Adapter]:
@@ -117,18 +110,17 @@ def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str
     if not folders:
         return {}
     decoder = on_meta_device(lambda: Decoder(config))
-    places = _places(decoder)
-    outputs = {name: layer.out_features for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear)}
+    places = adapter_places(decoder)
     adapters = {}
     for name, folder in folders.items():
         try:
-            adapters[name] = _check(name, folder, places, outputs)
+            adapters[name] = _check(name, folder, places)
         except UserError as problem:
             raise UserError(f"--lora {name}: {problem}") from None
     return adapters
 
 
-def _places(decoder: Decoder) -> dict[str, Place]:
+def adapter_places(decoder: Decoder) -> dict[str, Place]:
     """Return the modules of the checkpoint that adapters may change: the linear layers between embedding and output."""
     places = {}
     for name, layer in decoder.layers.named_modules(prefix="layers"):
@@ -141,15 +133,11 @@ def _places(decoder: Decoder) -> dict[str, Place]:
     return places
 
 
-def _check(name: str, folder: Path, places: Mapping[str, Place], outputs: Mapping[str, int]) -> Adapter:
+def _check(name: str, folder: Path, places: Mapping[str, Place]) -> Adapter:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
     _, modules = _check_modules(folder, places)
-    layers: dict[str, LayerShape] = {}
-    for place, rank, _ in modules.values():
-        before = layers.get(place.layer, LayerShape(place.inputs, outputs[place.layer], 0))
-        layers[place.layer] = before._replace(rank=before.rank + rank)
-    return Adapter(name, folder, modules, layers, places)
+    return Adapter(name, folder, modules, places)
 
 
 def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:

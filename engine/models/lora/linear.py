@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.executor.transfer import on_device
-from engine.models.lora.format import LayerShape
+from engine.models.lora.format import Update
 
 LARGEST_BATCHED = 32
 """Number of rows up to which a group runs in the batched product, which pads all groups to the largest one."""
@@ -56,7 +56,8 @@ class RowGroups(NamedTuple):
         """Group the rows of a step. slots: int64 [N], slot of each row's adapter; -1 for a row without one."""
         groups = {slot: np.flatnonzero(slots == slot) for slot in np.unique(slots).tolist() if slot >= 0}
         small = {slot: rows for slot, rows in groups.items() if len(rows) <= LARGEST_BATCHED}
-        if len(small) == 1:
+        # The batched product also runs for unused slots; in a product of its own, an adapter takes about twice as long.
+        if small and 2 * len(small) <= max(small) + 1:
             small = {}
         own = [
             OwnRows(slot, on_device(_padded(rows, LEAST_ROWS), device), on_device(rows, device))
@@ -95,29 +96,49 @@ class StepRows:
             self.groups = None
 
 
+class Part(NamedTuple):
+    """Module of the checkpoint that is a part of a linear layer."""
+
+    rows: int
+    """Number of its outputs."""
+    rank: int
+    """Largest rank among the adapters; 0 if none changes it."""
+
+
 class LoraLinear(nn.Module):
     """A linear layer with room for the updates of several adapters."""
 
-    down: Tensor
-    """[slots, inputs, rank]; zero beyond an adapter's own rank."""
-    up: Tensor
-    """[slots, rank, outputs]."""
+    def __init__(
+        self, base: nn.Module, inputs: int, parts: Mapping[str, Part], slots: int, like: Tensor, step: StepRows
+    ) -> None:
+        """base: the layer without adapters. parts: all that it concatenates, by the name of the module.
 
-    def __init__(self, base: nn.Module, shape: LayerShape, slots: int, like: Tensor, step: StepRows) -> None:
-        """base: the layer without adapters. shape: with the largest rank. like: has the dtype and device."""
+        like: a tensor of the dtype and device of the updates.
+        """
         super().__init__()
         self.base = base
         self._step = step
-        self.register_buffer("down", like.new_zeros(slots, shape.inputs, shape.rank))
-        self.register_buffer("up", like.new_zeros(slots, shape.rank, shape.outputs))
+        self._names = list(parts)
+        ranks = [part.rank for part in parts.values()]
+        self._down = like.new_zeros(slots, inputs, sum(ranks))
+        """[slots, inputs, ranks of all parts]; zero beyond an adapter's own ranks."""
+        self._up = [like.new_zeros(slots, rank, rows) for rows, rank in parts.values()]
+        """[slots, rank, rows] of each part: a block-diagonal matrix for the whole layer would be mostly zeros."""
+        ends = np.cumsum(ranks).tolist()
+        self._columns = [slice(end - rank, end) for end, rank in zip(ends, ranks, strict=True)]
+        """Columns of `_down` that belong to each part."""
 
-    def store(self, slot: int, update: tuple[Tensor, Tensor] | None) -> None:
-        """Store an adapter's update, [inputs, r] and [r, outputs] as of `Adapter.read`; None: it has none."""
-        for stored, given in zip((self.down[slot], self.up[slot]), update or (), strict=False):
-            stored.zero_()
-            stored[: given.shape[0], : given.shape[1]] = given
-        if update is None:
-            self.up[slot].zero_()
+    def store(self, slot: int, updates: Mapping[str, Update]) -> None:
+        """Store an adapter's updates; those of other layers' modules are ignored."""
+        for name, columns, up in zip(self._names, self._columns, self._up, strict=True):
+            down = self._down[slot, :, columns]
+            down.zero_()
+            up[slot].zero_()
+            if name in updates:
+                given = updates[name]
+                rank = given.down.shape[1]
+                down[:, :rank] = given.down
+                up[slot, :rank] = given.up
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [N, inputs] to [N, outputs]."""
@@ -127,10 +148,17 @@ class LoraLinear(nn.Module):
             return out
         if groups.batched is not None:
             gathered, rows, places = groups.batched
-            count = len(gathered)
-            update = torch.bmm(torch.bmm(hidden[gathered], self.down[:count]), self.up[:count])
+            update = self._update(hidden[gathered], slice(len(gathered)))
             out.index_add_(0, rows, update.flatten(0, 1)[places])
         for slot, gathered, rows in groups.own:
-            update = torch.mm(torch.mm(hidden[gathered], self.down[slot]), self.up[slot])
-            out.index_add_(0, rows, update[: len(rows)])
+            out.index_add_(0, rows, self._update(hidden[gathered], slot)[: len(rows)])
         return out
+
+    def _update(self, hidden: Tensor, slots: int | slice) -> Tensor:
+        """Return the updates of one adapter, [M, outputs], or of several, [adapters, M, outputs].
+
+        hidden: [M, inputs] or [adapters, M, inputs].
+        """
+        inner = hidden @ self._down[slots]
+        parts = [inner[..., columns] @ up[slots] for columns, up in zip(self._columns, self._up, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.models.lora.format import Adapter, LayerShape
-from engine.models.lora.linear import LoraLinear, RowGroups, StepRows
+from engine.models.lora.format import Adapter, Place, Update
+from engine.models.lora.linear import LoraLinear, Part, RowGroups, StepRows
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
     from engine.executor.batch import Span
 
 LOG = logging.getLogger(__name__)
-Loading = Future[dict[str, tuple[Tensor, Tensor]]]
+Loading = Future[dict[str, Update]]
 
 
 class AdapterPool:
@@ -42,9 +41,7 @@ class AdapterPool:
         self._step = StepRows()
         self._device = model.embedding.weight.device
         count = min(size, len(adapters))
-        self._layers = {
-            name: _replace(model, name, shape, count, self._step) for name, shape in _largest(adapters).items()
-        }
+        self._layers = _attach(model, adapters, count, self._step)
         self._free = list(range(count))
         """Slots that hold no adapter."""
         self._slots: OrderedDict[str, int] = OrderedDict()
@@ -132,25 +129,29 @@ class AdapterPool:
                 except UserError as problem:
                     self._failed[name] = problem
                     continue
-                for layer, linear in self._layers.items():
-                    linear.store(slot, updates.get(layer))
+                for layer in self._layers:
+                    layer.store(slot, updates)
                 self._free.remove(slot)
                 self._slots[name] = slot
 
 
-def _largest(adapters: Mapping[str, Adapter]) -> dict[str, LayerShape]:
-    """Return the shapes of all layers that an adapter changes, with the largest rank among the adapters."""
-    largest: dict[str, LayerShape] = {}
+def _attach(model: Decoder, adapters: Mapping[str, Adapter], slots: int, step: StepRows) -> list[LoraLinear]:
+    """Replace the linear layers of `model` that an adapter changes, and return the new ones."""
+    ranks: Counter[str] = Counter()
+    places: Mapping[str, Place] = {}
     for adapter in adapters.values():
-        for name, shape in adapter.layers.items():
-            rank = max(shape.rank, largest[name].rank if name in largest else 0)
-            largest[name] = shape._replace(rank=rank)
-    return largest
-
-
-def _replace(model: Decoder, name: str, shape: LayerShape, slots: int, step: StepRows) -> LoraLinear:
-    parent, _, own = name.rpartition(".")
-    base = model.get_submodule(name)
-    layer = LoraLinear(base, shape, slots, model.embedding.weight.detach(), step)
-    setattr(model.get_submodule(parent), own, layer)
-    return layer
+        ranks |= Counter({module: rank for module, (_, rank, _) in adapter.modules.items()})
+        places = adapter.places
+    layers: dict[str, dict[str, Part]] = {}
+    for module, place in places.items():
+        layers.setdefault(place.layer, {})[module] = Part(place.rows, ranks[module])
+    attached = []
+    for name, parts in layers.items():
+        if any(part.rank for part in parts.values()):
+            inputs = places[next(iter(parts))].inputs
+            base, like = model.get_submodule(name), model.embedding.weight.detach()
+            layer = LoraLinear(base, inputs, parts, slots, like, step)
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, layer)
+            attached.append(layer)
+    return attached

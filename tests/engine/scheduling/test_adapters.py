@@ -56,7 +56,7 @@ class NoUpdates(Adapter):
 
 def pool_of(size):
     """The engine's own pool, without weights."""
-    adapters = {name: NoUpdates(name, Path(name), {}, {}, {}) for name in NAMES}
+    adapters = {name: NoUpdates(name, Path(name), {}, {}) for name in NAMES}
     return AdapterPool(SimpleNamespace(embedding=nn.Embedding(1, 1)), adapters, size)
 
 

@@ -110,10 +110,8 @@ def test_updates_are_those_of_the_written_matrices(model_folder, tmp_path):
         tmp_path / "a", model_folder, kinds=("q_proj", "v_proj"), rank=3, rank_pattern={"v_proj": 5}, use_rslora=True
     )
     adapter = check_adapters({"mine": tmp_path / "a"}, load_config(model_folder))["mine"]
-    assert adapter.layers["layers.0.attention.qkv_proj"] == (64, 128, 8)
-    for layer in range(2):
-        down, up = adapter.read()[f"layers.{layer}.attention.qkv_proj"]
-        query, key, value = (down @ up).t().split((64, 32, 32))
-        torch.testing.assert_close(query, updates[f"model.layers.{layer}.self_attn.q_proj.weight"])
-        torch.testing.assert_close(value, updates[f"model.layers.{layer}.self_attn.v_proj.weight"])
-        assert not key.any()
+    read = adapter.read()
+    assert read.keys() == {name.removesuffix(".weight") for name in updates}
+    for name, (down, up) in read.items():
+        assert down.shape == (64, 5 if "v_proj" in name else 3)
+        torch.testing.assert_close((down @ up).t(), updates[f"{name}.weight"])
