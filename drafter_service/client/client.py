@@ -163,7 +163,15 @@ class DrafterClient:
 
         Raises ValueError as `Progress.check`, and for a token id outside the model's vocabulary.
         """
-        return self._await_drafts(lambda: self._protocol.draft(progress))
+        return self.begin_draft(progress)()
+
+    def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
+        """Send committed tokens, and return a function that waits for drafts, at most until the deadline from now.
+
+        Call it before any other method, so that the drafts of several clients are waited for together. Raises
+        ValueError as `draft`.
+        """
+        return self._begin(lambda: self._protocol.draft(progress))
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.
@@ -194,7 +202,7 @@ class DrafterClient:
         Changes no state. Sequences whose last draft is not the service's last draft for them have no drafts. Raises
         ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
         """
-        return self._await_drafts(lambda: self._protocol.propose_after(outcomes))
+        return self._begin(lambda: self._protocol.propose_after(outcomes))()
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, steps: int = 1, learn: bool = True
@@ -293,17 +301,20 @@ class DrafterClient:
             self.close()
             raise failure
 
-    def _await_drafts(self, begin: Callable[[], Turn]) -> DraftBatch:
-        """Send the request of a turn, and wait for its drafts until the deadline."""
+    def _begin(self, begin: Callable[[], Turn]) -> Callable[[], DraftBatch]:
+        """Send the request of a turn, and return a function that waits for its drafts until the deadline."""
         self._check_process()
         with self._lock:
             turn = begin()
             self._is_waiting = True
             self._send()
-            stream = self._stream
+            return partial(self._await_drafts, turn, self._stream, time.monotonic() + self._deadline_s)
+
+    def _await_drafts(self, turn: Turn, stream: Stream | None, until: float) -> DraftBatch:
+        """Wait for the drafts of a turn until a time."""
         # Waiting here lets the service run if the engine's threads use every core.
         try:
-            self._receive_until(lambda: self._protocol.is_settled(turn), stream, time.monotonic() + self._deadline_s)
+            self._receive_until(lambda: self._protocol.is_settled(turn), stream, until)
         finally:  # Also after a KeyboardInterrupt.
             with self._lock:
                 self._is_waiting = False

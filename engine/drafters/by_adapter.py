@@ -1,10 +1,12 @@
-"""One drafter per LoRA adapter, so that no request is drafted from the outputs of another adapter."""
+"""Drafters for LoRA adapters, so that no request is drafted from the outputs of another adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,18 +16,26 @@ from ssd.types import DraftBatch, Progress, offsets_of
 if TYPE_CHECKING:
     from ssd import types
 
+MOST_ADAPTERS = 64
+"""Number of adapters that have a drafter, unless sequences of more run. Each takes 2 MB, a thread, and its text."""
+
+Begin = Callable[[Any, Progress], Callable[[], DraftBatch]]
+
 
 class AdapterDrafters:
-    """One drafter for requests without an adapter, and one for each adapter, with the interface of a single one."""
+    """One drafter for requests without an adapter, and one for each adapter used lately, with the interface of one."""
 
-    def __init__(self, base: types.Drafter, by_adapter: Mapping[str, types.Drafter]) -> None:
-        """The drafters are of the same kind."""
+    def __init__(self, base: types.Drafter, make: Callable[[str], types.Drafter], most: int = MOST_ADAPTERS) -> None:
+        """make: returns a new drafter of the same kind for an adapter. most: see `MOST_ADAPTERS`."""
         self._base: Any = base
-        self._by_adapter: Mapping[str, Any] = by_adapter
+        self._make = make
+        self._most = most
+        self._by_adapter: OrderedDict[str, Any] = OrderedDict()
+        """The least recently used first."""
         self._owners: dict[int, Any] = {}
         """The drafter of each running sequence."""
         if hasattr(base, "draft_after"):
-            self.draft_after = partial(self._call, "draft_after")
+            self.draft_after = partial(self._call, _begin_draft_after)
 
     @property
     def corpus(self) -> object:
@@ -36,13 +46,13 @@ class AdapterDrafters:
         self, sequence_id: int, prompt: np.ndarray, *, hints: np.ndarray | None = None, adapter: str | None = None
     ) -> None:
         """See `ssd.types.Drafter.start`. hints: as in `Request`. adapter: name of the request's adapter."""
-        owner = self._base if adapter is None else self._by_adapter[adapter]
+        owner = self._base if adapter is None else self._drafter_of(adapter)
         owner.start(sequence_id, prompt, **({} if hints is None else {"hints": hints}))
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:
         """See `ssd.types.Drafter.draft`."""
-        return self._call("draft", progress)
+        return self._call(_begin_draft, progress)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
         """See `ssd.types.Drafter.finish`."""
@@ -53,16 +63,40 @@ class AdapterDrafters:
         for drafter in (self._base, *self._by_adapter.values()):
             drafter.close()
 
-    def _call(self, method: str, progress: Progress) -> DraftBatch:
-        """Call a method of each drafter with its sequences, and return the drafts in the order of `progress`."""
+    def _drafter_of(self, adapter: str) -> Any:
+        """Return the drafter of an adapter; a new one may replace the least recently used one without sequences."""
+        if adapter not in self._by_adapter:
+            if len(self._by_adapter) >= self._most:
+                busy = {id(owner) for owner in self._owners.values()}
+                idle = next((name for name, each in self._by_adapter.items() if id(each) not in busy), None)
+                if idle is not None:
+                    # A client waits until the service has received all that it sent.
+                    Thread(target=self._by_adapter.pop(idle).close).start()
+            self._by_adapter[adapter] = self._make(adapter)
+        self._by_adapter.move_to_end(adapter)
+        return self._by_adapter[adapter]
+
+    def _call(self, begin: Begin, progress: Progress) -> DraftBatch:
+        """Begin to draft with each drafter, and return the drafts of all in the order of `progress`."""
         owners = [self._owners[sequence_id] for sequence_id in progress.sequence_ids.tolist()]
         distinct = list(dict.fromkeys(owners))
         if len(distinct) == 1:
-            only: DraftBatch = getattr(distinct[0], method)(progress)
-            return only
+            return begin(distinct[0], progress)()
         parts = [np.array([index for index, each in enumerate(owners) if each is owner]) for owner in distinct]
-        batches = [getattr(owner, method)(_part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
-        return _in_order(DraftBatch.concatenate(batches), np.concatenate(parts).argsort())
+        begun = [begin(owner, _part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
+        return _in_order(DraftBatch.concatenate([wait() for wait in begun]), np.concatenate(parts).argsort())
+
+
+def _begin_draft(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
+    """Return a function that returns the drafts; requests to another process are sent before, so that none waits."""
+    if hasattr(drafter, "begin_draft"):
+        waiting: Callable[[], DraftBatch] = drafter.begin_draft(progress)
+        return waiting
+    return partial(drafter.draft, progress)
+
+
+def _begin_draft_after(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
+    return partial(drafter.draft_after, progress)
 
 
 def _part(progress: Progress, at: np.ndarray) -> Progress:

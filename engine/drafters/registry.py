@@ -118,6 +118,9 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
         on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
         on_resumed=lambda: warn(f"the drafter at {address} answers again; drafts resume"),
     )
+    if resources.adapter is not None:
+        # It is made while requests run, which do not wait for the connection.
+        return connect(required=False)
     try:
         return connect()
     except AbsentError:
@@ -352,12 +355,17 @@ def _build_kind(kind: str, config: DrafterConfig, resources: Resources) -> AnyDr
         drafter = known.build(config, resources)
         if not (known.has_corpus and resources.adapters):
             return drafter
-        from engine.drafters.by_adapter import AdapterDrafters
+        from engine.drafters.by_adapter import MOST_ADAPTERS, AdapterDrafters
+        from ssd.corpus.ring import MIN_CAPACITY
 
-        own: dict[str, Any] = {
-            name: known.build(config, replace(resources, adapter=folder)) for name, folder in resources.adapters.items()
-        }
-        return AdapterDrafters(cast("types.Drafter", drafter), own)
+        # The corpora of all adapters together are as large as that of the base model.
+        capacity = max(MIN_CAPACITY, config.capacity // min(len(resources.adapters), MOST_ADAPTERS))
+
+        def make(adapter: str) -> types.Drafter:
+            own = replace(resources, adapter=resources.adapters[adapter])
+            return cast("types.Drafter", known.build(replace(config, capacity=capacity), own))
+
+        return AdapterDrafters(cast("types.Drafter", drafter), make)
 
 
 @contextmanager

@@ -153,6 +153,19 @@ def test_outputs_are_remembered_for_their_adapter_only(folder, updates, drafter)
     engine.close()
 
 
+def test_a_sidecar_has_a_namespace_for_each_adapter(folder, merged, server, socket_address):
+    engine = new_engine(folder, drafter="ssd-remote", address=socket_address, warn=pytest.fail)
+    asked = mixed_requests()
+    assert outputs(engine, asked) == merged
+    completions = engine.generate(asked)
+    assert [completion.tokens.tolist() for completion in completions] == merged
+    drafters = engine.drafter
+    clients = [drafters._base, *drafters._by_adapter.values()]
+    assert all(client._decided.wait(60) for client in clients)
+    assert len({client.welcome.namespace for client in clients}) == 4
+    engine.close()
+
+
 def test_an_unused_adapter_is_evicted_and_read_again(folder, updates, merged):
     engine = new_engine(folder, size=2)
     pool = engine.scheduler._adapters

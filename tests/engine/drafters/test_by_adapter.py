@@ -1,6 +1,7 @@
 """`AdapterDrafters` gives each drafter its own sequences, and returns drafts in the order of the batch."""
 
 from itertools import pairwise
+from threading import Event
 
 import numpy as np
 import pytest
@@ -35,6 +36,19 @@ class Labelled:
         self.calls.append(("close",))
 
 
+class Remote(Labelled):
+    """Sends a request before it waits for drafts."""
+
+    def begin_draft(self, progress):
+        self.calls.append("sent")
+
+        def wait():
+            self.calls.append("waited")
+            return super(Remote, self).draft(progress)
+
+        return wait
+
+
 class LabelledAfter(Labelled):
     """Can also draft after tokens that are not committed."""
 
@@ -61,7 +75,7 @@ def drafters():
 
 @pytest.fixture
 def joint(drafters):
-    return AdapterDrafters(drafters[0], {"a": drafters[1], "b": drafters[2]})
+    return AdapterDrafters(drafters[0], {"a": drafters[1], "b": drafters[2]}.get)
 
 
 def start(joint, adapters):
@@ -93,9 +107,50 @@ def test_each_drafter_sees_its_own_sequences(joint, drafters):
     assert own[2][:3] == ("draft", [0, 2], [10, 12])
     assert own[2][3].tolist() == [1, 3]
     assert own[3:] == [("finish", 2, [5], 1, False), ("close",)]
-    assert drafters[2].calls == [("close",)]
+    assert not drafters[2].calls  # it was never made
 
 
 def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):
     assert TokenDrafter(joint).can_draft_after
-    assert not TokenDrafter(AdapterDrafters(Labelled(0), {})).can_draft_after
+    assert not TokenDrafter(AdapterDrafters(Labelled(0), Labelled)).can_draft_after
+
+
+def test_all_requests_are_sent_before_the_first_wait():
+    calls = []
+
+    def make(label):
+        drafter = Remote(label)
+        drafter.calls = calls
+        return drafter
+
+    joint = AdapterDrafters(make(100), lambda name: make({"a": 101, "b": 102}[name]))
+    start(joint, ["a", None, "b"])
+    calls.clear()
+    batch = joint.draft(progress_of([1, 1, 1]))
+    assert [call for call in calls if isinstance(call, str)] == ["sent"] * 3 + ["waited"] * 3
+    assert [batch.tokens_of(index).tolist() for index in range(3)] == [[0, 101], [1, 100], [2, 102]]
+
+
+def test_the_least_recently_used_drafter_without_sequences_is_replaced():
+    made, closed = [], Event()
+
+    class Closing(Labelled):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def make(name):
+        made.append(Closing(name))
+        return made[-1]
+
+    joint = AdapterDrafters(Labelled(0), make, most=2)
+    for sequence_id, name in enumerate("abac"):  # a is running
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
+        if name == "b":
+            joint.finish(sequence_id, np.array([], np.uint32))
+    assert [drafter.label for drafter in made] == ["a", "b", "c"]
+    assert closed.wait(60)
+    joint.start(4, np.array([1], np.uint32), adapter="d")  # all others are running
+    assert [("close",) in drafter.calls for drafter in made] == [False, True, False, False]
+    joint.close()
+    assert all(("close",) in drafter.calls for drafter in made)
