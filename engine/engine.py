@@ -338,11 +338,11 @@ class Engine:
         watch.lap("commit")
         report.times = watch.times()
         if report.results:
-            self._record(step, report)
+            self._record(step, report, result.experts)
         return report
 
-    def _record(self, step: InFlightStep, report: StepReport) -> None:
-        """Update the token budget and the in-flight depth with the duration of a step."""
+    def _record(self, step: InFlightStep, report: StepReport, experts: float | None) -> None:
+        """Update the token budget and the in-flight depth with the duration of a step and its number of experts."""
         times = report.times
         accepted = sum(each.accepted for each in report.results)
         # On the graph executor the device runs while the host works, so only the duration of the whole step is
@@ -355,7 +355,7 @@ class Engine:
                 self._device_budget.record(step.plan, self._launched[0], report.committed, seconds)
         elif self._budget is not None:
             forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
-            self._budget.record(step.plan, step.plan.tokens, accepted - forced, seconds)
+            self._budget.record(step.plan, step.plan.tokens, accepted - forced, seconds, experts)
         if is_on_graph:
             host_s = times.schedule + times.draft + times.commit
             self._depth.record(host_s, times.total, accepted, report.committed)

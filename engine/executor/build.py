@@ -30,7 +30,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
-from engine.speculation.step_cost import Cost, StepCost
+from engine.speculation.step_cost import Cost, ExpertUse, StepCost
 from ssd.errors import UserError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -133,20 +133,21 @@ def build_graph_executor(
 def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
     """Measure the cost of steps, writing to pages that are not in use yet.
 
-    Tokens differ, because equal ones would all be routed to the same experts.
+    Tokens differ, because equal ones are all routed to the same experts.
     """
     rng = np.random.default_rng(0)
 
-    def run(tokens: int, sequences: int) -> None:
+    def run(tokens: int, sequences: int, equal: bool = False) -> None:
         # All sequences write to the same pages, because their content does not matter.
         table = list(range(pages.pages_for(tokens)))
         spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
         positions = np.tile(np.arange(tokens), sequences)
         rows = np.arange(tokens * sequences)[-MAX_LOGIT_ROWS:]
         offsets = np.arange(0, tokens * sequences + 1, tokens)
+        different = rng.integers(model.vocab_size, size=tokens * sequences)
         runner.forward(
             Batch(
-                tokens=rng.integers(model.vocab_size, size=tokens * sequences),
+                tokens=np.zeros_like(different) if equal else different,
                 positions=positions,
                 slots=positions,
                 spans=spans,
@@ -158,7 +159,8 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 
     largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     sizes = [size for size in SIZES if size < largest]
-    return StepCost.measured(run, [*sizes, largest], config.max_sequences)
+    experts = None if model.experts is None else ExpertUse(model.experts.per_token, model.experts.count)
+    return StepCost.measured(run, [*sizes, largest], config.max_sequences, experts, lambda: runner.experts_used or 0.0)
 
 
 def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype, state_bytes: int) -> int:

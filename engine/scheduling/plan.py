@@ -209,3 +209,5 @@ class StepResult:
 
     plan: StepPlan
     results: SequenceOf[SequenceResult]
+    experts: float | None = None
+    """Number of distinct experts that the step used, the mean over the layers with experts; None if not counted."""

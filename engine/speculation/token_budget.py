@@ -102,10 +102,10 @@ class TokenBudget:
         self._expected += float(likely[(places < lengths.repeat(sizes)) & ~is_forced].sum())
         return Selection(lengths, is_probe)
 
-    def record(self, plan: StepPlan, tokens: int, accepted: int, seconds: float) -> None:
+    def record(self, plan: StepPlan, tokens: int, accepted: int, seconds: float, experts: float | None = None) -> None:
         """Learn from a step of `tokens` tokens that took `seconds`.
 
-        accepted: number of accepted draft tokens, without those that a grammar forced.
+        accepted: number of accepted draft tokens, without those that a grammar forced. experts: see `StepResult`.
         """
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
@@ -113,7 +113,7 @@ class TokenBudget:
         self._unrecorded += 1
         sequences = len(plan.entries)
         if plan.asked or self._unrecorded == RECORD_EVERY:
-            self._cost.record(tokens, sequences, seconds, is_probe=plan.is_probe)
+            self._cost.record(tokens, sequences, seconds, is_probe=plan.is_probe, experts=experts)
             self._unrecorded = 0
         self._backoff_left = max(0, self._backoff_left - 1)
         if not plan.asked:

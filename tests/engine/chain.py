@@ -75,6 +75,8 @@ def answer(prompt, max_tokens):
 class ChainRunner:
     """Replaces `Runner`; reads and writes its cache only through page tables and slots."""
 
+    experts_used = None
+
     def __init__(self, pages):
         self.cache = [mixed(slot) for slot in range(pages * PAGE_SIZE)]
 

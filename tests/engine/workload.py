@@ -100,7 +100,7 @@ class RandomBackoff:
     def select(self, drafts, usable, tokens):
         return Selection(usable)
 
-    def record(self, plan, tokens, accepted, seconds):
+    def record(self, plan, tokens, accepted, seconds, experts):
         assert self.is_late or not (self.is_backing_off and (plan.asked or accepted))
         self.is_backing_off = bool(self.rng.random() < 0.5)
 

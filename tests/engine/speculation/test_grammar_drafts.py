@@ -46,7 +46,7 @@ class LinearCost:
     def seconds(self, tokens, sequences):
         return 1 + self.per_token * np.asarray(tokens, np.float64)
 
-    def record(self, tokens, sequences, seconds, *, is_probe=False):
+    def record(self, tokens, sequences, seconds, *, is_probe=False, experts=None):
         pass
 
     def of_one_more(self, tokens, sequences):

@@ -109,7 +109,7 @@ class Backoff:
         assert len(drafts) == len(usable) == 2  # All producing sequences, drafted for or not, as each yields a token.
         return Selection(usable)
 
-    def record(self, plan, tokens, accepted, seconds):
+    def record(self, plan, tokens, accepted, seconds, experts):
         self.plans.append(plan)
 
 

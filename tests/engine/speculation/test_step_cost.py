@@ -6,7 +6,7 @@ import torch
 
 from engine.executor.device_state import DeviceState
 from engine.executor.shapes import StepGrid
-from engine.speculation.step_cost import PaddedCost, StepCost
+from engine.speculation.step_cost import ExpertUse, PaddedCost, StepCost
 from engine.speculation.token_budget import TokenBudget
 from tests.engine.speculation.test_token_budget import drafts_of
 
@@ -53,6 +53,61 @@ def test_sizes_are_measured_up_to_the_largest():
     assert sorted(set(asked)) == [(1, 1), (1, 8), *((size, 1) for size in (2, 4, 8, 16, 32, 64, 100))]
     assert cost.seconds(100, 1) > 0
     assert cost.seconds(1, 8) >= cost.seconds(1, 1)
+
+
+def test_expected_experts_are_the_mean_of_uniform_choices():
+    rng = np.random.default_rng(0)
+    for tokens in (1, 2, 5, 20):
+        counts = [
+            len(set().union(*(rng.choice(16, 3, replace=False).tolist() for _ in range(tokens)))) for _ in range(2000)
+        ]
+        assert ExpertUse(3, 16).expected(tokens) == pytest.approx(np.mean(counts), rel=0.02)
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 200])
+def test_the_effective_number_of_experts_is_learned(tokens):
+    use, of_fewer = ExpertUse(2, 64), ExpertUse(2, 10)
+    assert use.expected(tokens) > of_fewer.expected(tokens)
+    use.record(1, 2.0)  # says nothing
+    assert use.expected(8) == ExpertUse(2, 64).expected(8)
+    for _ in range(300):
+        use.record(tokens, float(of_fewer.expected(tokens)))
+    np.testing.assert_allclose(use.expected(np.arange(1, 50)), of_fewer.expected(np.arange(1, 50)), rtol=0.01)
+    use.record(tokens, 0.0)
+    use.record(tokens, 1000.0)
+    assert np.isfinite(use.expected(tokens))
+    assert use.expected(1) == pytest.approx(2)
+
+
+def clocked(monkeypatch, seconds):
+    """Let `run(tokens, sequences, equal)` take `seconds` of it on a fake clock; return `run`."""
+    now = 0.0
+
+    def run(*arguments):
+        nonlocal now
+        now += seconds(*arguments)
+
+    monkeypatch.setattr("engine.speculation.step_cost.perf_counter", lambda: now)
+    return run
+
+
+def test_the_time_of_experts_is_measured_with_equal_tokens(monkeypatch):
+    counts = []
+
+    def seconds(tokens, sequences, equal=False):
+        counts.append(2 if equal else min(2 * tokens * sequences, 10))
+        return 1e-3 * (5 + 0.1 * tokens * sequences + sequences + 3 * counts[-1])
+
+    run = clocked(monkeypatch, seconds)
+    cost = StepCost.measured(run, [1, 2, 4, 8, 16], 4, ExpertUse(2, 10), lambda: counts[-1])
+    for tokens in (4, 16):
+        expected = 1e-3 * (6 + 0.1 * tokens + 3 * float(ExpertUse(2, 10).expected(tokens)))
+        assert cost.seconds(tokens, 1) == pytest.approx(expected)
+        assert cost.seconds(tokens, 3) == pytest.approx(expected + 2e-3)
+    for _ in range(300):  # The text uses the same two experts for all of its tokens.
+        cost.record(16, 1, 1e-3 * (6 + 1.6 + 3 * 2), experts=2.0)
+    assert cost.seconds(16, 1) == pytest.approx(13.6e-3, rel=0.02)
+    assert cost.seconds(8, 1) == pytest.approx(12.8e-3, rel=0.02)
 
 
 def test_measuring_stops_after_the_time_limit(monkeypatch):
