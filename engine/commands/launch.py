@@ -17,7 +17,7 @@ from engine.executor.draft_shape import choose_draft_shape
 from engine.executor.ranks.load import load_ranks
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
-from engine.models.loader import DTYPES, load_config, load_model
+from engine.models.loader import DTYPES, load_config, load_model, load_quantization
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
@@ -118,6 +118,9 @@ def launch(
         shape = choose_draft_shape(model, options.attention) if may_draft else "path"
     config = replace(options.config, draft_shape=shape)
     drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
+    if (quantization := load_quantization(options.model)) is not None:
+        for notice in quantization.notices:
+            warn(notice)
     target = TargetInfo.from_model(model, config, options.model)
     if isinstance(model, ShardedDecoder) and any(runs_model(kind) for kind in options.drafters):
         # Networks that draft run on rank 0 alone, so they need an undivided embedding and output projection.

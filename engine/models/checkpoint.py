@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,15 +20,25 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import expert_parts
 from engine.models.files import read_json
-from engine.models.fp8 import SCALE, STORED, Block, dequantize, scale_shape
 from engine.models.latent_fields import latent_parts
+from engine.models.quantized.config import Quantization, Scheme
+from engine.models.quantized.storage import (
+    FLOATS,
+    PARTS,
+    QuantizedWeight,
+    StoredTensor,
+    assemble,
+    has_nan,
+    stored_tensors,
+    weight_name,
+)
 from ssd.errors import UserError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "BF16", "F16")
-"""Supported dtypes, by their names in safetensors headers."""
+ROUNDED = (".input_scale", ".input_zero_point", ".output_scale", ".kv_scale", ".k_scale", ".v_scale")
+"""Suffixes of tensors for rounding activations and KV caches, which are not read; see `Quantization.notices`."""
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -82,103 +92,164 @@ def weight_rows(parameter: nn.Parameter) -> Tensor:
     return weight.view(-1, weight.shape[-1]) if weight.ndim == 3 else weight
 
 
+class Header(NamedTuple):
+    """What a file says about one of its tensors."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Checkpoint:
     """Weight files of a folder."""
 
-    def __init__(self, folder: Path, paths: Sequence[Path] | None = None, block: Block | None = None) -> None:
-        """paths: the files, by default those of a model. block: see `fp8_block`.
+    def __init__(
+        self, folder: Path, paths: Sequence[Path] | None = None, quantization: Quantization | None = None
+    ) -> None:
+        """paths: the files, by default those of a model. quantization: None if no weight is quantized.
 
         Raises UserError if files are missing.
         """
         self._folder = folder
-        self._block = block
+        self._quantization = quantization
         self._paths = weight_files(folder) if paths is None else paths
 
     def names(self) -> set[str]:
         """Return the names of all tensors. Raises UserError for a damaged file."""
-        return set(self._locations)
+        return set(self._headers)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """Return how the weight `name` is stored; None for floats, even in a layer of a class that is quantized."""
+        if self._quantization is None or (name in self._headers and self._headers[name].dtype in FLOATS):
+            return None
+        return self._quantization.scheme(name)
 
     def check(self, wanted: Shapes, *, is_redundant: Callable[[str], bool]) -> None:
-        """Raise UserError unless the files have exactly the tensors `wanted`, as floats of those shapes.
+        """Raise UserError unless the files have exactly the tensors `wanted`, as floats of those shapes or quantized.
 
-        is_redundant: whether the files may have a further tensor of a name; it is not read.
+        Scales are read and must be finite. is_redundant: whether the files may have a further weight of a name; it is
+        not read.
         """
-        missing = set(wanted)
-        names = self.names() if self._block is not None else set()
-        scales = {name + SCALE: name for name in wanted if name + SCALE in names}
-        for path in self._paths:
-            with _open(path) as file:
-                for name in sorted(file.keys()):
-                    if name in wanted:
-                        dtypes = (STORED,) if name + SCALE in scales else FLOATS
-                        _check_header(file.get_slice(name), wanted[name], name, path, dtypes)
-                        missing.discard(name)
-                    elif name in scales:
-                        assert self._block is not None
-                        shape = scale_shape(wanted[scales[name]], self._block)
-                        _check_header(file.get_slice(name), shape, name, path)
-                    elif not (is_redundant(name) or name.endswith("rotary_emb.inv_freq")):
-                        # Ignoring this tensor would silently compute a different model.
-                        raise UserError(
-                            f"{path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
-                            "are both of the same model?"
-                        )
-        if missing:
+        schemes = {name: scheme for name in wanted if (scheme := self.scheme(name)) is not None}
+        required = {name: StoredTensor(FLOATS, (shape,)) for name, shape in wanted.items() if name not in schemes}
+        for name, scheme in schemes.items():
+            required |= stored_tensors(name, wanted[name], scheme)
+        ignored = ("rotary_emb.inv_freq", *(ROUNDED if self._quantization else ()))
+        for name, header in sorted(self._headers.items()):
+            if name in required:
+                _check_header(header, required[name], name)
+            elif not (is_redundant(weight_name(name)) or name.endswith(ignored)):
+                # Ignoring this tensor would silently compute a different model.
+                raise UserError(
+                    f"{header.path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
+                    "are both of the same model?"
+                )
+        if missing := sorted(set(required) - set(self._headers)):
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-            raise UserError(f"{self._folder} lacks {sorted(missing)[0]}{more}; download or copy the folder again")
+            raise UserError(f"{self._folder} lacks {missing[0]}{more}; download or copy the folder again")
+        for name, scheme in schemes.items():
+            self._check_quantized(name, wanted[name], scheme)
+
+    def _check_quantized(self, name: str, shape: tuple[int, ...], scheme: Scheme) -> None:
+        """Check the scales of a weight, and the shape that is stored with a packed one."""
+        scales = name.removesuffix("weight") + scheme.scales
+        _refuse_non_finite(self._raw(scales), scales, self._headers[scales].path)
+        stored = self._stored_shape(name, scheme)
+        if stored != shape:
+            raise UserError(
+                f"{name}_shape in {self._headers[name + '_shape'].path} is {stored}, but {CONFIG_FILE} describes "
+                f"{shape}; are both of the same model?"
+            )
 
     def copy_into(self, targets: Mapping[str, Tensor], part: Callable[[str], tuple[slice, ...]] | None = None) -> None:
         """Fill tensors one at a time from files that `check` accepted. Raises UserError for non-finite weights.
 
-        part: returns one slice per dimension, with start and stop, for the part of a tensor that its target takes; only
+        Quantized weights are dequantized for a target with the name of the weight. The targets of a layer that keeps
+        them end in one of `PARTS` in place of "weight".
+
+        part: returns one slice per dimension, with start and stop, for the part of a weight that its target takes; only
         that part is read. None: all.
-        The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one tensor
+        The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one weight
         is in memory besides the targets.
         """
-        for path in self._paths:
-            with _open(path) as file:
-                names = sorted(set(file.keys()) & set(targets))
-            for name in names:
-                with _open(path) as file:
-                    targets[name].copy_(self._tensor(file, name, None if part is None else part(name)))
-                _refuse_non_finite(targets[name], name, path)
+        by_weight: dict[str, dict[str, Tensor]] = {}
+        for name, target in targets.items():
+            layer, _, kind = name.rpartition(".")
+            by_weight.setdefault(f"{layer}.weight" if kind in PARTS else name, {})[kind] = target
+        for name in sorted(by_weight, key=self._position):
+            index = () if part is None else part(name)
+            scheme = self.scheme(name)
+            if scheme is not None:
+                self._copy_quantized(by_weight[name], name, index, scheme)
+            elif name in self._headers:
+                (target,) = by_weight[name].values()
+                target.copy_(self._raw(name, index))
+                _refuse_non_finite(target, name, self._headers[name].path)
+
+    def _copy_quantized(
+        self, targets: Mapping[str, Tensor], name: str, index: tuple[slice, ...], scheme: Scheme
+    ) -> None:
+        weight = self._quantized(name, scheme, index)
+        for kind, target in targets.items():
+            if kind in PARTS:
+                target.copy_(getattr(weight, kind))
+            else:
+                target.copy_(weight.dequantize())
+                _refuse_non_finite(target, name, self._folder)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor of any dtype. Raises UserError if there is none of this name."""
-        path = self._locations.get(name)
-        if path is None:
+        """Return a tensor of any dtype, a quantized weight dequantized. Raises UserError if there is none."""
+        scheme = self.scheme(name)
+        if scheme is not None:
+            return self._quantized(name, scheme).dequantize()
+        if name not in self._headers:
             raise UserError(f"{self._folder} lacks {name}; download or copy the folder again")
-        with _open(path) as file:
-            tensor: Tensor = file.get_tensor(name)
+        return self._raw(name)
+
+    def _quantized(self, name: str, scheme: Scheme, index: tuple[slice, ...] = ()) -> QuantizedWeight:
+        """Return a quantized weight, or the part of it at `index`. Raises UserError if values are not numbers."""
+        shape = self._stored_shape(name, scheme)
+        tensors = {each: self._raw(each) for each in stored_tensors(name, shape, scheme)}
+        weight = assemble(tensors, name, shape, scheme).part(index)
+        if has_nan(weight.values):
+            raise UserError(f"{name} in {self._folder} has values that are not numbers; download or copy it again")
+        return weight
+
+    def _stored_shape(self, name: str, scheme: Scheme) -> tuple[int, ...]:
+        return tuple(self._raw(name + "_shape").tolist()) if scheme.values == "packed" else self._headers[name].shape
+
+    def _raw(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor as it is stored, or the part of it at `index`."""
+        with _open(self._headers[name].path) as file:
+            tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return tensor
 
-    def _tensor(self, file: Any, name: str, index: tuple[slice, ...] | None) -> Tensor:
-        """Return a weight of an open file, or the part of it at `index`."""
-        if self._block is not None and name + SCALE in self._locations:
-            start = (0, 0) if index is None else (index[0].start, index[1].start)
-            stored = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-            return dequantize(stored, self.read(name + SCALE), self._block, start)
-        tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
-        return tensor
+    def _position(self, name: str) -> tuple[str, str]:
+        """Return the file and the name of a weight, for an order in which each file is read at once."""
+        found = next((self._headers[each] for each in (name, name + "_packed") if each in self._headers), None)
+        return "" if found is None else str(found.path), name
 
     @cached_property
-    def _locations(self) -> dict[str, Path]:
-        found: dict[str, Path] = {}
+    def _headers(self) -> dict[str, Header]:
+        found: dict[str, Header] = {}
         for path in self._paths:
             with _open(path) as file:
-                found.update(dict.fromkeys(file.keys(), path))
+                for name in list(file.keys()):
+                    header = file.get_slice(name)
+                    found[name] = Header(path, header.get_dtype(), tuple(header.get_shape()))
         return found
 
 
-def _check_header(header: Any, shape: tuple[int, ...], name: str, path: Path, dtypes: Sequence[str] = FLOATS) -> None:
-    if header.get_dtype() not in dtypes:
+def _check_header(header: Header, required: StoredTensor, name: str) -> None:
+    if header.dtype not in required.dtypes:
+        readable = "only float weights" if required.dtypes == FLOATS else " or ".join(required.dtypes) + " here"
         raise UserError(
-            f"{name} in {path} is stored as {header.get_dtype()}; this engine reads only float weights, so "
+            f"{name} in {header.path} is stored as {header.dtype}; this engine reads {readable}, so "
             "give the folder of the same model in bfloat16 or float32"
         )
-    if tuple(header.get_shape()) != shape:
+    if header.shape not in required.shapes:
         raise UserError(
-            f"{name} in {path} has shape {tuple(header.get_shape())}, but {CONFIG_FILE} describes {shape}; "
+            f"{name} in {header.path} has shape {header.shape}, but {CONFIG_FILE} describes {required.shapes[-1]}; "
             "are both of the same model?"
         )
 

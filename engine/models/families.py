@@ -12,8 +12,8 @@ from typing import Any
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
 from engine.models.files import token_ids
-from engine.models.fp8 import fp8_block
 from engine.models.latent_fields import latent_to_hf, read_latent
+from engine.models.quantized.config import read_quantization
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
 
@@ -196,7 +196,7 @@ def _architecture(fields: Fields) -> str:
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Raise UserError for configurations that would load but give wrong logits."""
-    fp8_block(fields)
+    read_quantization(fields)
     if fields.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json asks for the activation {fields['hidden_act']!r}; this engine has only 'silu'")
     unknown = [kind for kind in fields.get("layer_types") or [] if kind not in ("full_attention", "sliding_attention")]

@@ -18,9 +18,11 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf, config_to_hf
 from engine.models.files import read_json
-from engine.models.fp8 import fp8_block
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from engine.models.heads.mtp_names import mtp_tensors
+from engine.models.quantized.config import Quantization, read_quantization
+from engine.models.quantized.linear import keep_quantized
+from engine.models.quantized.storage import PARTS
 from ssd.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,8 +41,12 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str 
     refuse_unsupported(config, dtype, device)
     checkpoint = model_checkpoint(folder)
     decoder = on_meta_device(lambda: Decoder(config))
-    checkpoint.check(shapes(checkpoint_views(decoder)), is_redundant=is_redundant_in(folder, config))
-    allocate(decoder.to(dtype), device)
+    whole = shapes(checkpoint_views(decoder))
+    checkpoint.check(whole, is_redundant=is_redundant_in(folder, config))
+    decoder.to(dtype)
+    if torch.device(device).type == "cpu":
+        keep_quantized(decoder, whole, checkpoint.scheme)
+    allocate(decoder, device)
     checkpoint.copy_into(checkpoint_views(decoder))
     return decoder.eval().requires_grad_(False)
 
@@ -57,13 +63,18 @@ def refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) -> 
 
 def model_checkpoint(folder: Path) -> Checkpoint:
     """Return the weight files of the model in `folder`. Raises UserError."""
-    return Checkpoint(folder, block=fp8_block(read_json(folder / CONFIG_FILE)))
+    return Checkpoint(folder, quantization=load_quantization(folder))
+
+
+def load_quantization(folder: Path) -> Quantization | None:
+    """Return the quantization of the model in `folder`; None if its weights are floats. Raises UserError."""
+    return read_quantization(read_json(folder / CONFIG_FILE))
 
 
 def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:
     """Return whether the files in `folder` may have a tensor of a name that the decoder does not read."""
     is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
-    return lambda name: is_mtp(name) or (name == "lm_head.weight" and config.tie_embeddings)
+    return lambda name: is_mtp(name) or (name.startswith("lm_head.") and config.tie_embeddings)
 
 
 def on_meta_device(make: Callable[[], M]) -> M:
@@ -122,12 +133,18 @@ def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfl
 
 
 def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:
-    """Return writable views of the decoder's weights by their names in checkpoints."""
+    """Return writable views of the decoder's weights by their names in checkpoints.
+
+    For layers that keep quantized weights, the names end in one of `PARTS` in place of "weight".
+    """
     views: dict[str, Tensor] = {}
     for name, parameter in decoder.named_parameters():
-        parts = checkpoint_parts(name, decoder.config)
+        layer, _, kind = name.rpartition(".")
+        is_part = kind in PARTS
+        parts = checkpoint_parts(f"{layer}.weight" if is_part else name, decoder.config)
         rows = weight_rows(parameter).split([rows for _, rows in parts])
-        views.update((part, view) for (part, _), view in zip(parts, rows, strict=True))
+        for (part, _), view in zip(parts, rows, strict=True):
+            views[part.removesuffix("weight") + kind if is_part else part] = view
     return views
 
 

@@ -18,6 +18,10 @@ from engine.models.experts import GroupedLinear, LinearPerExpert
 TOKENS = 16
 """Number of rows that the layout is optimised for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
 
+LEAST_ROWS = 4
+"""Number of rows to which inputs of products with plain weights are padded. CPU libraries have other kernels for fewer
+rows, which sum in another order; with this many, a row's bits do not depend on the number of rows."""
+
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight is in oneDNN's blocked layout."""
@@ -47,13 +51,15 @@ def pack_linears(module: nn.Module, weight: Tensor) -> None:
 
     weight: one of its weights, for their device and dtype.
     """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return
-    if weight.dtype == torch.float16:
-        return
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-    replace_linears(module, PackedLinear)
+    if supports_onednn(weight.device, weight.dtype):
+        replace_linears(module, PackedLinear)
+
+
+def supports_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes matrix products of a dtype on a device."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available() or dtype == torch.float16:
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], nn.Module]) -> None:

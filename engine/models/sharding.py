@@ -21,6 +21,7 @@ from engine.models.loader import (
     on_meta_device,
     shapes,
 )
+from engine.models.quantized.linear import keep_quantized
 
 SUMMED = ("attention.o_proj", "feed_forward")
 """Modules of a layer whose outputs are summed over ranks."""
@@ -81,10 +82,12 @@ def load_shard(
     checkpoint = model_checkpoint(folder)
     whole = shapes(checkpoint_views(on_meta_device(lambda: Decoder(config))))
     checkpoint.check(whole, is_redundant=is_redundant_in(folder, config))
-    decoder = on_meta_device(lambda: ShardedDecoder(config, shard))
-    allocate(decoder.to(dtype), device)
-    views = checkpoint_views(decoder)
-    checkpoint.copy_into(views, lambda name: part_slices(name, whole[name], tuple(views[name].shape), shard))
+    decoder = on_meta_device(lambda: ShardedDecoder(config, shard)).to(dtype)
+    parts = shapes(checkpoint_views(decoder))
+    if torch.device(device).type == "cpu":
+        keep_quantized(decoder, whole, checkpoint.scheme)
+    allocate(decoder, device)
+    checkpoint.copy_into(checkpoint_views(decoder), lambda name: part_slices(name, whole[name], parts[name], shard))
     if shard.rank > 0:
         _clear_output_biases(decoder)
     return decoder.eval().requires_grad_(False)

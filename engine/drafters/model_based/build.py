@@ -12,9 +12,9 @@ from engine.drafters.sources import DraftSource
 from engine.models.draft_model import check_draft_model, load_draft_model
 from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.int8 import quantize_int8
 from engine.models.loader import load_config, load_model
 from engine.models.packed import pack, pack_linears
+from engine.models.quantized.linear import quantize_int8
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
 from ssd.errors import UserError
 

@@ -23,7 +23,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
 from engine.models.families import FAMILIES, config_from_hf
 from engine.models.files import read_json
-from engine.models.fp8 import fp8_block
+from engine.models.quantized.config import read_quantization
 from ssd.errors import UserError
 
 H = TypeVar("H", bound=nn.Module)
@@ -43,7 +43,7 @@ class HeadFolder:
             raise UserError(f"there is no folder {folder}; give one with {CONFIG_FILE} and the weights of a draft head")
         self.folder = folder
         self.fields: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
-        self.checkpoint = Checkpoint(folder, _head_files(folder), fp8_block(self.fields))
+        self.checkpoint = Checkpoint(folder, _head_files(folder), read_quantization(self.fields))
 
     @cached_property
     def names(self) -> frozenset[str]:

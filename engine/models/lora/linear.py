@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from engine.executor.transfer import on_device
 from engine.models.lora.format import Update
+from engine.models.packed import LEAST_ROWS
 
 LARGEST_BATCHED = 32
 """Number of rows up to which a group runs in the batched product, which pads all groups to the largest one."""
-LEAST_ROWS = 4
-"""Number of rows to which smaller products are padded. CPU libraries have other kernels for fewer rows, which sum in
-another order; with this many, an update's bits do not depend on the number of rows."""
 
 
 class BatchedRows(NamedTuple):

@@ -13,12 +13,13 @@ from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import KINDS, build_drafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
-from engine.models.int8 import quantize_int8
 from engine.models.loader import load_model
 from engine.models.packed import pack
+from engine.models.quantized.linear import quantize_int8
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
+from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 from tests.engine.test_core import outputs, requests
 
@@ -27,6 +28,8 @@ ARCHITECTURES = {
     "qwen3_moe": {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
     "deepseek_v2": {"family": "deepseek_v2", **DEEPSEEK, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
+    "llama, int8": {},
+    "mixtral, int8": {"family": "mixtral", "num_local_experts": 4},
 }
 WITH_WEIGHTS = [name for name, kind in KINDS.items() if kind.runs_model]
 REQUESTS = requests(5, max_tokens=24)
@@ -37,6 +40,8 @@ def target(request, tmp_path_factory):
     """A model that is not packed, and its outputs without drafts."""
     folder = tmp_path_factory.mktemp("architectures") / request.param
     make_folder(folder, **ARCHITECTURES[request.param])
+    if "int8" in request.param:
+        quantize_folder(folder, FORMATS["int8, channels"])
     model = load_model(folder)
     return model, outputs(build_engine(pack(deepcopy(model)), config_for("path"), NoDrafter()), REQUESTS)
 

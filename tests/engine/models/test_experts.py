@@ -7,10 +7,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from engine.models.config import ExpertsConfig
 from engine.models.experts import Experts, MixtureOfExperts, Routes, group_by_expert, route
-from engine.models.int8 import Int8Linear
 from engine.models.loader import load_model
 from engine.models.ops import PLAIN
 from engine.models.packed import pack_linears, replace_linears
+from engine.models.quantized.linear import rounded_to_int8
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 
@@ -126,7 +126,7 @@ def test_quantized_experts_are_close():
     hidden = torch.randn(20, HIDDEN)
     routes = layer.router(hidden)
     exact = layer.experts(hidden, routes, PLAIN)
-    replace_linears(layer.experts, Int8Linear)
+    replace_linears(layer.experts, rounded_to_int8)
     quantized = layer.experts(hidden, routes, PLAIN)
     assert torch.cosine_similarity(quantized, exact, dim=-1).min() > 0.999
 

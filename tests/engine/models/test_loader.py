@@ -171,7 +171,7 @@ DAMAGES = {
         "has the tensor model.layers.0.self_attn.q_proj.bias",
     ),
     "quantized weights": (
-        lambda folder: edit_config(folder, quantization_config={"quant_method": "fp8"}),
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "awq"}),
         "quantized weights",
     ),
     "weights that are not floats": (

@@ -58,15 +58,15 @@ class ThreadGroup:
         return tensors if self.shard.rank == 0 else []
 
 
-def divided_logits(folder, count, attention):
-    """Logits after every token of `TOKENS` on rank 0 of a divided model."""
+def divided_logits(folder, count, attention, tokens=TOKENS):
+    """Logits after every token on rank 0 of a divided model."""
     slots, barrier = [None] * count, threading.Barrier(count, timeout=60)
 
     def run(rank):
         model = pack(load_shard(folder, Shard(rank, count)))
         model.connect(load_config(folder), ThreadGroup(Shard(rank, count), slots, barrier))
         runner = Runner(model, attention(model.part, 16, PAGE_SIZE, torch.float32, "cpu"))
-        return runner.forward(build_batch([sequence_of(TOKENS[:1], range(16), draft=TOKENS[1:])], PAGE_SIZE))
+        return runner.forward(build_batch([sequence_of(tokens[:1], range(16), draft=tokens[1:])], PAGE_SIZE))
 
     with ThreadPoolExecutor(count) as pool:
         return next(pool.map(run, range(count)))

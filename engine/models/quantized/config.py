@@ -1,0 +1,180 @@
+"""Quantization in `config.json`: compressed-tensors, and fp8 as of DeepSeek-V3 and vLLM. All else is refused by name.
+
+Formats: https://github.com/vllm-project/compressed-tensors, the fields of `QuantizationConfig` and `QuantizationArgs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ssd.errors import UserError
+
+Fields = Mapping[str, Any]
+
+READABLE = (
+    "compressed-tensors with weights of 8 bits (int-quantized, float-quantized, naive-quantized) or of 4 or 8 bits "
+    "(pack-quantized), fp8, bfloat16, float16 and float32"
+)
+
+
+class Scheme(NamedTuple):
+    """How the weight [out, in] of a linear layer is stored."""
+
+    values: Literal["int", "float", "packed"]
+    """Values as int8, as float8_e4m3fn, or as integers of `bits` bits packed into int32."""
+    bits: int
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0: all of them."""
+    scales: str = "weight_scale"
+    """Name of the scales within the layer."""
+    has_zeros: bool = False
+    """Whether there are zero points of the same blocks, which are subtracted from the values."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The schemes of a checkpoint."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """Targets and their scheme. A target is a class or name of layers, or a regular expression behind `re:`."""
+    ignored: tuple[str, ...] = ()
+    """Names of layers, in the same form, that are not quantized."""
+    notices: tuple[str, ...] = field(default=(), compare=False)
+    """Properties of the checkpoint that this engine ignores, as sentences for users."""
+
+    def scheme(self, name: str) -> Scheme | None:
+        """Return the scheme of the tensor `name` of a checkpoint; None if it is not quantized."""
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or _matches(layer, self.ignored):
+            return None
+        return next((scheme for targets, scheme in self.groups if _matches(layer, targets)), None)
+
+
+def _matches(layer: str, targets: tuple[str, ...]) -> bool:
+    own_class = "Embedding" if layer.endswith("embed_tokens") else "Linear"
+    for target in targets:
+        if target.startswith("re:"):
+            if re.match(target.removeprefix("re:"), layer):
+                return True
+        elif target in (layer, own_class):
+            return True
+    return False
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """Return the quantization that the fields of a `config.json` describe; None for weights that are not quantized.
+
+    Raises UserError for any other one.
+    """
+    found = fields.get("quantization_config") or fields.get("compression_config")
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise UserError("config.json has a quantization_config that is not an object; download or copy it again")
+    method = str(found.get("quant_method"))
+    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    if method not in readers:
+        raise _refusal(f"({method!r})")
+    try:
+        return readers[method](found)
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as problem:
+        raise UserError(
+            f"config.json has an invalid field in quantization_config: {problem}; download or copy it again"
+        ) from None
+
+
+def _fp8(found: Fields) -> Quantization:
+    """Read fp8 with scales of blocks (DeepSeek-V3, transformers) or with one scale per tensor (vLLM)."""
+    if found.get("fmt", "e4m3") != "e4m3":
+        raise _refusal(f"('fp8', fmt {found['fmt']!r})")
+    block = found.get("weight_block_size")
+    scheme = Scheme("float", 8, (0, 0)) if block is None else Scheme("float", 8, _block(block), "weight_scale_inv")
+    return Quantization(((("Linear",), scheme),), notices=(_activations(8, "fp8"),))
+
+
+def _compressed_tensors(found: Fields) -> Quantization:
+    sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _refusal(f"('compressed-tensors', sparsity {sparsity!r})")
+    transforms = found.get("transform_config") or {}
+    for name, is_used in (
+        ("transforms", transforms.get("config_groups", transforms)),
+        ("removed experts", found.get("moe_sparsity_config")),
+    ):
+        if is_used:
+            raise _refusal(f"('compressed-tensors', {name})")
+    groups, notices = [], []
+    for group in found["config_groups"].values():
+        if group.get("weights") is not None:
+            scheme = _scheme(group["weights"], str(group.get("format") or found.get("format")))
+            groups.append((_targets(group["targets"]), scheme))
+        for activations in (group.get("input_activations"), group.get("output_activations")):
+            if activations is not None:
+                notices.append(_activations(activations.get("num_bits", 8), activations.get("type", "int")))
+    if found.get("kv_cache_scheme") is not None:
+        notices.append("the scales of config.json for a quantized KV cache are not used; see --kv-dtype")
+    return Quantization(tuple(groups), _targets(found.get("ignore") or []), tuple(dict.fromkeys(notices)))
+
+
+def _targets(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"{found!r} is not a list of names")
+    for each in found:
+        re.compile(each.removeprefix("re:"))
+    return tuple(found)
+
+
+def _scheme(weights: Fields, storage: str) -> Scheme:
+    """Return the scheme that `QuantizationArgs` describe. storage: a `CompressionFormat`."""
+    kind, bits = str(weights.get("type", "int")).lower(), int(weights.get("num_bits", 8))
+    values: dict[tuple[str, str], Literal["int", "float", "packed"]] = {
+        ("int-quantized", "int"): "int",
+        ("naive-quantized", "int"): "int",
+        ("float-quantized", "float"): "float",
+        ("naive-quantized", "float"): "float",
+        ("pack-quantized", "int"): "packed",
+    }
+    found = values.get((storage, kind))
+    if found is None or bits not in ((4, 8) if found == "packed" else (8,)):
+        raise _refusal(f"('compressed-tensors', format {storage!r}, {kind} of {bits} bits)")
+    if weights.get("actorder") in ("group", "dynamic"):
+        raise _refusal(f"('compressed-tensors', actorder {weights['actorder']!r})")
+    size = weights.get("group_size")
+    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    if strategy == "tensor":
+        block = (0, 0)
+    elif strategy == "channel":
+        block = (1, 0)
+    elif strategy == "group":
+        block = _block([1, size])
+    elif strategy == "block":
+        block = _block(weights.get("block_structure"))
+    else:
+        raise _refusal(f"('compressed-tensors', strategy {strategy!r})")
+    has_zeros = not weights.get("symmetric", True)
+    if has_zeros and (found == "float" or (found == "packed" and strategy not in ("channel", "group"))):
+        raise _refusal(f"('compressed-tensors', format {storage!r}, strategy {strategy!r}, not symmetric)")
+    return Scheme(found, bits, block, has_zeros=has_zeros)
+
+
+def _block(found: Any) -> tuple[int, int]:
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(size, int) and size > 0 for size in found):
+        raise ValueError(f"{found!r} is not the size of a block")
+    return found[0], found[1]
+
+
+def _activations(bits: int, kind: str) -> str:
+    name = kind if kind == "fp8" else f"{bits}-bit {kind}"
+    return (
+        f"config.json asks for activations in {name}, which this engine does not round; "
+        "logits differ slightly from those of engines that do"
+    )
+
+
+def _refusal(what: str) -> UserError:
+    return UserError(
+        f"config.json describes quantized weights {what}, which this engine does not read; it reads {READABLE}"
+    )

@@ -1,0 +1,158 @@
+"""Quantized checkpoints that cannot be read are refused in one line before weights are read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.checkpoint import Checkpoint
+from engine.models.loader import load_config, load_model
+from engine.models.quantized.config import read_quantization
+from ssd.errors import UserError
+from tests.engine.conftest import make_folder
+from tests.engine.models.quantized.formats import FORMATS, compressed, edit, quantize_folder
+
+INT8, PACKED, FP8 = FORMATS["int8, channels"], FORMATS["packed, 4 bits, groups"], FORMATS["vLLM's fp8"]
+LAYER = "model.layers.0.self_attn.o_proj."
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Files of quantized folders by their format."""
+    files = {}
+    for form in (INT8, PACKED, FP8):
+        folder = tmp_path_factory.mktemp("quantized")
+        make_folder(folder)
+        quantize_folder(folder, form)
+        files[id(form)] = folder
+    return files
+
+
+def changed(made, form, to, changes):
+    """Copy a folder with tensors changed; None removes one."""
+    folder = made[id(form)]
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: each for name, each in tensors.items() if each is not None}, to / "model.safetensors")
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    return to
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        (INT8, {"weight_scale": None}, "lacks .*o_proj.weight_scale; download"),
+        (INT8, {"weight": None}, "lacks .*o_proj.weight; download"),
+        (INT8, {"weight_scale": torch.ones(64)}, r"weight_scale in .* has shape \(64,\), but .* describes \(64, 1\)"),
+        (INT8, {"weight": torch.ones(64, 32, dtype=torch.int8)}, r"o_proj.weight in .* has shape \(64, 32\)"),
+        (INT8, {"weight_scale": torch.full((64, 1), torch.nan)}, "o_proj.weight_scale in .* not finite"),
+        (INT8, {"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, "weight_scale in .* is stored as I8"),
+        (INT8, {"weight": torch.ones(64, 64, dtype=torch.int16)}, "is stored as I16; this engine reads I8 here"),
+        (INT8, {"weight_g_idx": torch.ones(64)}, "has the tensor .*weight_g_idx, which config.json does not"),
+        (INT8, {"weight_zero_point": torch.ones(64)}, "has the tensor .*weight_zero_point, which config.json does not"),
+        (PACKED, {"weight_packed": torch.ones(64, 9, dtype=torch.int32)}, r"weight_packed in .* has shape \(64, 9\)"),
+        (PACKED, {"weight_scale": torch.ones(64, 1)}, r"weight_scale in .* has shape \(64, 1\)"),
+        (PACKED, {"weight_shape": torch.tensor([64, 32])}, r"weight_shape in .* is \(64, 32\)"),
+        (PACKED, {"weight_shape": None}, "lacks .*o_proj.weight_shape; download"),
+        (FP8, {"weight_scale": torch.tensor(torch.inf)}, "o_proj.weight_scale in .* not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(made, tmp_path, monkeypatch, form, changes, message):
+    folder = changed(made, form, tmp_path, {LAYER + name: tensor for name, tensor in changes.items()})
+    monkeypatch.setattr(Checkpoint, "copy_into", None)  # no weights may be read
+    with pytest.raises(UserError, match=message) as refusal:
+        load_model(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_values_that_are_not_numbers_are_refused(made, tmp_path):
+    weight = torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match=r"o_proj.weight in .* not numbers"):
+        load_model(changed(made, FP8, tmp_path, {LAYER + "weight": weight}))
+
+
+def test_tensors_of_activations_are_not_read(made, tmp_path):
+    scales = {f"{LAYER}input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    load_model(changed(made, INT8, tmp_path, scales))
+
+
+METHODS = {
+    **{name: {"quant_method": name} for name in ("gptq", "awq", "bitsandbytes", "torchao", "quark", "modelopt")},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    "None": {"bits": 8},
+    "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
+    "nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", "tensor_group", kind="float", bits=4, group_size=16),
+    "marlin-24": compressed("marlin-24", "channel", bits=4),
+    "int-quantized': int of 4 bits": compressed("int-quantized", "channel", bits=4),
+    "actorder 'group'": compressed("pack-quantized", "group", bits=4, group_size=32, actorder="group"),
+    "strategy 'tensor_group'": compressed("int-quantized", "tensor_group", group_size=16),
+    "not symmetric": compressed("float-quantized", "channel", kind="float", symmetric=False),
+    "sparse-24-bitmask": {**INT8.fields, "sparsity_config": {"format": "sparse-24-bitmask"}},
+    "transforms": {**INT8.fields, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+    "removed experts": {**INT8.fields, "moe_sparsity_config": {"method": "prune"}},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_quantization_is_refused_by_name(model_folder, tmp_path, name):
+    (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+    edit(tmp_path, quantization_config=METHODS[name])
+    with pytest.raises(UserError, match=r"describes quantized weights \(.*; it reads compressed-tensors") as refusal:
+        load_config(tmp_path)
+    assert name.replace("':", "',") in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def with_group(**changes):
+    group = {**INT8.fields["config_groups"]["group_0"], **changes}
+    return {**INT8.fields, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["int8"],
+        {"quant_method": ["fp8"]},
+        {"quant_method": "fp8", "weight_block_size": [0, 1]},
+        {"quant_method": "compressed-tensors"},
+        {**INT8.fields, "config_groups": {"W8A16": ["Linear"]}},
+        {**INT8.fields, "ignore": "lm_head"},
+        {**INT8.fields, "sparsity_config": [1]},
+        with_group(targets=["re:("]),
+        with_group(weights={"num_bits": "eight"}),
+        with_group(weights={"strategy": "group", "group_size": 0}),
+        with_group(weights={"strategy": "block", "block_structure": "16x16"}),
+        with_group(weights=[8]),
+    ],
+    ids=json.dumps,
+)
+def test_invalid_fields_are_refused(fields):
+    with pytest.raises(UserError, match="quantiz") as refusal:
+        read_quantization({"quantization_config": fields})
+    assert "\n" not in str(refusal.value)
+
+
+def test_targets_and_layers_to_ignore_are_names_classes_and_expressions():
+    fields = with_group(targets=["re:.*mlp.*", "model.layers.1.self_attn.q_proj"])
+    more = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}}
+    fields["config_groups"]["group_1"] = more
+    fields["ignore"] = ["lm_head", "re:.*down_proj"]
+    quantization = read_quantization({"quantization_config": fields})
+    block = {
+        name: None if (scheme := quantization.scheme(f"model.{name}.weight")) is None else scheme.block
+        for name in ("layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "embed_tokens")
+    }
+    assert block == {"layers.0.mlp.up_proj": (1, 0), "layers.0.mlp.down_proj": None, "embed_tokens": None}
+    assert quantization.scheme("model.layers.1.self_attn.q_proj.weight").block == (1, 0)
+    assert quantization.scheme("model.layers.0.self_attn.q_proj.weight").block == (0, 0)
+    assert quantization.scheme("lm_head.weight") is None
+    assert quantization.scheme("model.layers.0.mlp.up_proj.bias") is None
+
+
+def test_rounded_activations_and_caches_are_noticed():
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    fields = with_group(input_activations=activations) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    first, second = read_quantization({"quantization_config": fields}).notices
+    assert "activations in 8-bit int, which this engine does not round" in first
+    assert "KV cache" in second
+    assert read_quantization({"quantization_config": INT8.fields}).notices == ()
