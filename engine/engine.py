@@ -35,7 +35,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar import GrammarCompiler, GrammarState
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequenceResult, StepPlan
@@ -65,7 +65,7 @@ class StepReport:
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Reasons why requests in `finished` were aborted: their adapter cannot be read."""
+    """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False
@@ -163,15 +163,20 @@ class Engine:
 
         Raises UserError for a request that cannot run.
         """
+        return self._checked(request)[0]
+
+    def _checked(self, request: Request) -> tuple[int, GrammarState | None]:
+        """Return what `check` does, and the grammar's state before the first token, if the request has one."""
         request.check(self.model)
         request.check_drafting(self._drafters, self._config.max_draft)
         request.check_adapter(() if self._adapters is None else self._adapters.names)
         if request.sampling.stop and self._decode is None:
             raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
-        if (grammar := request.sampling.grammar) is not None:
+        grammar, state = request.sampling.grammar, None
+        if grammar is not None:
             if self._grammars is None:
                 raise UserError(f"{grammar.kind} needs the model's tokenizer, which this engine was not given")
-            self._grammars.start(grammar)
+            state = self._grammars.start(grammar)
         longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
         pages = self.scheduler.pages
         if pages.pages_for(longest) > pages.count:
@@ -179,7 +184,7 @@ class Engine:
                 f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
                 f"{pages.count * pages.page_size} tokens; ask for fewer tokens or give it more memory (--kv-memory)"
             )
-        return longest
+        return longest, state
 
     def step(self) -> StepReport:
         """Run one step. Each running sequence advances by at least one token or by a chunk of its prompt."""
@@ -212,8 +217,8 @@ class Engine:
         """Run requests and return their completions in the same order.
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
-        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
-        be read, after cancelling the others.
+        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or after cancelling the
+        others when its adapter cannot be read or its grammar cannot continue.
         """
         asked = list(requests)
         for request in asked:
@@ -238,13 +243,10 @@ class Engine:
             self._adapters.close()
 
     def _queue(self, request: Request) -> Sequence:
-        longest = self.check(request)
+        longest, grammar = self._checked(request)
         if request.sampling.verification is None and self._config.verification != "exact":
             request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self.model.eos_token_ids, self._decode)
-        grammar = None
-        if request.sampling.grammar is not None and self._grammars is not None:
-            grammar = self._grammars.start(request.sampling.grammar)
         sequence = Sequence(self._next_id, request, longest, stopping, grammar)
         self.scheduler.add(sequence)
         self._next_id += 1
@@ -317,14 +319,20 @@ class Engine:
         watch.lap("verify")
         report = StepReport(is_backing_off=result.plan.is_backing_off)
         ended: list[tuple[Sequence, Cut]] = []
-        result.results = [each for each in result.results if each.plan.sequence.is_running]
-        for each in result.results:
-            if each.plan.produces:
+        running = [each for each in result.results if each.plan.sequence.is_running]
+        # Drafters do not observe a sequence whose output could not be continued.
+        result.results = [each for each in running if each.error is None or len(each.tokens)]
+        for each in running:
+            cut = Cut(0, None)
+            if len(each.tokens):
                 each.plan.sequence.in_flight -= 1 + each.plan.max_verified
                 cut = self._append(each)
                 report.results.append(each)
-                if cut.reason is not None:
-                    ended.append((each.plan.sequence, cut))
+            if cut.reason is None and each.error is not None:
+                cut = Cut(0, FinishReason.ABORT)
+                report.refused[each.sequence_id] = str(each.error)
+            if cut.reason is not None:
+                ended.append((each.plan.sequence, cut))
         watch.lap("commit")
         if self._graph is not None and self._graph.chain is not None and result.plan.drafts_on_device:
             self._graph.chain.observe(result)

@@ -54,7 +54,7 @@ class EngineFailed:
 
 @dataclass(frozen=True)
 class RequestRefused:
-    """Event: a request cannot run, or cannot continue because its adapter cannot be read."""
+    """Event: a request cannot run, or cannot continue because of its adapter or its grammar."""
 
     request_id: int
     reason: str

@@ -2,17 +2,25 @@
 
 A `GrammarState` is the state of the grammar after the committed tokens of one output. Drafts are followed with copies
 of it; a copy takes 2 us. Does not import PyTorch, because the HTTP process uses `Grammar`.
+
+The library builds the automaton of a grammar as it is needed, up to limits. All states that began with one compiled
+grammar share the automaton, and once a limit is reached, none of them can continue. A state that cannot continue is
+therefore built again with an automaton of its own and a larger limit, and fails only if that one is reached, too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from engine.sampling.grammar_limits import check_limits
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,10 +34,18 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 weak model could produce spaces without end. A schema may choose otherwise in its field `x-guidance`."""
 MAX_COMPILED = 64
 """Number of compiled grammars to keep, because most requests use one of a few schemas."""
-MAX_TEXT = 1 << 16
-"""Largest number of characters of a grammar. Compiling delays running requests: 64,605 characters took 50 ms."""
+MAX_STATES = 50_000
+"""Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
+NOTHING_ALLOWED = "NoExtensionBias"
+"""The library's message where no token is allowed."""
+SHARED_FUEL, OWN_FUEL = 100_000, 400_000
+"""Work for a mask with a shared automaton, and with one of a state's own, in the library's unit of about 0.1 us."""
 MAX_MESSAGE = 300
 """Maximum number of characters of the library's message in an error."""
+
+
+class GrammarError(UserError):
+    """An output cannot be continued, because the library has reached a limit or no token is allowed."""
 
 
 @dataclass(frozen=True)
@@ -44,63 +60,146 @@ class Grammar:
 class GrammarState:
     """The state of a grammar after some tokens."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, vocab_size: int, *, has_ended: bool = False) -> None:
-        """vocab_size: number of token ids of the model. has_ended: whether the last token was an end token."""
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        grammar: Grammar,
+        matcher: LLMatcher,
+        tokens: LinkedTokens | None = None,
+        *,
+        has_ended: bool = False,
+    ) -> None:
+        """matcher: after `tokens`. has_ended: whether an end token followed them."""
+        self.mask_s = 0.0
+        """Seconds that each mask of the last `allowed_along` took."""
+        self._compiler = compiler
+        self._grammar = grammar
         self._matcher = matcher
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._tokens = tokens
         self._has_ended = has_ended
 
     def copy(self) -> GrammarState:
         """Return an independent state."""
-        return GrammarState(self._matcher.deep_copy(), self._tokenizer, self._vocab_size, has_ended=self._has_ended)
+        return GrammarState(
+            self._compiler, self._grammar, self._matcher.deep_copy(), self._tokens, has_ended=self._has_ended
+        )
 
     def accept(self, token: int) -> bool:
-        """Advance by a token; return whether the grammar allows it. Otherwise the state does not change."""
+        """Advance by a token; return whether the grammar allows it. Otherwise the state does not change.
+
+        Returns False, too, if the library has reached a limit.
+        """
         if self._has_ended:
             return False
-        if token in self._tokenizer.eos_tokens:
+        if token in self._compiler.end_tokens:
             # The library does not accept end tokens where nothing else may follow.
             self._has_ended = self._matcher.is_accepting()
             return self._has_ended
-        return self._matcher.try_consume_tokens([token]) == 1
+        if self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens = (self._tokens, token)
+        return True
+
+    def advance(self, token: int) -> None:
+        """Advance by a token that `allowed` contains. If the library reaches a limit, `allowed` raises GrammarError."""
+        if self.accept(token):
+            return
+        self._restart()
+        if not self.accept(token):
+            # Leave the matcher in its error state.
+            self._tokens = (self._tokens, token)
+            self._matcher.consume_tokens([token])
 
     def forced(self) -> list[int]:
         """Return the tokens that must follow, with the end token if nothing else may follow them."""
         if self._has_ended:
             return []
         forced = self._matcher.compute_ff_tokens()
-        ends = self._tokenizer.eos_tokens
+        ends = self._compiler.end_tokens
         after = self.copy()
         after._matcher.try_consume_tokens(forced)
         # The library does not count end tokens among the forced ones.
-        if len(ends) == 1 and after._matcher.is_accepting() and after.allowed().sum() == 1:
-            forced += ends
+        if len(ends) == 1 and after._matcher.is_accepting():
+            mask = after._mask()
+            if mask is not None and mask.sum() == 1:
+                forced += ends
         return forced
 
     def allowed(self) -> np.ndarray:
-        """Return which tokens may follow, bool [V]. End tokens may where the output can be complete."""
-        mask = np.zeros(-(-self._tokenizer.vocab_size // 32), np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        return np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size].astype(np.bool_)
+        """Return which tokens may follow, bool [V], at least one. End tokens may where the output can be complete.
 
-    def allowed_along(self, draft: np.ndarray, tree: DraftTree | None, needed: np.ndarray) -> np.ndarray:
+        Raises GrammarError.
+        """
+        mask = self._mask()
+        if mask is None:
+            self._restart()
+            mask = self._mask()
+        if mask is None:
+            raise GrammarError(_cannot_continue(self._grammar, self._matcher.get_error()))
+        return mask
+
+    def allowed_along(
+        self, draft: np.ndarray, tree: DraftTree | None, needed: np.ndarray
+    ) -> tuple[np.ndarray, dict[int, GrammarError]]:
         """Return which tokens may follow the committed tokens and each token of a draft, bool [rows, V].
 
         draft: uint32 [k]. tree: its shape, None for a path. needed: bool [k + 1], the rows to return. After a forbidden
-        draft token everything is allowed, because the row is not used.
+        draft token everything is allowed, because the row is not used, and so it is after tokens that the grammar
+        cannot continue; the second value has the errors of these rows.
         """
-        parents = range(-1, len(draft) - 1) if tree is None else tree.parents.tolist()
-        states: list[GrammarState | None] = [self]
-        for token, parent in zip(draft.tolist(), parents, strict=True):
-            before = states[1 + parent]
-            after = None if before is None else before.copy()
-            states.append(after if after is not None and after.accept(token) else None)
-        rows = np.ones((int(needed.sum()), self._vocab_size), np.bool_)
-        for row, index in enumerate(np.flatnonzero(needed).tolist()):
-            if (state := states[index]) is not None:
-                rows[row] = state.allowed()
-        return rows
+        parents = [-1, *(range(-1, len(draft) - 1) if tree is None else tree.parents.tolist())]
+        rows = np.ones((len(parents), self._compiler.vocab_size), np.bool_)
+        errors: dict[int, GrammarError] = {}
+        states: list[GrammarState | None] = []
+        began = perf_counter()
+        for row, (token, parent) in enumerate(zip([-1, *draft.tolist()], parents, strict=True)):
+            before = states[1 + parent] if row else None
+            is_known = row > 0 and bool(needed[1 + parent])
+            state = self if row == 0 else _after(before, token, rows[1 + parent] if is_known else None)
+            if state is not None and needed[row]:
+                try:
+                    rows[row] = state.allowed()
+                except GrammarError as problem:
+                    errors[row] = problem
+                    state = None
+            states.append(state)
+        self.mask_s = (perf_counter() - began) / len(parents)
+        return rows[needed], errors
+
+    def _mask(self) -> np.ndarray | None:
+        """Return which tokens may follow; None if none may, or if the library has reached a limit."""
+        words = np.zeros(-(-self._compiler.tokenizer.vocab_size // 32), np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        # In its error state, the library allows the end token.
+        if self._matcher.is_error():
+            return None
+        mask = np.unpackbits(words.view(np.uint8), bitorder="little")[: self._compiler.vocab_size].astype(np.bool_)
+        return mask if mask.any() else None
+
+    def _restart(self) -> None:
+        """Build the state again with an automaton of its own."""
+        self._matcher = self._compiler.renew(self._grammar)
+        tokens, rest = [], self._tokens
+        while rest is not None:
+            rest, token = rest
+            tokens.append(token)
+        # On failure this leaves the matcher in its error state.
+        self._matcher.consume_tokens(tokens[::-1])
+
+
+LinkedTokens = tuple["LinkedTokens | None", int]
+"""A list of tokens, the last one first, that copies of a state share."""
+
+
+def _after(before: GrammarState | None, token: int, allowed: np.ndarray | None) -> GrammarState | None:
+    """Return the state after one more token, None if it is forbidden. allowed: the mask before it, if it is known."""
+    if before is None or (allowed is not None and not allowed[token]):
+        return None
+    after = before.copy()
+    if allowed is None:
+        return after if after.accept(token) else None
+    after.advance(token)
+    return after
 
 
 class GrammarCompiler:
@@ -108,27 +207,39 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         """vocab_size: number of token ids of the model. end_tokens: ids of tokens that end an output."""
+        self.vocab_size = vocab_size
+        self.end_tokens = list(end_tokens)
         self._hub_tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_tokens = list(end_tokens)
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         """The most recently used last."""
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """The library's own tokenizer; reading it takes a while."""
+        from llguidance import LLTokenizer
+
+        # The vocabularies of models are often padded, so theirs is the larger one.
+        size = max(self.vocab_size, max(self._hub_tokenizer.tokens()) + 1)
+        return LLTokenizer(self._hub_tokenizer.to_json(), size, self.end_tokens)
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Return the state before the first token. Raises UserError for a grammar that cannot be used."""
         if grammar not in self._compiled:
-            self._compiled[grammar] = self._compile(grammar)
+            matcher = self._compile(grammar, SHARED_FUEL)
+            GrammarState(self, grammar, matcher).allowed()
+            self._compiled[grammar] = matcher
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return self._compiled[grammar].copy()
+        return GrammarState(self, grammar, self._compiled[grammar].deep_copy())
 
-    def _compile(self, grammar: Grammar) -> GrammarState:
-        if len(grammar.text) > MAX_TEXT:
-            raise UserError(
-                f"{grammar.kind}: it has {len(grammar.text):,} characters; at most {MAX_TEXT:,} are possible"
-            )
+    def renew(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar again, whose automaton has reached a limit; the caller alone may use the result."""
+        self._compiled.pop(grammar, None)
+        return self._compile(grammar, OWN_FUEL)
+
+    def _compile(self, grammar: Grammar, fuel: int) -> LLMatcher:
+        check_limits(grammar.kind, grammar.text)
         try:
             import llguidance
         except ImportError:
@@ -136,19 +247,16 @@ class GrammarCompiler:
                 f"{grammar.kind} needs the library llguidance; install it on the server with "
                 "pip install 'ssd-drafter[grammar]'"
             ) from None
-        if not self._end_tokens:
+        if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
-        if self._tokenizer is None:
-            # The vocabularies of models are often padded, so theirs is the larger one.
-            size = max(self._vocab_size, max(self._hub_tokenizer.tokens()) + 1)
-            self._tokenizer = llguidance.LLTokenizer(self._hub_tokenizer.to_json(), size, self._end_tokens)
+        limits = llguidance.LLParserLimits(step_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
         try:
-            matcher = llguidance.LLMatcher(self._tokenizer, _definition(grammar), log_level=0)
+            matcher = llguidance.LLMatcher(self.tokenizer, _definition(grammar), log_level=0, limits=limits)
         except ValueError as problem:
             raise _refused(grammar, str(problem)) from None
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        return GrammarState(matcher, self._tokenizer, self._vocab_size)
+        return matcher
 
 
 def choice_grammar(choices: list[str]) -> Grammar:
@@ -158,12 +266,13 @@ def choice_grammar(choices: list[str]) -> Grammar:
 
 def _definition(grammar: Grammar) -> str:
     """Return the grammar in llguidance's own format. Raises ValueError for a schema that is not a JSON object."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
-        return grammar_from("choice", grammar.text)
+        # The library is faster with one expression than with a grammar of alternatives, of which it allows 2,000.
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.text))))
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
 
@@ -171,3 +280,14 @@ def _definition(grammar: Grammar) -> str:
 def _refused(grammar: Grammar, reason: str) -> UserError:
     line = " ".join(reason.split())
     return UserError(f"{grammar.kind}: it cannot be used: {line[:MAX_MESSAGE]}")
+
+
+def _cannot_continue(grammar: Grammar, reason: str) -> str:
+    """Return the message of an error. reason: the library's message, followed by lines about its state."""
+    line = reason.partition("\n")[0][:MAX_MESSAGE]
+    if line in ("", NOTHING_ALLOWED):
+        return f"{grammar.kind}: no token can continue the output, and it is not complete"
+    return (
+        f"{grammar.kind}: the output cannot be continued, because llguidance has reached one of its limits: {line}; "
+        "use smaller repetitions, or fewer alternatives that begin alike"
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.speculation.draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import GrammarState
+    from engine.sampling.grammar import GrammarError, GrammarState
     from engine.scheduling.sequence import Sequence
 
 
@@ -37,6 +37,8 @@ class Rows(NamedTuple):
     """Shape of the draft; None for a path."""
     rows: np.ndarray
     """int64 [k + 1]: rows after the committed tokens and after each draft token, or `NOT_NEEDED`."""
+    errors: dict[int, GrammarError] | None = None
+    """If given, `process_logits` adds the errors of rows, by index in `rows`, that the grammar cannot continue."""
 
     @property
     def depths(self) -> np.ndarray:
@@ -79,10 +81,13 @@ def _forbidden(own: Rows) -> tuple[np.ndarray, np.ndarray]:
 def _mask(logits: Tensor, own: Rows, grammar: GrammarState) -> None:
     """Set the logits of tokens that the grammar forbids to -inf, in place.
 
-    A row without any other token is left as it is: a drafter may have a part of the vocabulary only.
+    Rows with an error are left as they are, and so are those of a drafter that has none of the allowed tokens.
     """
     needed = own.rows != NOT_NEEDED
-    forbidden = torch.from_numpy(~grammar.allowed_along(own.draft, own.tree, needed)).to(logits.device)
+    allowed, errors = grammar.allowed_along(own.draft, own.tree, needed)
+    if own.errors is not None:
+        own.errors.update(errors)
+    forbidden = torch.from_numpy(~allowed).to(logits.device)
     rows = torch.from_numpy(own.rows[needed]).to(logits.device)
     masked = logits[rows].masked_fill(forbidden, float("-inf"))
     is_empty = masked.amax(dim=1, keepdim=True) == float("-inf")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
     from torch import Tensor
 
     from engine.drafters.outcomes import OutcomeTable
+    from engine.sampling.grammar import GrammarError
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree, OwnDraft
@@ -156,6 +157,8 @@ class SequenceResult:
     """int64 [a]: indices of the accepted tokens within the draft, a path from the root."""
     logprobs: Logprobs | None = None
     """Log-probabilities of `tokens`, if requested."""
+    error: GrammarError | None = None
+    """Why the grammar cannot continue the output after `tokens`, which may then be empty."""
     hidden: Tensor | None = None
     """[scheduled + a, layers, hidden size]: hidden states of the scheduled tokens, whose positions begin with
     `plan.computed`, and of the accepted draft tokens; None unless the drafter needs them."""

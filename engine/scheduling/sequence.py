@@ -129,7 +129,7 @@ class Sequence:
             self.token_counts.add(tokens)
         if self.grammar is not None:
             for token in tokens.tolist():
-                self.grammar.accept(token)
+                self.grammar.advance(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
 

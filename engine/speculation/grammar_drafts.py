@@ -23,6 +23,8 @@ from ssd.types import ROOT, DraftBatch, offsets_of
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Tokens, parents, accept_prob and sources of a draft, as in `DraftBatch`."""
+MAX_MASKS_S = 0.02
+"""Seconds that the masks of one draft may take. Most take 10 to 100 us each, so that few drafts are cut."""
 
 
 def has_grammar_drafts(entries: SequenceOf[SequencePlan]) -> bool:
@@ -40,7 +42,8 @@ def follow_grammars(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> Drafts
         own_rows = np.full(end - start, DETERMINISTIC, np.int32) if q_rows is None else q_rows[start:end]
         if (grammar := entry.sequence.grammar) is not None:
             entry.proposed = OwnDraft(columns[0], columns[1])
-            columns = follow_grammar(grammar, columns, entry.draft_room)
+            room = min(entry.draft_room, int(MAX_MASKS_S / max(grammar.mask_s, 1e-9)))
+            columns = follow_grammar(grammar, columns, room)
             # Such requests are verified exactly, which does not need q.
             own_rows = np.full(len(columns[0]), DETERMINISTIC, np.int32)
         parts.append(DraftBatch(*columns, offsets_of(np.array([len(columns[0])]))))
@@ -89,7 +92,7 @@ def follow_grammar(grammar: GrammarState, draft: Columns, room: int) -> Columns:
         children[parent].append(node)
     tree = _Tree()
     # Node of the result, the same node of the draft (None if it is not there), and the state after it.
-    ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())])
+    ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())] if room else ())
     while ends:
         at, own, state = ends.popleft()
         for token in state.forced()[:room]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.drafters.base import DETERMINISTIC
 from engine.executor.batch import Batch
+from engine.sampling.grammar import GrammarError
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits
@@ -38,8 +39,8 @@ def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[Sequence
     exactly = [index for index, entry in enumerate(entries) if entry.produces and index not in by_rejection]
     if exactly:
         part = select_part(exactly, plan, batch, logits)
-        for index, tokens in zip(exactly, target_tokens(part), strict=True):
-            results[index] = _verify_exactly(entries[index], tokens)
+        for index, tokens, errors in zip(exactly, target_tokens(part), part.errors, strict=True):
+            results[index] = _verify_exactly(entries[index], tokens, errors)
     if by_rejection:
         part = select_part(by_rejection, plan, batch, logits)
         for index, verdict in zip(by_rejection, _rejected(part, plan.q), strict=True):
@@ -92,6 +93,8 @@ class Part(NamedTuple):
     settings: RowSettings
     bounds: np.ndarray
     """int64 [entries + 1], into those rows."""
+    errors: list[dict[int, GrammarError]]
+    """For each entry: errors of rows that its grammar cannot continue, by index in the entry's rows."""
 
 
 def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
@@ -102,12 +105,12 @@ def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: 
     chosen = np.concatenate(rows)
     logits = logits[: len(chosen)] if len(chosen) == batch.logit_offsets[-1] else logits[chosen]
     own = [
-        Rows(entry.sequence, entry.draft, entry.tree, np.arange(*pair))
+        Rows(entry.sequence, entry.draft, entry.tree, np.arange(*pair), {})
         for entry, pair in zip(entries, pairwise(bounds.tolist()), strict=True)
     ]
     samplings = [entry.sequence.request.sampling for entry in entries]
     settings = row_settings(samplings, np.diff(bounds), batch.positions[batch.logit_rows[chosen]] + 1)
-    return Part(entries, process_logits(logits, own), settings, bounds)
+    return Part(entries, process_logits(logits, own), settings, bounds, [each.errors or {} for each in own])
 
 
 def target_tokens(part: Part) -> list[np.ndarray]:
@@ -120,13 +123,18 @@ def target_tokens(part: Part) -> list[np.ndarray]:
     return own
 
 
-def _verify_exactly(entry: SequencePlan, tokens: np.ndarray) -> SequenceResult:
-    """Keep the draft tokens that equal the target's, `tokens`, uint32 [k + 1]."""
+def _verify_exactly(entry: SequencePlan, tokens: np.ndarray, errors: dict[int, GrammarError]) -> SequenceResult:
+    """Keep the draft tokens that equal the target's, `tokens`, uint32 [k + 1], up to the first row with an error."""
     if entry.tree is None:
         kept = np.arange(accepted_length(entry.draft, tokens))
     else:
         kept = accepted_path(entry.draft, entry.tree.parents, tokens)
-    return SequenceResult(entry, tokens[np.append(0, 1 + kept)], kept)
+    rows = np.append(0, 1 + kept)
+    for index, row in enumerate(rows.tolist() if errors else ()):
+        if row in errors:
+            # The target's token before this row is the last one; nothing was accepted after it.
+            return SequenceResult(entry, tokens[rows[:index]], kept[: max(0, index - 1)], error=errors[row])
+    return SequenceResult(entry, tokens[rows], kept)
 
 
 def _replay(entry: SequencePlan, tokens: np.ndarray) -> None:
@@ -154,7 +162,7 @@ def _add_logprobs(results: SequenceOf[SequenceResult], bounds: np.ndarray, logit
     counts = {
         index: count
         for index, result in enumerate(results)
-        if result.plan.produces and (count := result.plan.sequence.request.sampling.logprobs) is not None
+        if len(result.tokens) and (count := result.plan.sequence.request.sampling.logprobs) is not None
     }
     rows = {index: bounds[index] + np.append(0, 1 + results[index].kept) for index in counts}
     tokens = {index: results[index].tokens for index in counts}

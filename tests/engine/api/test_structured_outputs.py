@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -109,6 +110,10 @@ def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, draft
         ({"structured_outputs": {"json": {"$ref": "https://localhost/x"}}}, "it cannot be used", "json_schema"),
         ({"structured_outputs": {"regex": "("}}, "unclosed group", "regex"),
         ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", "regex"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "regex: no token can continue the output", "regex"),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "requires up to 1,000,000 characters in a row", "regex"),
+        ({"structured_outputs": {"json": {"const": "a" * 5000}}}, "requires up to 5,002 characters", "json_schema"),
+        ({"structured_outputs": {"choice": ["a" * 5000]}}, "requires up to 5,000 characters in a row", "choice"),
         ({"structured_outputs": {"choice": []}}, "at least 1 item", "structured_outputs.choice"),
         ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of", "structured_outputs"),
@@ -131,6 +136,37 @@ def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param
     assert message in error["message"]
     assert "\n" not in error["message"]
     assert error["param"] == param
+
+
+LIMITED = r"(\w{1,50}|[a-z]{1,30}\d{1,10}){1,20}"
+"""Outputs that the library cannot continue after some tokens."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_draft": 0}, {"drafter": "none"}], ids=str)
+def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, fields):
+    """Other requests are not affected, neither in the same batch nor later."""
+    message = (
+        "regex: the output cannot be continued, because llguidance has reached one of its limits: lexer error: too many"
+    )
+    fields = {"structured_outputs": {"regex": LIMITED}, "logit_bias": {"0": -100}, "temperature": 1.5} | fields
+    with ThreadPoolExecutor() as threads:
+        others = [threads.submit(text_of, http, "completions", response_format=JSON_SCHEMA) for _ in range(2)]
+        answers = [post(http, "completions", **fields) for _ in range(2)]
+        for other in others:
+            check(other.result())
+    for answer in answers:
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["message"].startswith(message)
+        assert error["message"].endswith("; use smaller repetitions, or fewer alternatives that begin alike")
+        assert "\n" not in error["message"]
+        assert error["param"] == "regex"
+    *parts, last, done = [
+        line[6:] for line in post(http, "completions", stream=True, **fields).text.splitlines() if line
+    ]
+    assert len(parts) > 5
+    assert (json.loads(last)["error"], done) == (error, "[DONE]")
+    check(text_of(http, "completions", response_format=JSON_SCHEMA))
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])

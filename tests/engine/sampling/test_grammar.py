@@ -3,13 +3,14 @@
 import json
 import re
 import sys
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import grammar as module
-from engine.sampling.grammar import Grammar, GrammarCompiler, GrammarState, choice_grammar
+from engine.sampling.grammar import Grammar, GrammarCompiler, GrammarError, GrammarState, choice_grammar
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -96,7 +97,9 @@ def test_rows_are_masked_as_if_the_draft_were_committed(compiler, grammar, shape
         tree = None if shape == "path" else DraftTree(np.array(parents, np.int32))
         state = state_after(compiler, grammar, right[:start])
         needed = rng.random(len(tokens) + 1) < 0.8
-        rows = iter(state.allowed_along(array(tokens), tree, needed))
+        found, errors = state.allowed_along(array(tokens), tree, needed)
+        assert not errors
+        rows = iter(found)
         for row in np.flatnonzero(needed).tolist():
             path, node = [], row - 1
             while node >= 0:
@@ -121,8 +124,8 @@ def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_fo
     for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
         with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
             compiler.start(grammar)
-    with pytest.raises(UserError, match="regex: it has 70,000 characters; at most 65,536 are possible"):
-        compiler.start(Grammar("regex", "a" * 70_000))
+    with pytest.raises(UserError, match="regex: it has 40,000 characters; at most 32,768 are possible"):
+        compiler.start(Grammar("regex", "a" * 40_000))
     with pytest.raises(UserError, match="needs a model with an end token"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])
 
@@ -151,3 +154,28 @@ def test_settings_that_contradict_a_grammar_are_refused(model):
     request = Request(array([1]), SamplingParams(grammar=GRAMMARS[1]), recorded=array([1]))
     with pytest.raises(UserError, match="regex: a request with a recorded output"):
         request.check(model.config)
+
+
+def test_a_limit_that_other_states_reached_does_not_end_an_output(compiler, monkeypatch):
+    """With few states allowed, the shared automaton reaches its limit again and again."""
+    grammar = GRAMMARS[0]
+    expected = walk(compiler, grammar, np.random.default_rng(7))
+    monkeypatch.setattr(module, "MAX_STATES", 95)
+    monkeypatch.setattr(compiler, "_compiled", OrderedDict())
+    renewed = []
+    original = GrammarCompiler.renew
+    monkeypatch.setattr(GrammarCompiler, "renew", lambda self, again: renewed.append(again) or original(self, again))
+    states = [compiler.start(grammar) for _ in range(3)]
+    for token in expected:
+        masks = [state.allowed() for state in states]
+        assert all((mask == masks[0]).all() and mask[token] for mask in masks)
+        for state in states:
+            state.copy().forced()
+            state.advance(token)
+    assert renewed
+    for state in states:
+        assert np.flatnonzero(state.allowed()).tolist() == [END]
+    assert grammar not in compiler._compiled
+    monkeypatch.setattr(module, "MAX_STATES", 5)
+    with pytest.raises(GrammarError, match=r"regex: .*too many states"):
+        compiler.start(Grammar("regex", "[a-z]{9}"))

@@ -1,0 +1,193 @@
+"""Limits of grammars, checked before they are compiled, so that no grammar delays the steps of other requests for long.
+
+The library llguidance bounds the work of most operations, but not that of text without an alternative: it advances
+through all of it at once, and splits it into tokens for each mask. So that text is limited here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ssd.errors import UserError
+
+MAX_TEXT = 1 << 15
+"""Largest number of characters of a grammar, because compiling delays running requests."""
+MAX_REQUIRED = 1 << 12
+"""Largest number of characters that a grammar may require in a row. A mask takes up to 0.6 us for each of them."""
+MAX_MULTIPLE = 10_000
+"""Largest `multipleOf` without its trailing zeros. Compiling takes 5 us for each unit."""
+
+REPEATED = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
+"""Matches a counted repetition, {n}, {n,} or {n,m}."""
+GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[a-zA-Z-]*):?))?")
+"""Matches the start of a group, or flags of the form (?i)."""
+ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)?", re.DOTALL)
+
+
+def check_limits(kind: str, text: str) -> None:
+    """Raise UserError for a grammar that is too large; its kind and text are those of a `Grammar`."""
+    if len(text) > MAX_TEXT:
+        raise UserError(f"{kind}: it has {len(text):,} characters; at most {MAX_TEXT:,} are possible")
+    if kind == "regex":
+        required = required_by_regex(text)
+    elif kind == "choice":
+        required = max(map(len, json.loads(text)))
+    elif kind == "json_schema":
+        required = _required_by_text(text)
+    else:
+        required = 0
+    if required > MAX_REQUIRED:
+        raise UserError(
+            f"{kind}: it requires up to {required:,} characters in a row, with repetitions written out; at most "
+            f"{MAX_REQUIRED:,} are possible"
+        )
+
+
+def required_by_regex(pattern: str) -> int:
+    """Return an upper bound of the number of characters that a regular expression requires in a row.
+
+    {n,m} counts as n times, `*` and `?` as once. Raises UserError for the flag x, with which white space and comments
+    may precede a repetition.
+    """
+    # For each open group: longest alternative so far, length of the current one, and length of its last element.
+    groups = [[0, 0, 0]]
+    at = 0
+    while at < len(pattern):
+        character, last = pattern[at], groups[-1]
+        if (repeated := REPEATED.match(pattern, at)) is not None:
+            more = last[2] * (max(1, int(repeated[1][:9])) - 1)
+            last[1], last[2] = last[1] + more, last[2] + more
+            at = repeated.end()
+        elif character == "(":
+            group = GROUP.match(pattern, at)
+            assert group is not None
+            if "x" in (group["flags"] or ""):
+                raise UserError("regex: the flag x is not supported")
+            groups.append([0, 0, 0])
+            at = group.end()
+        elif character == ")" and len(groups) > 1:
+            longest, current, _ = groups.pop()
+            _append(groups[-1], max(longest, current))
+            at += 1
+        elif character == "|":
+            last[:] = [max(last[:2]), 0, 0]
+            at += 1
+        else:
+            if character not in "*+?":
+                _append(last, 1)
+            at = _end_of_element(pattern, at)
+    return max(max(group[:2]) for group in groups)
+
+
+def _append(group: list[int], length: int) -> None:
+    group[1] += length
+    group[2] = length
+
+
+def _end_of_element(pattern: str, at: int) -> int:
+    """Return the end of the character, escape or class that begins at `at`."""
+    if pattern[at] == "\\":
+        found = ESCAPE.match(pattern, at)
+        assert found is not None
+        return found.end()
+    if pattern[at] != "[":
+        return at + 1
+    # Classes may contain others. A bracket directly after their start is a member.
+    depth = 0
+    while at < len(pattern):
+        if pattern[at] == "[":
+            depth += 1
+            at += 2 if pattern.startswith("^", at + 1) else 1
+            at += pattern.startswith("]", at)
+            continue
+        depth -= pattern[at] == "]"
+        at = _end_of_element(pattern, at) if pattern[at] == "\\" else at + 1
+        if depth == 0:
+            break
+    return at
+
+
+def _required_by_text(text: str) -> int:
+    try:
+        schema = json.loads(text)
+        return _RequiredBySchema(schema).of(schema)
+    except (ValueError, RecursionError):
+        return 0  # The library refuses it with its own message.
+
+
+class _RequiredBySchema:
+    """Upper bounds of the number of characters that parts of one JSON schema require in a row."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._references: dict[str, int] = {}
+
+    def of(self, schema: Any) -> int:
+        """Return the bound of a schema. Raises UserError for a `multipleOf` that is too large."""
+        if not isinstance(schema, dict):
+            return 0
+        _check_multiple(schema.get("multipleOf"))
+        required = self._of_object(schema) + self._of_array(schema)
+        if isinstance(schema.get("$ref"), str):
+            required += self._of_reference(schema["$ref"])
+        for name in ("anyOf", "oneOf"):
+            required += max(map(self.of, _list(schema.get(name))), default=0)
+        required += sum(map(self.of, _list(schema.get("allOf"))))
+        required += max((len(json.dumps(value)) for value in _list(schema.get("enum"))), default=0)
+        if "const" in schema:
+            required += len(json.dumps(schema["const"]))
+        if isinstance(schema.get("pattern"), str):
+            required += required_by_regex(schema["pattern"])
+        return required
+
+    def _of_object(self, schema: dict[str, Any]) -> int:
+        """Names and values of required properties, and the largest of the other properties."""
+        properties = _dict(schema.get("properties"))
+        names = {name for name in _list(schema.get("required")) if isinstance(name, str)}
+        others = [self.of(schema.get("additionalProperties"))]
+        others += map(self.of, _dict(schema.get("patternProperties")).values())
+        others += (len(name) + self.of(value) for name, value in properties.items() if name not in names)
+        others += map(required_by_regex, _dict(schema.get("patternProperties")))
+        return sum(len(name) + self.of(properties.get(name)) for name in names) + max(others)
+
+    def _of_array(self, schema: dict[str, Any]) -> int:
+        least = schema.get("minItems")
+        count = max(1, int(least)) if isinstance(least, int | float) and least < float("inf") else 1
+        first = [*_list(schema.get("prefixItems")), *_list(schema.get("items"))]
+        more = [self.of(schema.get("items")), self.of(schema.get("additionalItems"))]
+        return sum(map(self.of, first)) + count * max(more)
+
+    def _of_reference(self, reference: str) -> int:
+        """The bound of the schema that a reference names; 0 within itself and where there is none."""
+        if reference not in self._references:
+            self._references[reference] = 0
+            target = self._root
+            for name in reference.removeprefix("#").strip("/").split("/"):
+                if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                    target = target[int(name)]
+                elif name:
+                    target = _dict(target).get(name)
+            self._references[reference] = self.of(target)
+        return self._references[reference]
+
+
+def _check_multiple(multiple: Any) -> None:
+    if not isinstance(multiple, int | float):
+        return
+    digits = f"{multiple:f}".rstrip("0").rstrip(".") if isinstance(multiple, float) else str(multiple)
+    value = int(digits.replace(".", "").replace("-", "").strip("0")[:9] or 0)
+    if value > MAX_MULTIPLE:
+        raise UserError(
+            f"json_schema: multipleOf {multiple} is too large; at most {MAX_MULTIPLE:,} is possible, without trailing "
+            "zeros"
+        )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,120 @@
+"""Limits of grammars: the text that they require, compared with expressions of known length, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+
+from engine.sampling.grammar import Grammar, choice_grammar
+from engine.sampling.grammar_limits import MAX_REQUIRED, MAX_TEXT, check_limits, required_by_regex
+from ssd.errors import UserError
+
+ELEMENTS = ["a", ".", "é", "\\d", "\\{", "\\x41", "\\u00e9", "\\p{Lu}", "\\x{1F600}", "[a-z]", "[]a]", "[^]]", "[\\]{]"]
+ELEMENTS += ["[a[b-d]&&[^c]]", "[(|]"]
+GROUPS = ["(", "(?:", "(?i:", "(?P<name>", "(?<name>"]
+
+
+def expression(rng, depth):
+    """A random expression and the number of characters that it requires in a row."""
+    alternatives = [sequence(rng, depth) for _ in range(rng.integers(1, 4))]
+    return "|".join(text for text, _ in alternatives), max(length for _, length in alternatives)
+
+
+def sequence(rng, depth):
+    text, length = "", 0
+    for _ in range(rng.integers(0, 4)):
+        if depth and rng.random() < 0.4:
+            inner, count = expression(rng, depth - 1)
+            part = f"{rng.choice(GROUPS)}{inner})"
+        else:
+            part, count = str(rng.choice(ELEMENTS)), 1
+        repeated, times = [
+            ("", 1),
+            ("*", 1),
+            ("+?", 1),
+            ("?", 1),
+            ("{3}", 3),
+            ("{0,7}", 1),
+            ("{2,}", 2),
+            ("{4,9}?", 4),
+        ][rng.integers(8)]
+        text, length = text + part + repeated, length + count * times
+    return text, length
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_text_that_an_expression_requires(seed):
+    text, length = expression(np.random.default_rng(seed), 3)
+    assert required_by_regex(text) == length
+
+
+@pytest.mark.parametrize(
+    "text", ["(", ")", "a)b", "[", "[^", "[[a]", "\\", "{3}", "a{", "(?", "(?P<", "a{" + "9" * 5000 + "}"]
+)
+def test_what_is_not_an_expression_has_a_length_too(text):
+    """The library refuses it with its own message."""
+    assert required_by_regex(text) >= 0
+
+
+LONG = "a" * MAX_REQUIRED
+SCHEMAS = [
+    {"const": LONG},
+    {"enum": ["a", LONG]},
+    {"type": "string", "pattern": "^(a{100}){100}$"},
+    {"type": "array", "items": {"const": "a"}, "minItems": 5000},
+    {"type": "array", "prefixItems": [{"const": "a" * 2000}] * 3},
+    {"type": "object", "properties": {"b": {"const": "a" * 3000}, "c": {"const": "a" * 3000}}, "required": ["b", "c"]},
+    {"type": "object", "properties": {"b": {"anyOf": [{"type": "null"}, {"allOf": [{"const": LONG}]}]}}},
+    {"type": "object", "additionalProperties": {"oneOf": [{"const": LONG}]}},
+    {"type": "object", "patternProperties": {"(a{100}){100}": {}}},
+    {
+        "$defs": {"a": {"const": "a" * 300}, "many": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 20}},
+        "$ref": "#/$defs/many",
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_schemas_that_require_long_texts_are_refused(schema):
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert len(grammar.text) < MAX_TEXT
+    with pytest.raises(
+        UserError, match=r"json_schema: it requires up to [0-9,]* characters in a row, .* at most 4,096"
+    ):
+        check_limits(grammar.kind, grammar.text)
+
+
+def test_schemas_that_allow_long_texts_are_not_refused():
+    schema = {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "minLength": 5000, "maxLength": 100_000},
+            "items": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 10**6},
+            "step": {"multipleOf": 0.01},
+            "pattern": {"const": "a" * 3000},
+            "enum": {"enum": ["a" * 1500, "b" * 3000]},
+        },
+        "description": LONG,
+    }
+    check_limits("json_schema", json.dumps(schema))
+    check_limits("choice", json.dumps(["a" * 1500] * 20))
+    check_limits("regex", r"(\w{0,1000}a){0,1000}")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar("regex", "a" * 40_000), "regex: it has 40,000 characters; at most 32,768 are possible"),
+        (Grammar("regex", "(a{1000}){1000}"), "regex: it requires up to 1,000,000 characters in a row"),
+        (Grammar("regex", "(?x)a {3}"), "regex: the flag x is not supported"),
+        (choice_grammar(["b", LONG + "a"]), "choice: it requires up to 4,097 characters in a row"),
+        (Grammar("json_schema", '{"multipleOf": 12345.678}'), "json_schema: multipleOf 12345.678 is too large"),
+        (Grammar("json_schema", '{"items": {"multipleOf": 99991}}'), "json_schema: multipleOf 99991 is too large"),
+    ],
+)
+def test_refusals_name_the_limit(grammar, message):
+    with pytest.raises(UserError) as refused:
+        check_limits(grammar.kind, grammar.text)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
