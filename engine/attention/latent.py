@@ -62,7 +62,7 @@ class PromptAttend:
         self._rest_rows = attention.on_device(_rows(others))
         rows = _rows(prompts)
         self._prompt_rows, self._slots = attention.on_device(rows), attention.on_device(batch.slots[rows])
-        self._prompts = [(span, attention.on_device(np.array(span.pages)), self._mask(span)) for span in prompts]
+        self._prompts = [(span, attention.on_device(np.array(span.pages))) for span in prompts]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run the rows outside of prompts in the absorbed form."""
@@ -76,19 +76,12 @@ class PromptAttend:
         if self._rest is not None:
             others = self._rest_rows
             attended[others] = expansion.absorbed(layer, query[others], entries[others], self)
-        for span, pages, mask in self._prompts:
+        for span, pages in self._prompts:
             first, end = self._attention.first_slot, span.computed + span.length
             cached = self._attention.entries(layer, pages, first, end)
             rows = slice(span.start, span.start + span.length)
-            attended[rows] = expansion.expanded(query[rows], cached, mask)
+            attended[rows] = expansion.expanded(query[rows], cached)
         return attended
-
-    def _mask(self, span: Span) -> Tensor:
-        """Return the entries that each query attends to: those up to its own, bool [Q, K]."""
-        first = self._attention.first_slot
-        entries = np.arange(first, span.computed + span.length)
-        queries = span.computed + np.arange(span.length)
-        return self._attention.on_device(entries <= queries[:, None])
 
 
 def _rows(spans: Sequence[Span]) -> np.ndarray:

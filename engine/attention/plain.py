@@ -173,12 +173,12 @@ class PlainAttention(Attention):
         queries = queries.reshape(blocks, kv_heads, folded_queries, width)
         shape = (blocks, key_count, kv_heads, width)
         key = self._gather(self._keys[layer], group.pages, 0).view(shape)
-        if self._values is None:
-            value = key[..., :value_dim]
-        else:
+        # Of latent attention, values are the first components of keys; PyTorch is faster if both have one size.
+        value = key
+        if self._values is not None:
             value = self._gather(self._values[layer], group.pages, 1).view(shape)
         attended = F.scaled_dot_product_attention(queries, key.transpose(1, 2), value.transpose(1, 2), group.mask)
-        unfolded = attended.view(blocks, kv_heads, sharing, -1, value_dim).permute(0, 3, 1, 2, 4)
+        unfolded = attended[..., :value_dim].view(blocks, kv_heads, sharing, -1, value_dim).permute(0, 3, 1, 2, 4)
         return unfolded.reshape(-1, kv_heads * sharing, value_dim)
 
     def _gather(self, cached: Tensor, pages: Tensor | slice, kind: int) -> Tensor:

@@ -44,14 +44,14 @@ class PlainFixed(FixedAttention):
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys = self._keys[layer]
             keys.flatten(0, 1).index_copy_(0, rows.slots, key)
-            values = keys[..., : value.shape[-1]]
+            values = keys  # of latent attention; see `PlainAttention`
             if self._values is not None:
                 values = self._values[layer]
                 values.flatten(0, 1).index_copy_(0, rows.slots, value)
             queries = query.new_zeros(batch * width + 1, *query.shape[1:]).index_copy(0, cell, query)
             queries = queries[:-1].unflatten(0, (batch, width)).transpose(1, 2)
-            key, value = (cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values))
-            attended = F.scaled_dot_product_attention(queries, key, value, mask, enable_gqa=True)
+            gathered = [cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values)]
+            attended = F.scaled_dot_product_attention(queries, *gathered, mask, enable_gqa=True)[..., : value.shape[-1]]
             return F.pad(attended.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[cell]
 
         return attend

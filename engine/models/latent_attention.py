@@ -17,6 +17,8 @@ from engine.models.config import LatentConfig, ModelConfig
 from engine.models.ops import Ops, Rotation
 from engine.models.self_attention import Attend, RMSNorm
 
+WORKSPACE_BYTES = 256 << 20
+"""Limit of the keys, values and scores of heads in the expanded form that are in memory at a time."""
 NORM_EPS = 1e-6
 """Epsilon of the norms within attention, for any value of `rms_norm_eps`."""
 
@@ -50,25 +52,51 @@ class Expansion:
         attended = attend(layer, absorbed, entries[:, None], entries[:, None, :latent])
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
-    def expanded(self, query: Tensor, entries: Tensor, mask: Tensor) -> Tensor:
-        """Attend to expanded entries.
+    def expanded(self, query: Tensor, entries: Tensor) -> Tensor:
+        """Attend to expanded entries: the last query to all of them, each query before it to one less.
 
         query [Q, heads, nope_dim + head_dim], entries [K, latent_dim + head_dim] -> [Q, heads, value_dim].
-        mask: bool [Q, K], the entries that each query attends to.
+        Heads and queries run in groups that need at most `WORKSPACE_BYTES`, or the bytes of one head's keys and values.
+        """
+        attended = query.new_empty(*query.shape[:2], self.value_dim)
+        most = WORKSPACE_BYTES // query.itemsize
+        # For each entry and head: the projection, and the key and value that are made from it.
+        values = self._weight.shape[1] + 2 * query.shape[-1]
+        heads = min(max(1, most // (values * len(entries))), query.shape[1])
+        rows = max(1, most // (heads * len(entries)))
+        for head in range(0, query.shape[1], heads):
+            group = slice(head, head + heads)
+            self._attend_heads(query[:, group], entries, group, rows, attended[:, group])
+        return attended
+
+    def _attend_heads(self, query: Tensor, entries: Tensor, group: slice, rows: int, attended: Tensor) -> None:
+        """Write some heads of `expanded` to `attended` [Q, heads, value_dim]; `rows` queries run at a time."""
+        keys, values = self._expand(entries, group)
+        before = len(entries) - len(query)
+        for first in range(0, len(query), rows):
+            part = slice(first, min(first + rows, len(query)))
+            end = before + part.stop
+            visible = torch.arange(before + first, end, device=query.device)
+            found = nn.functional.scaled_dot_product_attention(
+                query[part].transpose(0, 1)[None],
+                keys[None, :, :end],
+                values[None, :, :end],
+                torch.arange(end, device=query.device) <= visible[:, None],
+                scale=self._config.scale(query.shape[-1]),
+            )
+            attended[part] = found[0, ..., : self.value_dim].transpose(0, 1)
+
+    def _expand(self, entries: Tensor, group: slice) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of some heads, [heads, K, nope_dim + head_dim] each.
+
+        Values are padded to the size of keys, because PyTorch has faster kernels for equal sizes.
         """
         nope, latent = self._config.nope_dim, self._config.latent_dim
-        heads = len(self._weight)
-        projected = nn.functional.linear(entries[:, :latent], self._weight.flatten(0, 1)).unflatten(1, (heads, -1))
-        rotated = entries[:, None, latent:].expand(-1, heads, -1)
+        projected = torch.matmul(entries[:, :latent], self._weight[group].transpose(1, 2))
+        rotated = entries[:, latent:].expand(len(projected), -1, -1)
         keys = torch.cat((projected[..., :nope], rotated), dim=-1)
-        attended = nn.functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            projected[..., nope:].transpose(0, 1)[None],
-            mask,
-            scale=self._config.scale(query.shape[-1]),
-        )
-        return attended[0].transpose(0, 1)
+        padding = max(0, keys.shape[-1] - self.value_dim)
+        return keys, nn.functional.pad(projected[..., nope:], (0, padding))
 
 
 class LatentAttention(nn.Module):

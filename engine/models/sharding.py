@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,8 @@ from engine.models.loader import (
 )
 from engine.models.quantized.linear import keep_quantized
 
-SUMMED = ("attention.o_proj", "feed_forward")
-"""Modules of a layer whose outputs are summed over ranks."""
 OUTPUT_BIASES = ("attention.o_proj.bias", "feed_forward.down_proj.bias")
+"""Biases of the last projections before a sum over ranks."""
 
 
 class Group(Protocol):
@@ -62,11 +61,11 @@ class ShardedDecoder(Decoder):
             "lm_head": GatheredLinear(self.lm_head, config.vocab_size, group),
             "embedding": ShardedEmbedding(self.embedding.weight, tokens.start, group),
         }
-        for index in range(len(self.layers)):
-            for name in (f"layers.{index}.{module}" for module in SUMMED):
-                replaced[name] = Summed(self.get_submodule(name), group)
         for name, module in replaced.items():
             self.set_submodule(name, module)
+        for layer in self.layers:
+            for module in (layer.attention.o_proj, layer.feed_forward):
+                module.register_forward_hook(lambda _module, _inputs, output: group.sum(output))
 
 
 def load_shard(
@@ -128,19 +127,6 @@ class ShardedEmbedding(nn.Module):
         is_absent = (own < 0) | (own >= len(self.weight))
         found = F.embedding(own.masked_fill(is_absent, 0), self.weight)
         return self._group.sum(found.masked_fill(is_absent[:, None], 0))
-
-
-class Summed(nn.Module):
-    """A module whose output is summed over ranks."""
-
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        super().__init__()
-        self.module = module
-        self._group = group
-
-    def forward(self, *inputs: Any) -> Tensor:
-        """Map the inputs of this rank's module to the sum of the modules' outputs."""
-        return self._group.sum(self.module(*inputs))
 
 
 class GatheredLinear(nn.Module):

@@ -9,10 +9,14 @@ from engine.attention.latent import is_prompt
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import Span, build_batch
 from engine.executor.runner import Runner
+from engine.models import latent_attention
+from engine.models.config import LatentConfig
+from engine.models.latent_attention import Expansion
 from engine.models.loader import load_model
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
+from tests.engine.executor.kernels.test_sample import Memory
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import DEEPSEEK, TOKENS, transformers_logits
 
@@ -50,10 +54,16 @@ def step(runner, *entries):
     return runner.forward(build_batch(entries, PAGE_SIZE))
 
 
-@pytest.mark.parametrize("expands", [True, False], ids=["expanded", "absorbed"])
-def test_prompts_in_chunks_give_the_logits_of_transformers(case, expands):
+@pytest.mark.parametrize(
+    ("expands", "workspace"),
+    [(True, None), (True, 150_000), (True, 1), (False, None)],
+    ids=["expanded", "in parts", "one head and query at a time", "absorbed"],
+)
+def test_prompts_in_chunks_give_the_logits_of_transformers(case, monkeypatch, expands, workspace):
     """Chunks are drafts here, so that all their logits are computed. The last chunks are too short to be expanded."""
     model, expected = case
+    if workspace is not None:
+        monkeypatch.setattr(latent_attention, "WORKSPACE_BYTES", workspace)
     runner, tokens = new_runner(model, expands=expands), TOKENS.numpy()
     for first, end in ((0, 150), (150, 390), (390, 399), (399, 400)):
         entry = sequence_of(tokens[: first + 1], range(32), computed=first, draft=tokens[first + 1 : end])
@@ -99,6 +109,19 @@ def test_long_spans_are_expanded(case):
     """At the sizes of DeepSeek-V3 from 171 rows on; 15 for those here."""
     latent = case[0].config.latent
     assert [length for length in (1, 14, 15, 200) if is_prompt(Span(0, length, 0, []), latent)] == [15, 200]
+
+
+def test_memory_of_the_expanded_form_is_bounded(monkeypatch):
+    """Besides the output and a copy of part of it. All heads at once would take 59 MB, and their scores 61 MB."""
+    monkeypatch.setattr(latent_attention, "WORKSPACE_BYTES", 16 << 20)
+    heads, queries, entries = 8, 600, 3200
+    latent = LatentConfig(query_rank=0, latent_dim=64, nope_dim=128, value_dim=128)
+    expansion = Expansion(torch.randn(heads, 256, 64), latent)
+    query, cached = torch.randn(queries, heads, 128 + 32), torch.randn(entries, 64 + 32)
+    with Memory() as memory:
+        attended = expansion.expanded(query, cached)
+    assert memory.peak - 2 * attended.nbytes < 16 << 20
+    assert attended.isfinite().all()
 
 
 def test_flashinfer_is_refused_by_name(case):
