@@ -50,8 +50,9 @@ class PlainFixed(FixedAttention):
                 values.flatten(0, 1).index_copy_(0, rows.slots, value)
             queries = query.new_zeros(batch * width + 1, *query.shape[1:]).index_copy(0, cell, query)
             queries = queries[:-1].unflatten(0, (batch, width)).transpose(1, 2)
-            gathered = [cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values)]
-            attended = F.scaled_dot_product_attention(queries, *gathered, mask, enable_gqa=True)[..., : value.shape[-1]]
+            all_keys, all_values = (cached[pages].flatten(1, 2).transpose(1, 2) for cached in (keys, values))
+            attended = F.scaled_dot_product_attention(queries, all_keys, all_values, mask, enable_gqa=True)
+            attended = attended[..., : value.shape[-1]]
             return F.pad(attended.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))[cell]
 
         return attend

@@ -23,6 +23,8 @@ from engine.models.loader import (
 )
 from engine.models.quantized.linear import keep_quantized
 
+SUMMED = ("attention.o_proj", "feed_forward")
+"""Modules of a layer whose outputs are summed over ranks."""
 OUTPUT_BIASES = ("attention.o_proj.bias", "feed_forward.down_proj.bias")
 """Biases of the last projections before a sum over ranks."""
 
@@ -63,8 +65,9 @@ class ShardedDecoder(Decoder):
         }
         for name, module in replaced.items():
             self.set_submodule(name, module)
-        for layer in self.layers:
-            for module in (layer.attention.o_proj, layer.feed_forward):
+        for index in range(len(self.layers)):
+            for name in SUMMED:
+                module = self.get_submodule(f"layers.{index}.{name}")
                 module.register_forward_hook(lambda _module, _inputs, output: group.sum(output))
 
 
