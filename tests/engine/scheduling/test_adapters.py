@@ -1,5 +1,6 @@
 """Requests that wait for their adapter are passed by others, and do not wait forever."""
 
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,10 +55,21 @@ class NoUpdates(Adapter):
         return {}
 
 
+class Immediate(Executor):
+    """Replaces the thread that reads adapters."""
+
+    def submit(self, read):
+        future = Future()
+        future.set_result(read())
+        return future
+
+
 def pool_of(size):
-    """The engine's own pool, without weights."""
+    """The engine's own pool, without weights and threads."""
     adapters = {name: NoUpdates(name, Path(name), {}, {}) for name in NAMES}
-    return AdapterPool(SimpleNamespace(embedding=nn.Embedding(1, 1)), adapters, size)
+    pool = AdapterPool(SimpleNamespace(embedding=nn.Embedding(1, 1)), adapters, size)
+    pool._reader = Immediate()
+    return pool
 
 
 def text(length, seed=0):
