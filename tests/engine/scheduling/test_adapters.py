@@ -176,13 +176,13 @@ def test_random_requests_with_few_slots_and_pages(size):
 
 def test_no_adapter_waits_forever():
     """Requests of two adapters arrive in every step, so that some of each always run, and one of a third."""
-    engine = engine_of(pool_of(2), max_sequences=8)
+    engine = engine_of(pool_of(2), pages=100, max_sequences=8)
     for name in "abab":
         add(engine, name, max_tokens=20)
     while not engine.scheduler.running:
         engine.step()
     third, ended, steps = add(engine, "c", max_tokens=5), {}, 0
-    while third not in ended:
+    while third not in ended and steps < 100:
         for name in "ab":
             add(engine, name, max_tokens=20)
         ended |= engine.step().finished
