@@ -32,9 +32,14 @@ class ChatTemplate:
 
         Raises the exceptions of jinja2 for invalid sources.
         """
+        from jinja2.meta import find_undeclared_variables
+
         environment = _environment()
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._tokens = dict(tokens)
+        source = sources.get(WITH_TOOLS, sources[DEFAULT])
+        self.tool_source = source if "tools" in find_undeclared_variables(environment.parse(source)) else ""
+        """The template for chats with tools; empty if it does not use them."""
 
     def render(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,14 @@ from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import ChatRequest
 from engine.api.service import Service, encode_in_background, token_text
+from engine.api.tools.definitions import NamedTool
+from engine.api.tools.formats import FORMATS, ToolFormat, ToolParser
+from engine.api.tools.grammar import tool_grammar
+from engine.api.tools.output import CallOutput
 from engine.models.detokenize import Decode
+from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
+from engine.scheduling.request import FinishReason, Request
 from ssd.errors import UserError
 
 
@@ -23,20 +30,44 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     """Answer a chat. Raises ApiError and UserError."""
     service.check_model(body.model)
     prompt = await _prompt(service, body)
+    form = _tool_format(service) if body.offered_tools else None
+    grammar = _required_calls(service, body, form) if form is not None and body.must_call else body.grammar
     given = body.max_completion_tokens or body.max_tokens
     param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     max_tokens = service.output_limit(prompt, given, service.max_tokens, param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = service.requests(body, prompt, max_tokens, await service.hints(body), logprobs=logprobs)
-    return await respond(service, body, requests, _ChatFormat(service, body, requests), http)
+    hints = await service.hints(body)
+    requests = service.requests(body, prompt, max_tokens, hints, logprobs=logprobs, grammar=grammar)
+    return await respond(service, body, requests, _ChatFormat(service, body, requests, form), http)
+
+
+def _tool_format(service: Service) -> ToolFormat:
+    """Return the format of the model's tool calls. Raises ApiError."""
+    if not service.served.chat.takes_tools:
+        raise ApiError(400, "tools: the chat template of this model does not use them", param="tools")
+    if service.served.tool_format is None:
+        flag = f"--tool-call-parser {'|'.join(FORMATS)}"
+        raise ApiError(
+            400, f"tools: the format of this model's calls is not known; start the server with {flag}", param="tools"
+        )
+    return service.served.tool_format
+
+
+def _required_calls(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar:
+    """Return the grammar of the calls that `tool_choice` requires. Raises UserError."""
+    named = body.tool_choice.name if isinstance(body.tool_choice, NamedTool) else None
+    tools = [tool for tool in body.offered_tools if named in (None, tool.name)]
+    token_ids = service.served.tokenizer.token_ids(form.markers)
+    return tool_grammar(form, tools, token_ids, parallel=body.parallel_tool_calls and named is None)
 
 
 async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
     """Return the token ids of the messages, uint32 [P]. Raises ApiError."""
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    render = partial(service.served.chat.tokens, messages, arguments=body.chat_template_kwargs)
+    tools = [tool.as_sent() for tool in body.offered_tools]
+    render = partial(service.served.chat.tokens, messages, tools or None, body.chat_template_kwargs)
     try:
-        return await encode_in_background(render, sum(len(str(message.content)) for message in body.messages))
+        return await encode_in_background(render, sum(len(str(part)) for part in (*messages, *tools)))
     except UserError as problem:
         raise ApiError(400, str(problem), param="messages") from None
 
@@ -48,6 +79,16 @@ class _ChatFormat(ResponseFormat):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(
+        self, service: Service, body: ChatRequest, requests: Sequence[Request], form: ToolFormat | None
+    ) -> None:
+        """`form`: of the calls in the outputs; None for a chat without tools."""
+        super().__init__(service, body, requests)
+        names = {tool.name for tool in body.offered_tools}
+        max_calls = None if body.parallel_tool_calls else 1
+        self._calls = [] if form is None else [CallOutput(ToolParser(form, names, max_calls)) for _ in requests]
+        """One per output."""
+
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return one chunk per output with the assistant's role."""
         content = {"delta": {"role": "assistant", "content": ""}}
@@ -55,14 +96,21 @@ class _ChatFormat(ResponseFormat):
 
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         """See `ResponseFormat.choice_of`."""
-        if is_chunk:
-            content: dict[str, Any] = {"delta": {"content": delta.text} if delta.text else {}}
-        else:
-            content = {"message": {"role": "assistant", "content": delta.text}}
+        content = self._delta(delta) if is_chunk else {"message": {"role": "assistant"} | self._message(delta)}
         choice = self.choice(delta.index, content, delta.completion) | self.pieces(delta)
+        if choice["finish_reason"] == FinishReason.STOP and self._calls and self._calls[delta.index].calls:
+            choice["finish_reason"] = "tool_calls"
         if delta.logprobs is not None:
             choice["logprobs"] = _token_logprobs(delta.tokens, delta.logprobs, self.decode)
         return choice
+
+    def _delta(self, delta: Delta) -> dict[str, Any]:
+        if self._calls:
+            return {"delta": self._calls[delta.index].delta(delta.text, is_last=delta.completion is not None)}
+        return {"delta": {"content": delta.text} if delta.text else {}}
+
+    def _message(self, delta: Delta) -> dict[str, Any]:
+        return self._calls[delta.index].message(delta.text) if self._calls else {"content": delta.text}
 
 
 def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:

@@ -26,11 +26,14 @@ LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 """Matches the parameter name at the start of an error message about a parameter."""
 ALIASES = {"prompt_logprobs": "logprobs"}
 """Maps the engine's parameter names to request fields where they differ."""
+CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+"""Fields that only chats have, and that could be taken for misspelled ones in errors of completions."""
 EITHER_TYPE = {
     "prompt": "a string or a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of the type text",
     "json": "a JSON schema, as an object or as text",
+    "tool_choice": "none, auto, required, or an object that names a function",
 }
 """What fields of several possible types must be."""
 
@@ -95,6 +98,8 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         )
     if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
         return ApiError(400, f"{param} are not supported", param=param)
+    if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
+        return ApiError(400, f"{param}: only chats have it; send messages to /v1/chat/completions", param=param)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)
@@ -144,7 +149,7 @@ def _message_of(error: Any) -> str:
 
 
 def _is_type_name(part: str) -> bool:
-    return part in ("str", "int", "float", "bool", "ContentPart") or part.startswith(
+    return part in ("str", "int", "float", "bool", "ContentPart", "NamedTool") or part.startswith(
         ("list[", "dict[", "constrained-", "function-")
     )
 

@@ -72,7 +72,10 @@ class ResponseFormat(ABC):
             self.completions[delta.index] = delta.completion
         elif not delta.pieces and delta.logprobs is None:
             return []
-        return [self.chunk([self.choice_of(delta, is_chunk=True)])]
+        choice = self.choice_of(delta, is_chunk=True)
+        # Text that may belong to a tool call is sent later.
+        is_empty = choice.get("delta") == {} and delta.completion is None and delta.logprobs is None
+        return [] if is_empty and "pieces" not in choice else [self.chunk([choice])]
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Return the chunks at the end of a stream."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from engine.api.body import Body
+from engine.api.tools.definitions import NamedTool, Tool
 from engine.sampling.grammar import Grammar, choice_grammar
 
 MAX_CHOICES = 128
@@ -20,19 +22,6 @@ Tokens = Annotated[list[Token], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 One = Annotated[float, Field(ge=1, le=1)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-
-
-class Body(BaseModel):
-    """Base of all bodies: unknown fields and wrong types are errors, and null means that a field was not sent."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -274,15 +263,17 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as `enable_thinking`."""
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    """`none`, `auto` (the model decides), `required`, or the tool to call; None: `auto`."""
+    parallel_tool_calls: bool = True
+    """Whether an output may have several calls."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     # Accepted only where they change nothing.
-    tools: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
@@ -295,3 +286,29 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs to be true")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [tool.name for tool in self.tools or ()]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise ValueError(f"tools: two of them have the name {twice!r}")
+        if isinstance(self.tool_choice, NamedTool):
+            if self.tool_choice.name not in names:
+                raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r} in tools")
+        elif self.tool_choice not in (None, "none", "auto", "required"):
+            raise ValueError("tool_choice: must be none, auto, required, or an object that names a function")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if self.must_call and self.grammar is not None:
+            raise ValueError("tool_choice: a call cannot be combined with structured output; send auto or none")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output must consist of calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)

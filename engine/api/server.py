@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.response_cache import ResponseCache
 from engine.api.service import Admission, ServedModel, Service
+from engine.api.tools.formats import FORMATS, ToolFormat, recognise
 from engine.commands.options import EngineOptions
 from engine.models.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
@@ -54,6 +56,8 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20
     drain_s: float = 30.0
     """Seconds to wait for running requests after a signal to stop."""
+    tool_call_parser: str | None = None
+    """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognised."""
     cached_responses: int = 0
     """Capacity of the response cache in tokens; 0: no cache."""
 
@@ -66,7 +70,9 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
-    tokenizer = Tokenizer(folder)
+    form = _tool_format(folder, config.tool_call_parser)
+    shown = () if form is None else form.markers
+    tokenizer = Tokenizer(folder, shown)
     served = ServedModel(
         name=name,
         tokenizer=tokenizer,
@@ -76,8 +82,9 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         drafter=options.drafter,
         prefix_cache=options.config.prefix_cache,
         adapters=tuple(options.loras),
+        tool_format=form,
     )
-    engine = EngineProcess(partial(build_engine_from, options))
+    engine = EngineProcess(partial(build_engine_from, options, shown))
     notify(f"loading {name} ...")
     try:
         ready = await engine.start()
@@ -92,8 +99,22 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         await engine.stop()
 
 
-def build_engine_from(options: EngineOptions) -> Engine:
-    """Build the engine; runs in the engine process. Raises UserError for a model or drafter that cannot be used."""
+def _tool_format(folder: Path, name: str | None) -> ToolFormat | None:
+    """Return the format of a model's tool calls; None if it is not known. Raises UserError."""
+    template = load_chat_template(folder)
+    source = "" if template is None else template.tool_source
+    if name is None:
+        return recognise(source)
+    if not source:
+        raise UserError(f"--tool-call-parser: the chat template of {folder} does not use tools")
+    return FORMATS[name]
+
+
+def build_engine_from(options: EngineOptions, shown: tuple[str, ...]) -> Engine:
+    """Build the engine; runs in the engine process. shown: special tokens that texts include.
+
+    Raises UserError for a model or drafter that cannot be used.
+    """
     from ssd.kernels.progress import ENGINE_WORK, ProgressLines, watched_compilation  # Imports numba.
 
     def warn(text: str) -> None:
@@ -103,7 +124,7 @@ def build_engine_from(options: EngineOptions) -> Engine:
     with watched_compilation(ProgressLines(notify), ENGINE_WORK):
         from engine.commands.launch import launch, load  # Imports PyTorch.
 
-        return launch(load(options), Tokenizer(options.model), options, warn, notify)
+        return launch(load(options), Tokenizer(options.model, shown), options, warn, notify)
 
 
 def read_keys(path: Path) -> frozenset[str]:

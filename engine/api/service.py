@@ -19,6 +19,7 @@ from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run, prompt_only
 from engine.api.response_cache import ResponseCache
 from engine.api.schemas import SamplingFields
+from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
 from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ class ServedModel:
     prefix_cache: bool
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters, which requests choose as their model."""
+    tool_format: ToolFormat | None = None
+    """How the model writes tool calls; None if that is not known."""
 
 
 class Admission:
@@ -177,7 +180,7 @@ class Service:
         """
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        shared = {"temperature": DEFAULT_TEMPERATURE} | self.served.defaults | given | more
+        shared = {"temperature": DEFAULT_TEMPERATURE, "grammar": body.grammar} | self.served.defaults | given | more
         return [
             Request(
                 prompt,
@@ -187,7 +190,6 @@ class Service:
                     stop=_stop_strings(body.stop),
                     stop_token_ids=tuple(body.stop_token_ids or ()),
                     logit_bias=_logit_bias(body.logit_bias),
-                    grammar=body.grammar,
                     **shared,
                 ),
                 learn=body.learn and body.max_tokens != 0,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engine.api.tools.formats import FORMATS
 from engine.commands.openmp import limit_spinning
 from engine.commands.options import EngineOptions, engine_options, numbers, row_options, sampling_options, verifications
 from ssd.errors import UserError
@@ -81,6 +82,11 @@ def generate(
     "--api-keys",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File with one key per line; requests need one of them.",
+)
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(list(FORMATS)),
+    help="Format of tool calls.  [default: that of the chat template, if it is recognised]",
 )
 @click.option(
     "--cached-responses",

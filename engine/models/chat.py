@@ -24,8 +24,25 @@ class ChatPrompts:
         self._template = load_chat_template(folder)
         self._tokenizer = tokenizer
 
-    def text(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt that the template renders; `arguments`: further variables, such as `enable_thinking`.
+    @property
+    def tool_template(self) -> str:
+        """The template for chats with tools, in Jinja; empty without a template that uses tools."""
+        return "" if self._template is None else self._template.tool_source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template uses tools."""
+        return bool(self.tool_template)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt that the template renders.
+
+        tools: that the model may call, as in OpenAI's API. arguments: further variables, such as `enable_thinking`.
 
         Raises UserError for a model without a template and for messages that its template refuses.
         """
@@ -36,13 +53,18 @@ class ChatPrompts:
             )
         normalized = [_normalize(message) for message in messages]
         try:
-            return self._template.render(normalized, arguments=arguments)
+            return self._template.render(normalized, tools=tools, arguments=arguments)
         except RefusedMessagesError as problem:
             raise UserError(f"the model's chat template refuses the messages: {_single_line(problem)}") from None
 
-    def tokens(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> np.ndarray:
+    def tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
         """Return the token ids of `text`, uint32 [N]; the template has rendered all special tokens."""
-        return self._tokenizer.encode(self.text(messages, arguments), add_special_tokens=False)
+        return self._tokenizer.encode(self.text(messages, tools, arguments), add_special_tokens=False)
 
 
 def _normalize(message: Message) -> dict[str, Any]:

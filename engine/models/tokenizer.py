@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
 from ssd.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
+PRIVATE_USE = "\U000f0000"
+"""A character that Unicode leaves to applications."""
 
 
 class Tokenizer:
     """Tokenizer of one model."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raise UserError if `folder` has no usable tokenizer.json."""
+    def __init__(self, folder: Path, shown: Collection[str] = ()) -> None:
+        """Load the tokenizer of a model folder. shown: special tokens that texts are to include.
+
+        Raises UserError if the folder has no usable tokenizer.json.
+        """
         path = folder / TOKENIZER_FILE
         if not path.exists():
             raise UserError(f"{folder} has no {TOKENIZER_FILE}; download or copy it again")
         try:
             self._tokenizer = HubTokenizer.from_file(str(path))
+            if any(token.special and token.content in shown for token in self._added().values()):
+                self._tokenizer = HubTokenizer.from_str(_without_special(self._tokenizer.to_str(), shown))
         except Exception as problem:  # The library raises plain exceptions.
             raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
         # Files can contain settings from training.
@@ -32,9 +42,24 @@ class Tokenizer:
         """Return the vocabulary, added tokens included: the spelling of each token by its id."""
         return {token: spelling for spelling, token in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
+    def token_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Return the ids of those texts that are added tokens of the vocabulary."""
+        return {token.content: number for number, token in self._added().items() if token.content in texts}
+
     def to_json(self) -> str:
-        """Return the tokenizer in the format of tokenizer.json."""
-        return str(self._tokenizer.to_str())
+        """Return the tokenizer in the format of tokenizer.json, with added tokens that no text contains.
+
+        With their own spellings, a text that spells an added token would be encoded as that token.
+        """
+        settings = json.loads(self._tokenizer.to_str())
+        vocabulary = settings["model"]["vocab"]
+        for token in settings["added_tokens"]:
+            spelling, token["content"] = token["content"], f"{PRIVATE_USE}{token['id']}"
+            if isinstance(vocabulary, dict) and spelling in vocabulary:
+                vocabulary[token["content"]] = vocabulary.pop(spelling)
+            elif isinstance(vocabulary, list) and token["id"] < len(vocabulary):
+                vocabulary[token["id"]][0] = token["content"]
+        return json.dumps(settings)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
         """Return token ids, uint32 [N], by default with the special tokens at the beginning of the model's prompts.
@@ -55,3 +80,14 @@ class Tokenizer:
         """Return the text that `tokens` add to `prompt`; some vocabularies drop a space at the start of a text."""
         head, whole = self.decode(prompt), self.decode(np.concatenate((prompt, tokens)))
         return whole[len(head) :] if whole.startswith(head) else self.decode(tokens)
+
+    def _added(self) -> dict[int, AddedToken]:
+        return self._tokenizer.get_added_tokens_decoder()
+
+
+def _without_special(settings: str, shown: Collection[str]) -> str:
+    """Return a tokenizer.json in which the tokens of `shown` are not special."""
+    parsed = json.loads(settings)
+    for token in parsed["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in shown
+    return json.dumps(parsed)

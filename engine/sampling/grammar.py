@@ -52,9 +52,10 @@ class GrammarError(UserError):
 class Grammar:
     """What an output must match."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "tools"]
     text: str = ""
-    """The JSON schema, the regular expression, or the list of choices as JSON; empty for `json_object`."""
+    """The JSON schema, the regular expression, the list of choices as JSON, or the grammar of tool calls in the
+    library's variant of Lark; empty for `json_object`."""
 
 
 class GrammarState:
@@ -273,6 +274,8 @@ def _definition(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         # The library is faster with one expression than with a grammar of alternatives, of which it allows 2,000.
         return LLMatcher.grammar_from_regex("|".join(map(re.escape, json.loads(grammar.text))))
+    if grammar.kind == "tools":
+        return LLMatcher.grammar_from_lark(grammar.text)
     schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
 

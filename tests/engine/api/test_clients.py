@@ -57,7 +57,7 @@ def test_chats_of_common_clients_work(http, body):
     ("given", "param"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # not used by the chat template
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),

@@ -37,10 +37,10 @@ def test_the_first_error_names_its_parameter(field, param, message):
 
 def test_unsupported_fields_are_refused_by_name():
     with pytest.raises(ValidationError) as caught:
-        ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]})
+        ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "functions": [{}]})
     [found] = caught.value.errors()
     error = from_validation(RequestValidationError([{**found, "loc": ("body", *found["loc"])}]))
-    assert (error.status, error.param, error.message) == (400, "tools", "tools are not supported")
+    assert (error.status, error.param, error.message) == (400, "functions", "functions are not supported")
 
 
 @pytest.mark.parametrize(

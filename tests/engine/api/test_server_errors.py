@@ -4,13 +4,14 @@ import asyncio
 import errno
 import os
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from engine.api import server
 from engine.api.server import ServerConfig
 from engine.commands.options import EngineOptions
+from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 
 OPTIONS = EngineOptions(**dict.fromkeys(field.name for field in fields(EngineOptions)))
@@ -44,6 +45,13 @@ def test_a_port_in_use_is_reported_before_a_model_is_loaded(monkeypatch):
         config = ServerConfig(port=occupied.getsockname()[1])
         with pytest.raises(UserError, match="the port is in use"):
             asyncio.run(server.serve(OPTIONS, config, "m", print))
+
+
+def test_a_parser_of_tool_calls_needs_a_chat_template_with_tools(monkeypatch):
+    monkeypatch.setattr(server, "EngineProcess", lambda _: pytest.fail("an engine was made"))
+    config = ServerConfig(port=0, tool_call_parser="hermes")
+    with pytest.raises(UserError, match=r"--tool-call-parser: the chat template of .*stdlib-7m does not use tools"):
+        asyncio.run(server.serve(replace(OPTIONS, model=SHIPPED_MODEL, loras={}), config, "m", print))
 
 
 def test_an_address_of_another_machine_is_not_called_in_use():

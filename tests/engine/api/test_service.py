@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine.api.chat import _tool_format
+from engine.api.errors import ApiError
 from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
 from tests.engine.api.serving import MODEL, eventually
@@ -17,6 +19,14 @@ def test_a_request_chooses_its_verification(verification):
     body = CompletionRequest(model=MODEL, prompt="x", verification=verification, n=2)
     requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
     assert [request.sampling.verification for request in requests] == [verification] * 2
+
+
+def test_tools_need_a_known_format_of_calls():
+    chat = SimpleNamespace(takes_tools=True)
+    service = SimpleNamespace(served=SimpleNamespace(chat=chat, tool_format=None))
+    with pytest.raises(ApiError, match=r"start the server with --tool-call-parser hermes\|") as refused:
+        _tool_format(service)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
 def test_verification_is_accepted_and_checked_by_the_server(http):

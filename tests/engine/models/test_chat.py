@@ -96,7 +96,7 @@ def test_prompts_equal_those_of_transformers(folder, template, messages, tools, 
     prompts = prompts_of(folder, template)
     assert load_chat_template(folder).render(messages, **settings, arguments=arguments) == expected
     if add_generation_prompt and tools is None:
-        tokens = prompts.tokens(messages, arguments)
+        tokens = prompts.tokens(messages, arguments=arguments)
         assert tokens.tolist() == Tokenizer(folder).encode(expected, add_special_tokens=False).tolist()
 
 
@@ -135,9 +135,26 @@ def test_special_tokens_are_not_added_twice(folder):
 def test_the_tool_template_is_used_if_there_is_one(folder):
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     assert prompts_of(folder, templates).text([USER]) == "plain"
+    assert prompts_of(folder, templates).text([USER], TOOLS) == "with tools"
     assert load_chat_template(folder).render([USER], tools=TOOLS) == "with tools"
     (folder / "chat_template.jinja").write_text("a file")
     assert load_chat_template(folder).render([USER], tools=TOOLS) == "a file"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, True),
+        ("{%- if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}a{% endif %}", True),
+        ("{%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools }}", True),
+        ("{{ messages[0].tools }}", False),
+        (LLAMA, False),
+        ([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}"}], True),
+        (None, False),
+    ],
+)
+def test_whether_a_template_uses_tools(folder, template, expected):
+    assert prompts_of(folder, template).takes_tools == expected
 
 
 @pytest.mark.parametrize(

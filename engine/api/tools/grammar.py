@@ -1,0 +1,55 @@
+"""Grammars of outputs that consist of tool calls, in the language of llguidance (a variant of Lark)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from engine.api.tools.definitions import Tool
+from engine.api.tools.formats import ToolFormat
+from engine.sampling.grammar import JSON_STYLE, Grammar
+from engine.sampling.grammar_limits import check_limits
+from ssd.errors import UserError
+
+
+def tool_grammar(form: ToolFormat, tools: Sequence[Tool], token_ids: Mapping[str, int], *, parallel: bool) -> Grammar:
+    """Return the grammar of outputs that call one of the tools, or several if `parallel`.
+
+    token_ids: ids of the tokens that the tokenizer has for markers of the format.
+
+    Raises UserError for a schema that is too large or nested too deep.
+    """
+
+    def literal(text: str) -> str:
+        return _literal(text, form.markers, token_ids)
+
+    calls = f"call ({literal(form.separator)} call)*" if parallel else "call"
+    lines = [f"start: {literal(form.opening)} {calls} {literal(form.closing)}"]
+    lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
+        before = literal(form.before_arguments.replace("NAME", tool.name))
+        lines.append(f"call_{index}: {before} arguments_{index} {literal(form.after_arguments)}")
+        lines.append(f"arguments_{index}: %json {_schema(tool)}")
+    return Grammar("tools", "\n".join(lines))
+
+
+def _literal(text: str, markers: Sequence[str], token_ids: Mapping[str, int]) -> str:
+    """Return a text in Lark. Markers that are tokens are written as such, because the library requires it."""
+    parts = re.split("(" + "|".join(map(re.escape, markers)) + ")", text)
+    return " ".join(f"<[{token_ids[part]}]>" if part in token_ids else json.dumps(part) for part in parts if part)
+
+
+def _schema(tool: Tool) -> str:
+    """Return the JSON schema of a tool's arguments. Raises UserError."""
+    given = tool.function.parameters
+    style = given.get("x-guidance", {})
+    style = JSON_STYLE | style if isinstance(style, dict) else style
+    try:
+        schema = json.dumps(given | {"type": "object", "x-guidance": style})
+        check_limits("json_schema", schema)
+    except RecursionError:
+        raise UserError(f"tools: the schema of {tool.name} is nested too deep") from None
+    except UserError as problem:
+        raise UserError(f"tools: the schema of {tool.name} cannot be used: {problem}") from None
+    return schema

@@ -1,0 +1,70 @@
+"""Write and read outputs with tool calls."""
+
+import json
+from itertools import pairwise
+
+from engine.api.tools.formats import ToolParser
+from engine.api.tools.output import CallOutput
+from engine.api.tools.reader import Arguments, Content
+
+
+def written(form, calls):
+    """The text of calls, pairs of a name and arguments, as the format defines it."""
+    texts = [
+        form.before_arguments.replace("NAME", name) + json.dumps(arguments, ensure_ascii=False) + form.after_arguments
+        for name, arguments in calls
+    ]
+    return form.opening + form.separator.join(texts) + form.closing
+
+
+def divided(text, cuts):
+    """The text in parts that end at the given positions."""
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def events_of(form, parts, names, max_calls=None):
+    """The events of an output that arrives in parts; adjacent texts are joined."""
+    parser = ToolParser(form, names, max_calls)
+    events = []
+    for event in [event for part in parts for event in parser.feed(part)] + parser.finish():
+        last = events[-1] if events else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            events[-1] = Content(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
+            events[-1] = Arguments(event.index, last.text + event.text)
+        else:
+            events.append(event)
+    return events
+
+
+def message_of(form, text, names, max_calls=None):
+    """The content of a whole output, and its calls as pairs of a name and JSON text."""
+    message = CallOutput(ToolParser(form, names, max_calls)).message(text)
+    return message["content"], pairs_of(message.get("tool_calls", []))
+
+
+def pairs_of(calls):
+    """Tool calls of a message as pairs of a name and JSON text; checks the rest of them."""
+    assert all(set(call) == {"id", "type", "function"} and call["type"] == "function" for call in calls)
+    ids = [call["id"] for call in calls]
+    assert len(set(ids)) == len(ids)
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def collected(deltas):
+    """The message that the deltas of a stream amount to."""
+    content, calls = "", {}
+    for delta in deltas:
+        content += delta.get("content") or ""
+        for part in delta.get("tool_calls", []):
+            function = part["function"]
+            if "id" in part:
+                calls[part["index"]] = {
+                    "id": part["id"],
+                    "type": part["type"],
+                    "function": {"name": function["name"], "arguments": ""},
+                }
+            calls[part["index"]]["function"]["arguments"] += function["arguments"]
+    return content, pairs_of(list(calls.values()))

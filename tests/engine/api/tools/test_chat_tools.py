@@ -1,0 +1,199 @@
+"""Chats with tools over HTTP."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import openai
+import pytest
+
+from tests.engine.api.serving import MODEL
+from tests.engine.api.tools.outputs import collected, pairs_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+OTHER = {"properties": {"zone": {"enum": ["utc", "local"]}}, "required": ["zone"], "additionalProperties": False}
+SCHEMAS = {"weather": SCHEMA, "clock": OTHER}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+ASKED = {
+    "model": MODEL, "messages": [{"role": "user", "content": "Is it cold?"}], "max_tokens": 200, "seed": 1,
+    "tools": TOOLS, "parallel_tool_calls": False,
+}  # fmt: skip
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "clock"}}
+
+
+def post(http, **fields):
+    return http.post("/v1/chat/completions", json=ASKED | fields)
+
+
+def choices_of(http, **fields):
+    """For each output its content, calls and reason to end, which must be the same streamed and not."""
+    answer = post(http, **fields)
+    assert answer.status_code == 200, answer.text
+    whole = [
+        (choice["message"]["content"], pairs_of(choice["message"].get("tool_calls", [])), choice["finish_reason"])
+        for choice in answer.json()["choices"]
+    ]
+    deltas, reasons = [[] for _ in whole], [None] * len(whole)
+    with http.stream("POST", "/v1/chat/completions", json=ASKED | fields | {"stream": True}) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                deltas[choice["index"]].append(choice["delta"])
+                reasons[choice["index"]] = choice["finish_reason"]
+    streamed = [(*collected(each), reason) for each, reason in zip(deltas, reasons, strict=True)]
+    assert streamed == [(content or "", calls, reason) for content, calls, reason in whole]
+    return whole
+
+
+def scripted(text):
+    """A field that makes the model write a text."""
+    return {"structured_outputs": {"choice": [text]}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_drafters_do_not_change_required_calls(http, temperature):
+    asked = {"tool_choice": "required", "temperature": temperature, "n": 1 + 2 * temperature}
+    expected = choices_of(http, **asked, drafter="none")
+    for _, calls, reason in expected:
+        [(name, arguments)] = calls
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        assert reason == "tool_calls"
+    # The corpus then has many other calls, and the same calls.
+    for seed in range(5):
+        choices_of(http, tool_choice="required", temperature=1, seed=100 + seed)
+    for drafter in ("ngram", "ssd", "ngram+ssd"):
+        assert choices_of(http, **asked, drafter=drafter) == expected
+
+
+def test_a_named_function_is_called(http):
+    [(content, [(name, arguments)], reason)] = choices_of(http, tool_choice=NAMED, parallel_tool_calls=True)
+    assert (content, name, reason) == (None, "clock", "tool_calls")
+    assert json.loads(arguments)["zone"] in ("utc", "local")
+
+
+def test_the_model_may_call_tools_or_not(http):
+    assert choices_of(http, **scripted(f"I look.\n{CALL}")) == [
+        ("I look.", [("weather", '{"city": "Oslo", "days": 1}')], "tool_calls")
+    ]
+    assert choices_of(http, **scripted("It is cold. ")) == [("It is cold. ", [], "stop")]
+
+
+def test_calls_that_are_not_allowed_are_content(http):
+    unknown = CALL.replace("weather", "news")
+    assert choices_of(http, **scripted(unknown)) == [(unknown, [], "stop")]
+    two = f"{CALL}\n{CALL}"
+    [(content, calls, reason)] = choices_of(http, **scripted(two))
+    assert (content.strip(), len(calls), reason) == (CALL, 1, "tool_calls")
+    assert [len(calls) for _, calls, _ in choices_of(http, **scripted(two), parallel_tool_calls=True)] == [2]
+    assert choices_of(http, **scripted(CALL), tool_choice="none") == [(CALL, [], "stop")]
+
+
+def test_a_call_that_max_tokens_cuts_is_content(http):
+    answer = post(http, **scripted(CALL), max_tokens=20).json()["choices"][0]
+    assert answer["finish_reason"] == "length"
+    assert answer["message"] == {"role": "assistant", "content": CALL[: len(answer["message"]["content"])]}
+
+
+def test_stop_strings_see_the_special_token_of_the_format(http):
+    [(content, calls, reason)] = choices_of(http, **scripted(f"I look.{CALL}"), stop=["<tool_call>"])
+    assert (content, calls, reason) == ("I look.", [], "stop")
+    assert choices_of(http, tool_choice=NAMED, stop=["nothing of this"])[0][2] == "tool_calls"
+
+
+def test_tools_are_shown_to_the_model_unless_the_choice_is_none(http):
+    def prompt_tokens(**fields):
+        return post(http, max_tokens=1, **fields).json()["usage"]["prompt_tokens"]
+
+    assert prompt_tokens() > prompt_tokens(tool_choice="none") == prompt_tokens(tools=[])
+
+
+def test_a_conversation_with_the_official_client(http):
+    messages = [{"role": "user", "content": "Is it cold?"}]
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
+        asked = {"model": MODEL, "tools": TOOLS, "max_tokens": 100, "seed": 3, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(messages=messages, tool_choice="required", **asked).choices[0]
+        [call] = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+        with client.chat.completions.stream(messages=messages, tool_choice="required", **asked) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls"
+        assert [each.function.arguments for each in streamed.message.tool_calls] == [call.function.arguments]
+        messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "-3 °C"}]
+        after = client.chat.completions.create(messages=messages, **asked)
+        assert after.choices[0].message.role == "assistant"
+
+
+def function(**fields):
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "there is no tool 'news'", "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "required", "tool_choice.function"),
+        ({"tool_choice": "any"}, "must be none, auto, required, or an object", "tool_choice"),
+        ({"tool_choice": 5}, "must be none, auto, required, or an object", "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "required needs tools", "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured output", "tool_choice"),
+        ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "structured output", "tool_choice"),
+        ({"tool_choice": "required", "ignore_eos": True}, "cannot be combined with tools", "ignore_eos"),
+        ({"tools": TOOLS + TOOLS}, "two of them have the name 'weather'", "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "supports only 'function'", "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "required", "tools.0.function"),
+        ({"tools": ["f"]}, "", "tools.0"),
+        (function(name="a b"), "should match pattern", "tools.0.function.name"),
+        (function(parameters={"type": "array"}), "must be a JSON schema of the type object", "tools.0.function"),
+        (function(parameters=[]), "valid dictionary", "tools.0.function.parameters"),
+        (function(colour=1), "there is no parameter", "tools.0.function.colour"),
+        (function(parameters={"not": {}}) | {"tool_choice": "required"}, 'Unimplemented keys: ["not"]', "tools"),
+        (function(parameters={"x-guidance": 5}) | {"tool_choice": "required"}, "it cannot be used", "tools"),
+        (function(parameters={"title": "a" * 40_000}) | {"tool_choice": "required"},
+         "tools: the schema of f cannot be used: json_schema: it has 40,", "tools"),
+        (function(parameters={"required": ["a"], "properties": {"a": {"type": "string", "pattern": "a{5000}"}}})
+         | {"tool_choice": "required"}, "tools: the schema of f cannot be used: json_schema: it requires", "tools"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param):
+    answer = post(http, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("field", ["tools", "tool_choice", "parallel_tool_calls"])
+def test_completions_have_no_tools(http, field):
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", field: ASKED.get(field, "auto")})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, None)
+    assert error["message"] == f"{field}: only chats have it; send messages to /v1/chat/completions"
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_deeply_nested_schemas_are_answered(http, depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    asked = function(parameters={"properties": {"a": schema}}) | {"tool_choice": "required", "max_tokens": 2}
+    assert post(http, **asked).status_code in (200, 400)
+    assert http.get("/health").status_code == 200
+
+
+def test_the_example_of_the_documentation_works(http):
+    documentation = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
+    [body] = re.findall(r"v1/chat/completions .*? -d '(.*?)'\n", documentation, re.DOTALL)
+    asked = json.loads(body) | {"model": MODEL, "max_tokens": 8}
+    assert http.post("/v1/chat/completions", json=asked).status_code == 200

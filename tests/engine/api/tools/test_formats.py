@@ -1,0 +1,184 @@
+"""Tool calls are read from outputs in the formats of published models, whole and in arbitrary parts."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api.tools.formats import FORMATS, ToolParser, recognise
+from engine.api.tools.output import CallOutput
+from engine.api.tools.reader import CallWithdrawn, Content
+from tests.engine.api.tools import naive
+from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, pairs_of, written
+
+NAMES = ("weather", "send_mail-2")
+PARIS, BERLIN = '{"city": "Paris"}', '{"city":"Berlin", "days" : 2}'
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n%s\n```<｜tool▁call▁end｜>"
+
+WELL_FORMED = {
+    "hermes": [
+        ('<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
+        ('<tool_call>\n{"arguments": {"city": "Paris"}, "name": "weather"}\n</tool_call>', "", [PARIS]),
+        (f'Two.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n<tool_call>\n'
+         f'{{"name": "weather", "arguments": {BERLIN}}}\n</tool_call>', "Two.", [PARIS, BERLIN]),
+        (f'<think>\nHm.\n</think>\n\n<tool_call>{{"name":"weather","arguments":{PARIS}}}</tool_call>\n\n',
+         "<think>\nHm.\n</think>", [PARIS]),
+        (f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}', "", [PARIS]),
+        (f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}</tool_call> Done. ', "Done. ", [PARIS]),
+        ('<tool_call>\n{"name": "weather", "arguments": {"a": "</tool_call>}\\"{"}}\n</tool_call>', "",
+         ['{"a": "</tool_call>}\\"{"}']),
+    ],
+    "llama3_json": [
+        ('{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+        ('<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+        (f'\n\n{{"name": "weather", "parameters": {PARIS}}}; {{"name": "weather", "parameters": {BERLIN}}}', "",
+         [PARIS, BERLIN]),
+        (f'{{"type": "function", "parameters": {PARIS}, "name": "weather"}}', None, []),
+    ],
+    "mistral": [
+        (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]', "", [PARIS]),
+        (f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}, "id": "a1b2c3d4e"}}, '
+         f'{{"name": "weather", "arguments": {BERLIN}}}]', "", [PARIS, BERLIN]),
+    ],
+    "deepseek_v3": [
+        (f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL % PARIS}\n{DEEPSEEK_CALL % BERLIN}<｜tool▁calls▁end｜>", "",
+         [PARIS, BERLIN]),
+        (f"I look.<｜tool▁calls▁begin｜>{DEEPSEEK_CALL % PARIS}<｜tool▁calls▁end｜>", "I look.", [PARIS]),
+    ],
+    "deepseek_v31": [
+        (f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+         f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{BERLIN}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "",
+         [PARIS, BERLIN]),
+    ],
+}  # fmt: skip
+
+
+def cases(table):
+    return [
+        pytest.param(FORMATS[name], *case, id=f"{name}-{index}")
+        for name in table
+        for index, case in enumerate(table[name])
+    ]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "arguments"), cases(WELL_FORMED))
+def test_outputs_as_models_write_them(form, text, content, arguments):
+    expected = [("weather", each) for each in arguments]
+    content = text if content is None else content
+    assert message_of(form, text, NAMES) == (content or None, expected)
+    output = CallOutput(ToolParser(form, NAMES))
+    deltas = [output.delta(character, is_last=False) for character in text]
+    assert collected([*deltas, output.delta("", is_last=True)]) == (content, expected)
+    if arguments:
+        streamed = [delta for delta in deltas if delta.get("tool_calls")]
+        assert len(streamed) >= len(PARIS) or text.index("arguments") < text.index("name")
+
+
+MALFORMED = {
+    "hermes": [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": Paris}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Par',
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"a": NaN}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {}, "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather"}\n</tool_call>',
+        '<tool_call>\n{"name": ["weather"], "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "  <tool_call>  ", "  ", "", " a <tool_call", "{}", "\n",
+    ],
+    "llama3_json": ['{"answer": 42}\n', "<|python_tag|>print(1)", " {", "a {", '{"name": "weather", "parameters": {}',
+                    '; {"name": "weather", "parameters": {}}'],
+    "mistral": ['[TOOL_CALLS]{"name": "weather", "arguments": {}}', "[TOOL_CALLS] [", "[TOOL_CALLS] []", "[TOOL"],
+    "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL % '[]'}",
+                    f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL.replace('json', 'xml') % PARIS}<｜tool▁calls▁end｜>"],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather", "<｜tool▁calls▁begin｜>weather"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text"), cases({name: [(text,) for text in MALFORMED[name]] for name in MALFORMED}))
+def test_a_malformed_call_is_content(form, text):
+    assert message_of(form, text, NAMES) == (text, [])
+    output = CallOutput(ToolParser(form, NAMES))
+    parts = divided(text, range(min(len(text), 100)))
+    deltas = [output.delta(part, is_last=False) for part in parts] + [output.delta("", is_last=True)]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    assert not output.calls
+
+
+def test_calls_around_a_malformed_one_are_kept():
+    form = FORMATS["hermes"]
+    good, bad = written(form, [("weather", {})]), written(form, [("unknown", {"a": 1})])
+    assert message_of(form, f"a {good}\n{bad}\n{good}\nb", NAMES) == (f"a{bad}b", [("weather", "{}")] * 2)
+    mail = written(form, [("weather", {"city": "Paris"}), ("send_mail-2", {}), ("weather", {})])
+    content, calls = message_of(form, mail, NAMES, max_calls=1)
+    assert calls == [("weather", PARIS)]
+    assert content.strip() == written(form, [("send_mail-2", {}), ("weather", {})])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text('a{}[]"\\/\n,:; é😀<', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('n"}\\', max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+CALLS = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text("ab{", max_size=2), VALUES, max_size=3)), max_size=3
+)
+CUTS = st.lists(st.integers(0, 300), max_size=12)
+FORMS = st.sampled_from(list(FORMATS.values()))
+
+
+@given(FORMS, st.text("a< \n[", max_size=8), CALLS, CUTS)
+def test_calls_in_any_parts_equal_those_of_the_slow_twin(form, content, calls, cuts):
+    content = "" if form.name == "llama3_json" and calls else content
+    text = content + (written(form, calls) if calls else "")
+    before, expected = naive.read(form.name, text)
+    assert expected == calls
+    output = CallOutput(ToolParser(form, NAMES))
+    deltas = [output.delta(part, is_last=False) for part in divided(text, cuts)] + [output.delta("", is_last=True)]
+    found_content, found = collected(deltas)
+    assert found_content == (before.rstrip() if calls else text)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == expected
+    assert found == pairs_of(list(output.calls.values()))
+
+
+PIECES = [
+    '{"name": "weather", ', '{"name": "x", ', '"arguments": ', '"parameters": ', "{", "}", '"', "\\", "[", "]", ",",
+    ";", " ", "\n", "a", "<", "name", "weather", "function", "```", "```json", '"name": "weather"', ": ",
+]  # fmt: skip
+
+
+@given(FORMS, st.data(), CUTS)
+def test_any_text_is_read_the_same_in_any_parts_and_none_of_it_is_lost(form, data, cuts):
+    pieces = [*PIECES, *form.markers, written(form, [("weather", {"a": 1})])]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
+    events = events_of(form, [text], NAMES)
+    assert events_of(form, divided(text, cuts), NAMES) == events
+    content, calls = message_of(form, text, NAMES)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    if not calls:
+        assert content == text
+    withdrawn = sum(isinstance(event, CallWithdrawn) for event in events)
+    assert len({event.index for event in events if not isinstance(event, Content)}) == withdrawn + len(calls)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ('{{ tools }}<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</tool_call>', "hermes"),
+        ("{{ tools }}<tool_call>\n<function=example>\n<parameter=a>", None),
+        ("{{ tools }}<tool_call>{function-name}\n<arg_key>", None),
+        ("""{{ "Environment: ipython" }}{{ tools }}{{- '"parameters": ' }}""", "llama3_json"),
+        ('{{ tools }}[AVAILABLE_TOOLS][TOOL_CALLS] [', "mistral"),
+        ("{{ tools }}[TOOL_CALLS]name[ARGS]{}", None),
+        ("{{ tools }}<｜tool▁calls▁begin｜>\n```json\n", "deepseek_v3"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("{{ tools }}", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_formats_are_recognised_in_chat_templates(template, name):
+    assert recognise(template) is (name and FORMATS[name])

@@ -1,0 +1,118 @@
+"""Outputs that follow the grammar of required calls are calls that match the schemas."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+
+from engine.api.tools.definitions import Tool
+from engine.api.tools.formats import FORMATS
+from engine.api.tools.grammar import tool_grammar
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import GrammarCompiler, choice_grammar
+from ssd.errors import UserError
+from tests.engine.api.tools.outputs import message_of, written
+
+VOCAB, END = 4096, 0
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "<tool_call>", 'a "b"']},
+        "days": {"$ref": "#/$defs/days"},
+        "note": {"type": "string", "maxLength": 5},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+CLOCK = {"properties": {"utc": {"type": "boolean"}}, "required": ["utc"], "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
+TOOLS = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+    for name, schema in SCHEMAS.items()
+]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "special token"])
+def tokenizer(folder, model_folder, request):
+    return Tokenizer(folder, ("<tool_call>",)) if request.param else Tokenizer(model_folder)
+
+
+def output(compiler, tokenizer, grammar, rng):
+    """A random output that the grammar allows; ends as soon as it may, and so does not repeat calls often."""
+    state, tokens = compiler.start(grammar), []
+    while (allowed := np.flatnonzero(state.allowed()))[0] != END:
+        token = int(rng.choice(allowed))
+        assert state.accept(token)
+        tokens.append(token)
+        assert len(tokens) < 1000
+    return tokenizer.decode(np.array(tokens, np.uint32))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_every_output_of_the_grammar_is_calls_that_match(form, parallel, tokenizer):
+    compiler = GrammarCompiler(tokenizer, VOCAB, (END,))
+    grammar = tool_grammar(form, TOOLS, tokenizer.token_ids(form.markers), parallel=parallel)
+    rng = np.random.default_rng(1)
+    called = set()
+    for _ in range(10):
+        text = output(compiler, tokenizer, grammar, rng)
+        content, calls = message_of(form, text, SCHEMAS)
+        assert not content
+        assert calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        called |= {name for name, _ in calls}
+        assert text == written(form, [(name, json.loads(arguments)) for name, arguments in calls])
+    assert called == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_several_calls_follow_the_grammar_only_if_parallel(form, model_folder):
+    tokenizer = Tokenizer(model_folder)
+    compiler = GrammarCompiler(tokenizer, VOCAB, (END,))
+    text = written(form, [("clock", {"utc": True}), ("weather", {"city": "Paris", "days": 3})])
+    for parallel in (True, False):
+        state = compiler.start(tool_grammar(form, TOOLS, {}, parallel=parallel))
+        accepted = [state.accept(token) for token in [*tokenizer.encode(text).tolist(), END]]
+        assert all(accepted) == parallel
+
+
+def test_a_marker_that_is_a_token_is_written_as_that_token(folder):
+    tokenizer = Tokenizer(folder, ("<tool_call>",))
+    ids = tokenizer.token_ids(FORMATS["hermes"].markers)
+    assert ids == {"<tool_call>": VOCAB - 1}
+    state = GrammarCompiler(tokenizer, VOCAB, (END,)).start(tool_grammar(FORMATS["hermes"], TOOLS, ids, parallel=False))
+    assert np.flatnonzero(state.allowed()).tolist() == [VOCAB - 1]
+    assert tokenizer.decode(np.array([VOCAB - 1], np.uint32)) == "<tool_call>"
+    assert Tokenizer(folder).decode(np.array([VOCAB - 1], np.uint32)) == ""
+
+
+def test_grammars_may_contain_the_spelling_of_a_special_token(folder):
+    """It is then written as text, not as the token."""
+    tokenizer = Tokenizer(folder)
+    compiler = GrammarCompiler(tokenizer, VOCAB, (END,))
+    for spelling in ("<tool_call>", "<|endoftext|>"):
+        state, tokens = compiler.start(choice_grammar([f"a{spelling}b"])), []
+        while forced := state.forced():
+            assert all(state.accept(token) for token in forced)
+            tokens += forced
+        assert tokens.pop() == END
+        assert tokenizer.decode(np.array(tokens, np.uint32)) == f"a{spelling}b"
+
+
+def test_the_white_space_of_a_schema_is_kept():
+    schema = {"x-guidance": {"whitespace_flexible": True}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
+    grammar = tool_grammar(FORMATS["hermes"], [tool], {}, parallel=False)
+    assert '"whitespace_flexible": true' in grammar.text
+
+
+def test_a_schema_that_the_library_refuses_is_named(model_folder):
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"not": {}}}})
+    grammar = tool_grammar(FORMATS["hermes"], [tool], {}, parallel=False)
+    with pytest.raises(UserError, match="tools: it cannot be used: ") as refused:
+        GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(grammar)
+    assert "\n" not in str(refused.value)
