@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
@@ -17,6 +18,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.lora_folders import merged_model, write_adapter
+from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 
 PAGE_SIZE, PAGES = 16, 4
 ADAPTERS = {
@@ -96,4 +98,21 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
     for index in range(3):
         assert torch.equal(run(model, [plans[index]], pool)[0], together[index])
     assert torch.equal(alone[1], together[1])
+    pool.close()
+
+
+@pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
+def test_adapters_change_a_model_with_quantized_weights(tmp_path, form):
+    folder, whole = tmp_path / "quantized", tmp_path / "whole"
+    for made in (folder, whole):
+        made.mkdir()
+        make_folder(made, vary=0.1)
+    save_file(quantize_folder(folder, FORMATS[form]), whole / "model.safetensors")
+    updates = write_adapter(folder / "all", folder, rank=4)
+    model = pack(load_model(folder))
+    pool = pool_of(model, folder, ["all"])
+    plans = entries([5, 1, 3], ["all", None, "all"])
+    logits = run(model, plans, pool)
+    for index, merged in enumerate((merged_model(whole, updates), load_model(whole))):
+        torch.testing.assert_close(logits[index : index + 1], run(merged, [plans[index]]), rtol=1e-4, atol=1e-4)
     pool.close()
