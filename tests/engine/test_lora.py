@@ -266,6 +266,12 @@ def of_one_output(adapter):
     save_file({name: each[:1] if "lora_B" in name else each for name, each in load_file(path).items()}, path)
 
 
+def of_other_weights(adapter):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: each + 1 for name, each in tensors.items() if "down_proj.lora_A" in name}, path)
+
+
 def of_another_scale(adapter):
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 1}))
@@ -279,6 +285,7 @@ def of_another_scale(adapter):
         (of_one_module_less, "has changed since the engine started"),
         (of_one_output, "has shape"),
         (of_another_scale, "has changed since the engine started"),
+        (of_other_weights, "has changed since the engine started"),
     ],
     indirect=["damaged_engine"],
 )

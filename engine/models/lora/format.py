@@ -5,10 +5,12 @@ Everything that can be refused is found in the configuration and in the headers 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of the names of modules in PEFT's weights."""
+DIGESTED_BYTES = 1 << 20
+"""Number of bytes at each end of the file of weights that are compared to notice that it was replaced."""
 MAX_RANK = 512
 """Largest rank; vLLM's limit."""
 UNSUPPORTED = {
@@ -81,20 +85,23 @@ class Adapter:
     """By the name of the module in the checkpoint, in ascending order."""
     places: Mapping[str, Place] = field(repr=False)
     """All modules of the checkpoint that adapters of this model may change, by name; those of a layer in its order."""
+    digest: str = ""
+    """Digest of the weights' file, see `_digest`."""
 
     def read(self) -> dict[str, Update]:
         """Return the updates, float32, by the name of the module.
 
-        Raises UserError, also if the modules, their ranks or their scales are no longer those that were checked.
+        Raises UserError, also for files that were replaced since they were checked: pages in the prefix cache and
+        remembered outputs belong to the previous ones.
         """
         checkpoint, modules = _check_modules(self.folder, self.places)
-        if modules != self.modules:
-            raise UserError(f"{self.folder} has changed since the engine started; restart it to use the new adapter")
         targets: dict[str, Tensor] = {}
         for module, (place, rank, _) in modules.items():
             targets[_weight_name(module, "A")] = torch.empty(rank, place.inputs)
             targets[_weight_name(module, "B")] = torch.empty(place.rows, rank)
         checkpoint.copy_into(targets)
+        if (modules, _digest(self.folder)) != (self.modules, self.digest):
+            raise UserError(f"{self.folder} has changed since the engine started; restart it to use the new adapter")
         return {
             module: Update(targets[_weight_name(module, "A")].t(), targets[_weight_name(module, "B")].t() * scale)
             for module, (_, _, scale) in modules.items()
@@ -137,7 +144,7 @@ def _check(name: str, folder: Path, places: Mapping[str, Place]) -> Adapter:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
     _, modules = _check_modules(folder, places)
-    return Adapter(name, folder, modules, places)
+    return Adapter(name, folder, modules, places, _digest(folder))
 
 
 def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:
@@ -209,3 +216,17 @@ def _checkpoint(folder: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained of PEFT")
     return Checkpoint(folder, [path])
+
+
+def _digest(folder: Path) -> str:
+    """Return a digest of the size and of both ends of the file of weights, in hex; reading all would take too long."""
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, SEEK_END)
+            file.seek(max(0, size - DIGESTED_BYTES))
+            end = file.read()
+            file.seek(0)
+            return hashlib.sha256(file.read(DIGESTED_BYTES) + end + str(size).encode()).hexdigest()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
