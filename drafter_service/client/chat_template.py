@@ -24,6 +24,16 @@ class RefusedMessagesError(ValueError):
     """A template refuses messages. The text may quote them."""
 
 
+class JsonObject(dict[str, Any]):
+    """Arguments of a tool call, which most templates expect as an object, and DeepSeek's as JSON text to append."""
+
+    def __add__(self, text: str) -> str:
+        return _to_json(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + _to_json(self)
+
+
 class ChatTemplate:
     """The compiled templates of one model. Thread-safe."""
 
@@ -51,13 +61,14 @@ class ChatTemplate:
     ) -> str:
         """Return the text of the model's input. Raises RefusedMessagesError.
 
-        arguments: further variables of the template, such as `enable_thinking`.
+        messages: as in OpenAI's API, but with arguments of tool calls as objects. arguments: further variables of the
+        template, such as `enable_thinking`.
         """
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
         known = {
             **self._tokens,
             **(arguments or {}),
-            "messages": messages,
+            "messages": [_with_json_arguments(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -103,6 +114,18 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def _token_text(value: object) -> str:
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_json(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_json(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": JsonObject(function["arguments"])}}
 
 
 def _environment() -> Any:

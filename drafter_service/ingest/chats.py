@@ -57,7 +57,7 @@ def text_of(content: object) -> str | None:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return None
     texts = [part.get("text") for part in content]
-    return "".join(text for text in texts if isinstance(text, str))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _message(message: object) -> Message | None:
@@ -93,4 +93,5 @@ def _tool_call(call: object) -> Message | None:
             arguments = orjson.loads(arguments)
         except orjson.JSONDecodeError:
             return None
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

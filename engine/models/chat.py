@@ -69,7 +69,7 @@ class ChatPrompts:
 
 def _normalize(message: Message) -> dict[str, Any]:
     """Join text parts and parse the arguments of tool calls, because templates expect a string and objects."""
-    normalized = dict(message)
+    normalized = {**message, "content": message.get("content") or ""}
     if isinstance(message.get("content"), list):
         normalized["content"] = "\n".join(_text_of(part) for part in message["content"])
     if isinstance(message.get("tool_calls"), list):

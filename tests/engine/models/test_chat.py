@@ -7,6 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from drafter_service.client.chat_template import load_chat_template
+from drafter_service.ingest.chats import chat_of
+from drafter_service.ingest.vocabulary import ChatFormatter
+from engine.api.schemas import ChatRequest
 from engine.models.chat import ChatPrompts
 from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
@@ -186,3 +189,38 @@ def test_the_tokenizers_truncation_setting_is_ignored(folder):
     settings["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     assert len(Tokenizer(folder).encode("def add\n" * 100)) > 100
+
+
+DEEPSEEK = """{{ tools }}{% for message in messages %}{% if message['tool_calls'] is defined %}
+{% for call in message['tool_calls'] %}{% if message['content'] is none %}
+{{ '<call>' + call['function']['name'] + '<sep>' + call['function']['arguments'] + '</call>' }}
+{% else %}
+{{ message['content'] + '<call>' + call['function']['name'] + '<sep>' + call['function']['arguments'] + '</call>' }}
+{% endif %}{% endfor %}{% else %}{{ message['role'] + ': ' + message['content'] }}{% endif %}{% endfor %}"""
+MISTRAL_TOOLS = """{{ tools | tojson }}{% for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][
+{%- for call in message.tool_calls %}{% if call.id is not defined or call.id | length != 9 %}
+{{ raise_exception('ids must have nine characters') }}{% endif %}
+{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]
+{%- else %}{{ message.role }} {{ message.content | tojson }} {{ message.tool_call_id }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [QWEN, DEEPSEEK, MISTRAL_TOOLS])
+def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template):
+    function = CALL["tool_calls"][0]["function"] | {"arguments": '{"at": "<é>", "n": 1}'}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    asked = {
+        "model": "m",
+        "messages": [
+            SYSTEM, USER, CALL | {"tool_calls": [{"id": "a1B2c3D4e", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "a1B2c3D4e", "content": "found"}, {"role": "user", "content": parts},
+        ],
+        "tools": TOOLS,
+    }  # fmt: skip
+    body = ChatRequest.model_validate(asked)
+    served = prompts_of(folder, template).text(
+        [message.model_dump(exclude_none=True) for message in body.messages],
+        [tool.as_sent() for tool in body.offered_tools],
+    )
+    assert "look" in served
+    chat = chat_of(asked["messages"], asked["tools"])
+    assert ChatFormatter(folder).prompt_text(chat) == served
