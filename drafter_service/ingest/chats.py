@@ -84,7 +84,9 @@ def _message(message: object) -> Message | None:
 
 def _tool_call(call: object) -> Message | None:
     """Return a call with its arguments as an object, because templates convert them to JSON themselves."""
-    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict):
+        return None
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None
     arguments = function.get("arguments") or {}

@@ -31,7 +31,7 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     service.check_model(body.model)
     prompt = await _prompt(service, body)
     form = _tool_format(service) if body.offered_tools else None
-    grammar = _required_calls(service, body, form) if form is not None and body.must_call else body.grammar
+    grammar = body.grammar if form is None else _grammar(service, body, form)
     given = body.max_completion_tokens or body.max_tokens
     param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     max_tokens = service.output_limit(prompt, given, service.max_tokens, param)
@@ -53,12 +53,18 @@ def _tool_format(service: Service) -> ToolFormat:
     return service.served.tool_format
 
 
-def _required_calls(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar:
-    """Return the grammar of the calls that `tool_choice` requires. Raises UserError."""
+def _grammar(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar | None:
+    """Return what an output must match in a chat with tools: calls, or calls or the `response_format`.
+
+    None if it is free. Raises UserError.
+    """
+    answer = None if body.response_format is None else body.response_format.definition
+    if not body.must_call and answer is None:
+        return body.grammar
     named = body.tool_choice.name if isinstance(body.tool_choice, NamedTool) else None
     tools = [tool for tool in body.offered_tools if named in (None, tool.name)]
     token_ids = service.served.tokenizer.token_ids(form.markers)
-    return tool_grammar(form, tools, token_ids, parallel=body.parallel_tool_calls and named is None)
+    return tool_grammar(form, tools, token_ids, parallel=body.parallel_tool_calls and named is None, answer=answer)
 
 
 async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:

@@ -64,6 +64,13 @@ class OutputFormat(Body):
         return self
 
     @property
+    def definition(self) -> dict[str, Any] | None:
+        """The JSON schema that outputs must match; None if they are free."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @property
     def grammar(self) -> Grammar | None:
         """What outputs must match."""
         if self.json_schema is not None:

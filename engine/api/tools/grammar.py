@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from engine.api.tools.definitions import Tool
 from engine.api.tools.formats import ToolFormat
@@ -13,10 +14,18 @@ from engine.sampling.grammar_limits import check_limits
 from ssd.errors import UserError
 
 
-def tool_grammar(form: ToolFormat, tools: Sequence[Tool], token_ids: Mapping[str, int], *, parallel: bool) -> Grammar:
+def tool_grammar(
+    form: ToolFormat,
+    tools: Sequence[Tool],
+    token_ids: Mapping[str, int],
+    *,
+    parallel: bool,
+    answer: dict[str, Any] | None = None,
+) -> Grammar:
     """Return the grammar of outputs that call one of the tools, or several if `parallel`.
 
-    token_ids: ids of the tokens that the tokenizer has for markers of the format.
+    token_ids: ids of the tokens that the tokenizer has for markers of the format. answer: JSON schema of outputs that
+    are allowed in place of calls.
 
     Raises UserError for a schema that is too large or nested too deep.
     """
@@ -25,12 +34,16 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Tool], token_ids: Mapping[str
         return _literal(text, form.markers, token_ids)
 
     calls = f"call ({literal(form.separator)} call)*" if parallel else "call"
-    lines = [f"start: {literal(form.opening)} {calls} {literal(form.closing)}"]
+    lines = ["start: calls" if answer is None else "start: calls | answer"]
+    lines.append(f"calls: {literal(form.opening)} {calls} {literal(form.closing)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         before = literal(form.before_arguments.replace("NAME", tool.name))
         lines.append(f"call_{index}: {before} arguments_{index} {literal(form.after_arguments)}")
-        lines.append(f"arguments_{index}: %json {_schema(tool)}")
+        schema = _schema(tool.function.parameters | {"type": "object"}, f"tools: the schema of {tool.name}")
+        lines.append(f"arguments_{index}: %json {schema}")
+    if answer is not None:
+        lines.append(f"answer: %json {_schema(answer, 'response_format: the schema')}")
     return Grammar("tools", "\n".join(lines))
 
 
@@ -40,16 +53,15 @@ def _literal(text: str, markers: Sequence[str], token_ids: Mapping[str, int]) ->
     return " ".join(f"<[{token_ids[part]}]>" if part in token_ids else json.dumps(part) for part in parts if part)
 
 
-def _schema(tool: Tool) -> str:
-    """Return the JSON schema of a tool's arguments. Raises UserError."""
-    given = tool.function.parameters
-    style = given.get("x-guidance", {})
+def _schema(definition: dict[str, Any], name: str) -> str:
+    """Return a JSON schema as text; `name` of it in errors. Raises UserError."""
+    style = definition.get("x-guidance", {})
     style = JSON_STYLE | style if isinstance(style, dict) else style
     try:
-        schema = json.dumps(given | {"type": "object", "x-guidance": style})
+        schema = json.dumps(definition | {"x-guidance": style})
         check_limits("json_schema", schema)
     except RecursionError:
-        raise UserError(f"tools: the schema of {tool.name} is nested too deep") from None
+        raise UserError(f"{name} is nested too deep") from None
     except UserError as problem:
-        raise UserError(f"tools: the schema of {tool.name} cannot be used: {problem}") from None
+        raise UserError(f"{name} cannot be used: {problem}") from None
     return schema

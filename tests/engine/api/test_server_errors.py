@@ -10,6 +10,7 @@ import pytest
 
 from engine.api import server
 from engine.api.server import ServerConfig
+from engine.api.tools.formats import FORMATS
 from engine.commands.options import EngineOptions
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
@@ -52,6 +53,15 @@ def test_a_parser_of_tool_calls_needs_a_chat_template_with_tools(monkeypatch):
     config = ServerConfig(port=0, tool_call_parser="hermes")
     with pytest.raises(UserError, match=r"--tool-call-parser: the chat template of .*stdlib-7m does not use tools"):
         asyncio.run(server.serve(replace(OPTIONS, model=SHIPPED_MODEL, loras={}), config, "m", print))
+
+
+def test_the_format_of_tool_calls_is_that_of_the_chat_template_unless_it_is_given(tmp_path):
+    assert server._tool_format(tmp_path, None) is None
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
+    assert server._tool_format(tmp_path, None) is FORMATS["hermes"]
+    assert server._tool_format(tmp_path, "mistral") is FORMATS["mistral"]
+    (tmp_path / "chat_template.jinja").write_text("<tool_call>")
+    assert server._tool_format(tmp_path, None) is None
 
 
 def test_an_address_of_another_machine_is_not_called_in_use():

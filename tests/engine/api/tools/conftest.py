@@ -9,6 +9,8 @@ import pytest
 from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
 
+VOCAB = 4096
+
 TEMPLATE = """{%- if tools %}Write calls as <tool_call>{"name": ..., "arguments": ...}</tool_call>
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}{% endif %}

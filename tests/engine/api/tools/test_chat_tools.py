@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.engine.api.serving import MODEL
+from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import collected, pairs_of
 
 SCHEMA = {
@@ -88,6 +89,19 @@ def test_the_model_may_call_tools_or_not(http):
     assert choices_of(http, **scripted("It is cold. ")) == [("It is cold. ", [], "stop")]
 
 
+def test_an_answer_in_place_of_calls_follows_the_response_format(http):
+    schema = {"type": "object", "properties": {"cold": {"enum": [True, False]}}, "required": ["cold"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    [(content, calls, reason)] = choices_of(http, response_format=form)
+    assert (json.loads(content)["cold"] in (True, False), calls, reason) == (True, [], "stop")
+    begins_call = {str(VOCAB - 1): 100}
+    [(content, [(name, arguments)], reason)] = choices_of(http, response_format=form, logit_bias=begins_call)
+    assert (content, reason) == (None, "tool_calls")
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert post(http, response_format={"type": "json_object"}, max_tokens=1).status_code == 200
+
+
 def test_calls_that_are_not_allowed_are_content(http):
     unknown = CALL.replace("weather", "news")
     assert choices_of(http, **scripted(unknown)) == [(unknown, [], "stop")]
@@ -158,6 +172,8 @@ def function(**fields):
         (function(parameters=[]), "valid dictionary", "tools.0.function.parameters"),
         (function(colour=1), "there is no parameter", "tools.0.function.colour"),
         (function(parameters={"not": {}}) | {"tool_choice": "required"}, 'Unimplemented keys: ["not"]', "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 40_000}}}},
+         "response_format: the schema cannot be used: json_schema: it has 40,", "response_format"),
         (function(parameters={"x-guidance": 5}) | {"tool_choice": "required"}, "it cannot be used", "tools"),
         (function(parameters={"title": "a" * 40_000}) | {"tool_choice": "required"},
          "tools: the schema of f cannot be used: json_schema: it has 40,", "tools"),

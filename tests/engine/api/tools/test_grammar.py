@@ -12,9 +12,10 @@ from engine.api.tools.grammar import tool_grammar
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar import GrammarCompiler, choice_grammar
 from ssd.errors import UserError
+from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import message_of, written
 
-VOCAB, END = 4096, 0
+END = 0
 WEATHER = {
     "type": "object",
     "properties": {
