@@ -164,8 +164,8 @@ class Reader:
         while (head := HEAD.match(self._text, start)) is None and not scanner.has_ended(self._text):
             yield from self._more()
         if head is not None:
-            self._position = head.end()
-            self._begin(head[1])
+            name, self._position = head[1], head.end()
+            self._begin(name)
             arguments = yield from self._arguments()
         while not scanner.has_ended(self._text):
             yield from self._more()
@@ -175,11 +175,11 @@ class Reader:
             head = ARGUMENTS_FIRST.match(self._text, start)
             if head is None:
                 raise MalformedCallError
-            self._begin(call.get("name"))
-            self._position = head.end()
+            name, self._position = call.get("name"), head.end()
+            self._begin(name)
             arguments = yield from self._arguments()
             self._position = scanner.position
-        if arguments != call.get("arguments", call.get("parameters")):
+        if (name, arguments) != (call["name"], call.get("arguments", call.get("parameters"))):
             raise MalformedCallError  # A key occurs twice.
         self._complete()
 
@@ -191,9 +191,9 @@ class Reader:
         self._complete()
 
     def _begin(self, name: object) -> None:
-        if name not in self._names or self._completed == self._max_calls:
+        if not isinstance(name, str) or name not in self._names or self._completed == self._max_calls:
             raise MalformedCallError
-        self.events.append(CallBegun(self._begun, str(name)))
+        self.events.append(CallBegun(self._begun, name))
         self._begun += 1
         self._is_within_call = True
 

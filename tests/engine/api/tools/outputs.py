@@ -25,7 +25,7 @@ def divided(text, cuts):
 
 def events_of(form, parts, names, max_calls=None):
     """The events of an output that arrives in parts; adjacent texts are joined."""
-    parser = ToolParser(form, names, max_calls)
+    parser = ToolParser(form, set(names), max_calls)
     events = []
     for event in [event for part in parts for event in parser.feed(part)] + parser.finish():
         last = events[-1] if events else None
@@ -40,7 +40,7 @@ def events_of(form, parts, names, max_calls=None):
 
 def message_of(form, text, names, max_calls=None):
     """The content of a whole output, and its calls as pairs of a name and JSON text."""
-    message = CallOutput(ToolParser(form, names, max_calls)).message(text)
+    message = CallOutput(ToolParser(form, set(names), max_calls)).message(text)
     return message["content"], pairs_of(message.get("tool_calls", []))
 
 
