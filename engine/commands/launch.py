@@ -47,15 +47,18 @@ def load(options: EngineOptions) -> Decoder:
         raise UserError(
             "--in-flight 1 cannot be combined with --lora, whose steps are not launched ahead; leave it out"
         )
+    count = options.tensor_parallel
+    if count > 1:
+        _refuse_divided(options, count)
+        if not options.threads:
+            torch.set_num_threads(max(1, len(usable_processors()) // count))
+        return load_ranks(options.model, count, dtype=dtype, device=device, threads=torch.get_num_threads())
     check_adapters(options.loras, load_config(options.model))
-    if options.tensor_parallel > 1:
-        return _load_ranks(options, dtype, device)
     return pack(load_model(options.model, dtype=dtype, device=device))
 
 
-def _load_ranks(options: EngineOptions, dtype: torch.dtype, device: str) -> Decoder:
-    """Load the model in parts; see `load_ranks`. Raises UserError."""
-    count = options.tensor_parallel
+def _refuse_divided(options: EngineOptions, count: int) -> None:
+    """Raise UserError for options that cannot be used with a model that is divided over `count` ranks."""
     if options.config.in_flight:
         raise UserError(f"--in-flight 1 cannot be combined with --tensor-parallel {count}; leave it out")
     if options.loras:
@@ -65,9 +68,6 @@ def _load_ranks(options: EngineOptions, dtype: torch.dtype, device: str) -> Deco
             f"--drafter self-int8 reads the keys and values of the whole target, which --tensor-parallel {count} "
             "divides; choose another drafter, such as draft-model"
         )
-    if not options.threads:
-        torch.set_num_threads(max(1, len(usable_processors()) // count))
-    return load_ranks(options.model, count, dtype=dtype, device=device, threads=torch.get_num_threads())
 
 
 def _set_threads(threads: int) -> None:

@@ -578,6 +578,7 @@ def test_help_imports_nothing_heavy():
     [
         (("3",), "--tensor-parallel 3 does not divide the model's num_heads, 4"),
         (("2", "--in-flight", "1"), "--in-flight 1 cannot be combined with --tensor-parallel 2"),
+        (("2", "--lora", "a=absent"), "--lora cannot be combined with --tensor-parallel 2"),
         (("2", "--drafter", "self-int8"), "--drafter self-int8 reads the keys and values of the whole target"),
     ],
 )

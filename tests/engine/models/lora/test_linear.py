@@ -17,8 +17,9 @@ from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.conftest import VOCAB, make_folder
-from tests.engine.lora_folders import merged_model, write_adapter
+from tests.engine.lora_folders import KINDS, LATENT_KINDS, merged_model, write_adapter
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
+from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS
 
 PAGE_SIZE, PAGES = 16, 4
 ADAPTERS = {
@@ -28,6 +29,12 @@ ADAPTERS = {
     "patterns": {"rank": 2, "rank_pattern": {"k_proj": 7}, "alpha_pattern": {"o_proj": 1}, "layers": [1]},
 }
 """Arguments of `write_adapter`."""
+SHAPES = {
+    "mixtral": {"family": "mixtral", "num_local_experts": 4},
+    "qwen 3, some layers with experts": {"family": "qwen3_moe", **QWEN3_EXPERTS, "mlp_only_layers": [0]},
+    "deepseek 2 lite": {"family": "deepseek_v2", **DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek 3": {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1},
+}
 
 
 def entries(lengths, names):
@@ -84,6 +91,23 @@ def test_rows_of_several_adapters_equal_merged_weights(folders, packed):
     assert (run(merged[None], plans) - logits).abs().amax(dim=1).gt(1e-2).tolist() == [
         plan.sequence.request.adapter is not None for plan in plans
     ]
+    pool.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_adapters_of_models_with_experts_and_latent_attention_equal_merged_weights(tmp_path, shape):
+    """Attention, dense layers and shared experts have adapters."""
+    make_folder(tmp_path, vary=0.1, **shape)
+    kinds = KINDS if load_config(tmp_path).latent is None else LATENT_KINDS
+    updates = write_adapter(tmp_path / "all", tmp_path, kinds=kinds)
+    merged = merged_model(tmp_path, updates)
+    model = pack(load_model(tmp_path))
+    pool = pool_of(model, tmp_path, ("all",))
+    plans = entries([5, 1, LARGEST_BATCHED + 9], ["all", None, "all"])
+    logits = run(model, plans, pool)
+    assert (logits[[0, 2]] - run(merged, plans)[[0, 2]]).abs().max() < 1e-4
+    assert (logits[1] - run(load_model(tmp_path), plans)[1]).abs().max() < 1e-4
+    assert (logits[2] - run(load_model(tmp_path), plans)[2]).abs().max() > 1e-2
     pool.close()
 
 
