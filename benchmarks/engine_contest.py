@@ -201,7 +201,10 @@ def run_rounds(contest: Contest, contestants: Sequence[Contestant], rounds: int)
             for contestant in contestants if number % 2 == 0 else reversed(contestants):
                 drafter, concurrency = contestant
                 progress.update(progress.task_ids[0], description=f"round {number + 1}: {drafter} x{concurrency}")
-                runs[contestant].append(contest.run(contestant, progress=progress))
+                run = contest.run(contestant, progress=progress)
+                runs[contestant].append(run)
+                rate = sum(map(len, run.outputs)) / run.seconds
+                progress.console.print(f"round {number + 1}: {drafter} x{concurrency}: {rate:,.0f} tokens/s")
     return runs
 
 

@@ -106,7 +106,11 @@ class ConnectionState:
         if isinstance(problem, grpc.RpcError):
             code = problem.code()
             is_final = self.lost is not None and code in REFUSALS
-            return StreamEnd(str(problem.details() or code.name), code, is_final=is_final)
+            details = str(problem.details() or code.name)
+            if details.startswith("failed to connect to all addresses"):
+                # The last part of gRPC's message is the error of the operating system.
+                details = f"nothing answers there: {details.rpartition(': ')[2]}"
+            return StreamEnd(details, code, is_final=is_final)
         if isinstance(problem, UserError):
             return StreamEnd(str(problem))
         if isinstance(problem, OSError):

@@ -66,7 +66,10 @@ def run_generate(options: GenerateOptions) -> None:
     with closing(engine):
         for number, request in enumerate(requests[:: options.samples], start=1):
             with _prefix_errors(number):
-                engine.check(request)
+                longest = engine.check(request)
+            room, wanted = longest - len(request.prompt), request.sampling.max_tokens
+            if room < wanted:
+                console.print(f"[yellow]note:[/] prompt {number} leaves room for {room:,} of {wanted:,} tokens")
         with closing(CompletionWriter(prompts, requests, tokenizer, options.output)) as writer:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console)

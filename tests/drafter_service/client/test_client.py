@@ -313,11 +313,12 @@ def test_the_end_of_a_loss_is_reported_once(fake, connect):
 
 def test_the_first_connection_of_an_engine_that_started_without_its_service_is_reported(connect, socket_address):
     news = []
-    client = connect(required=False, on_lost=lambda _: news.append("lost"), on_resumed=lambda: news.append("resumed"))
+    client = connect(required=False, on_lost=news.append, on_resumed=lambda: news.append("resumed"))
     client.start(1, array([5]))
-    eventually(lambda: news == ["lost"])
+    lost = ["nothing answers there: No such file or directory"]
+    eventually(lambda: news == lost)
     with fake_server_thread(socket_address, FakeService(counting)):
-        eventually(lambda: draft_of(client, []) == [6] and news == ["lost", "resumed"])
+        eventually(lambda: draft_of(client, []) == [6] and news == [*lost, "resumed"])
         client.close()
 
 

@@ -518,6 +518,13 @@ def test_the_summary_uses_singular_and_plural(run, model_folder):
     assert "1 output, 1 token in" in err
 
 
+def test_outputs_that_the_context_window_limits_are_announced(run, model_folder):
+    _, out, err = run("generate", "--model", model_folder, "--max-tokens", 100_000, "--stop", "e", PROMPT, "x = 1")
+    assert out.startswith(PROMPT)
+    assert len(re.findall(r"note: prompt [12] leaves room for \d+ of 100,000 tokens", " ".join(err.split()))) == 2
+    assert "note" not in run("generate", "--model", model_folder, "--max-tokens", 1, PROMPT)[2]
+
+
 def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
     class Terminal(io.StringIO):
         def isatty(self):
