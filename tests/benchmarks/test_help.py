@@ -14,6 +14,7 @@ BENCHMARKS = (
     "index",
     "isolation",
     "late_drafts",
+    "quantized",
     "replay",
     "shared_log",
     "sidecar",

@@ -12,7 +12,7 @@ from engine.drafters.sources import DraftSource
 from engine.models.draft_model import check_draft_model, load_draft_model
 from engine.models.heads.formats import Head, check_head, load_head
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.loader import load_config, load_model
+from engine.models.loader import load_config, load_model, load_quantization
 from engine.models.packed import pack, pack_linears
 from engine.models.quantized.linear import quantize_int8
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
@@ -52,6 +52,11 @@ def check_weights(kind: str, folder: Path | None, target: Path) -> None:
     folder: None for the default of the kind.
     """
     if kind == "self-int8":
+        if load_quantization(target) is not None:
+            raise UserError(
+                f"--drafter self-int8 rounds the weights of the target, but those of {target} are quantized already; "
+                "choose another drafter"
+            )
         return
     folder = folder or default_folder(kind, target)
     if kind == "draft-model":

@@ -20,9 +20,9 @@ from engine.models.packed import LEAST_ROWS, replace_linears, supports_onednn
 from engine.models.quantized.config import Scheme
 from engine.models.quantized.storage import PARTS, QuantizedWeight
 
-TILE = 1 << 20
-"""Number of weights that are dequantized at once on a CPU. 64 Ki to 1 Mi were measured for layers of 1024 and 4096
-channels; this many were fastest for every number of tokens from 1 to 64."""
+TILE = 1 << 19
+"""Number of weights that are dequantized at once on a CPU. Of 64 Ki to 4 Mi, this many were the fastest or close to it
+for layers of 2048 and 5632 channels and 1 to 64 tokens."""
 LARGEST = 127
 """Largest absolute value of weights that `quantize_int8` rounds; without -128 the range is symmetric."""
 

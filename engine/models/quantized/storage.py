@@ -93,16 +93,19 @@ class QuantizedWeight(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the weight, float32 [out, in]."""
-        weight = _float8_values(self.values) if self.values.is_floating_point() else self.values.float()
+        weight, scales = self.values, self.scales
+        if weight.is_floating_point() and weight.is_cpu:
+            weight, scales = _smaller_halves(weight), scales * 256
+        weight = weight.float()
         size = weight.shape[1]
         if size % self.columns == 0:
             blocks = weight.view(len(weight), -1, self.columns)
             if self.zeros is not None:
                 blocks -= self.zeros[:, :, None]
-            return (blocks.mul_(self.scales[:, :, None])).view_as(weight)
+            return blocks.mul_(scales[:, :, None]).view_as(weight)
         if self.zeros is not None:
             weight -= self.zeros.repeat_interleave(self.columns, 1)[:, :size]
-        return weight.mul_(self.scales.repeat_interleave(self.columns, 1)[:, :size])
+        return weight.mul_(scales.repeat_interleave(self.columns, 1)[:, :size])
 
 
 def assemble(tensors: dict[str, Tensor], name: str, shape: Shape, scheme: Scheme) -> QuantizedWeight:
@@ -134,17 +137,14 @@ def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     return halves[:, :count].view(torch.int8) - 8
 
 
-def _float8_values(values: Tensor) -> Tensor:
-    """Convert float8_e4m3fn to float32. On a CPU PyTorch's own conversion takes ten times as long.
+def _smaller_halves(values: Tensor) -> Tensor:
+    """Return float8_e4m3fn values without NaN divided by 256, as float16, exactly.
 
-    Bits are moved to those of float16, whose exponents have a bias that is larger by 8. There is no NaN, see
-    `has_nan`.
+    On a CPU this takes a tenth of the time of PyTorch's conversion. Bits are moved to their places in float16, whose
+    exponents have a bias that is larger by 8.
     """
-    if not values.is_cpu:
-        return values.float()
-    bits = values.view(torch.int8).to(torch.int16)
-    halves = ((bits << 7) & 0x3FFF) | (bits & -0x8000)
-    return halves.view(torch.float16).float().mul_(256)
+    bits = values.view(torch.int8).to(torch.int16)  # copies the sign to all upper bits
+    return bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16)
 
 
 def has_nan(values: Tensor) -> bool:

@@ -25,8 +25,10 @@ from engine.drafters.sources import DraftSource
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from ssd.types import ROOT
+from tests.engine.conftest import make_folder
 from tests.engine.drafters.toy import ToyDrafter
 from tests.engine.lora_folders import write_adapter
+from tests.engine.models.quantized.formats import FORMATS, edit, quantize_folder
 from tests.servers import served
 from tests.strategies import array
 
@@ -598,3 +600,20 @@ def test_models_that_cannot_be_divided_are_refused_before_their_weights_are_read
     assert code == 2
     assert reason in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
+    make_folder(tmp_path)
+    quantize_folder(tmp_path, FORMATS["vLLM's fp8"])
+    arguments = ("generate", "--model", tmp_path, "--max-tokens", 3, PROMPT)
+    code, _, err = run(*arguments, "--drafter", "none")
+    assert code == 0
+    assert "warning: config.json asks for activations in fp8, which" in err
+    code, _, err = run(*arguments, "--drafter", "self-int8")
+    assert code == 2
+    assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")
+    edit(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("error: config.json describes quantized weights ('gptq'), which this engine does not read;")
+    assert err.count("\n") == 1
