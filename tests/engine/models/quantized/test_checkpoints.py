@@ -14,7 +14,7 @@ from engine.models.quantized.storage import QuantizedWeight
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
-from tests.engine.models.test_families import transformers_logits
+from tests.engine.models.test_families import DEEPSEEK, transformers_logits
 from tests.engine.models.test_sharding import divided_logits
 
 TOKENS = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(1))
@@ -63,6 +63,17 @@ def test_logits_of_a_divided_model_equal_those_of_the_whole(tmp_path, form, coun
     expected = prompt_logits(load_model(tmp_path), TOKENS.numpy())
     got = divided_logits(tmp_path, count, PlainAttention, TOKENS.numpy())
     assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
+def test_latent_attention_and_shared_experts_with_quantized_weights(tmp_path, monkeypatch, form):
+    make_folder(tmp_path, vary=0.3, family="deepseek_v3", **{**DEEPSEEK, "initializer_range": 0.1})
+    quantize_folder(tmp_path, FORMATS[form])
+    logits = [prompt_logits(load_model(tmp_path), TOKENS.numpy()), divided_logits(tmp_path, 2, PlainAttention, TOKENS)]
+    monkeypatch.setattr("engine.models.loader.keep_quantized", lambda *_: None)
+    expected = prompt_logits(load_model(tmp_path), TOKENS.numpy())
+    for each in logits:
+        assert (each - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", MODELS)
