@@ -1,5 +1,6 @@
 """Steps on several ranks, each a real process."""
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.sampling.test_grammar import GRAMMARS
 
 PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
 """Prompts repeat it, so that drafters find something to draft."""
@@ -72,6 +74,26 @@ def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, draf
     got, accepted = outputs(divided, options)
     assert got == expected
     assert accepted > 0 or drafter != "ssd"
+
+
+@pytest.mark.parametrize(("drafter", "shape"), [("none", "path"), ("ssd", "tree")])
+def test_outputs_with_a_grammar_equal_those_of_one_process(divided, folder, drafter, shape):
+    asked = [
+        Request(
+            np.tile(PATTERN[: 6 + seed], 4),
+            SamplingParams(max_tokens=40, temperature=0.9 * (seed % 2), seed=seed, grammar=GRAMMARS[seed % 3]),
+        )
+        for seed in range(6)
+    ]
+    alone, options = options_of(folder), options_of(folder, drafter=drafter, shape=shape)
+    plain = launch(load(alone), Tokenizer(folder), alone, print, lambda _: None, verifies_all=True)
+    expected = [each.tokens.tolist() for each in plain.generate([replace(each, max_draft=0) for each in asked])]
+    engine = launch(divided, Tokenizer(folder), options, print, lambda _: None, verifies_all=True)
+    for _ in range(2):
+        completions = engine.generate(asked)
+        assert [each.tokens.tolist() for each in completions] == expected
+    engine.close()
+    assert sum(each.by_source["grammar"].accepted for each in completions if "grammar" in each.by_source) > 10
 
 
 def test_logits_equal_those_of_one_process(divided, folder):
