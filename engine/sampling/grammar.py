@@ -34,6 +34,8 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 weak model could produce spaces without end. A schema may choose otherwise in its field `x-guidance`."""
 MAX_COMPILED = 64
 """Number of compiled grammars to keep, because most requests use one of a few schemas."""
+MAX_SYMBOLS = 20_000
+"""Largest number of symbols of a grammar, because compiling takes up to 10 us for each of them."""
 MAX_STATES = 50_000
 """Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
 NOTHING_ALLOWED = "NoExtensionBias"
@@ -111,11 +113,13 @@ class GrammarState:
             self._tokens = (self._tokens, token)
             self._matcher.consume_tokens([token])
 
-    def forced(self) -> list[int]:
-        """Return the tokens that must follow, with the end token if nothing else may follow them."""
+    def forced(self, count: int | None = None) -> list[int]:
+        """Return the first `count` tokens that must follow, with the end token if nothing else may follow them."""
         if self._has_ended:
             return []
         forced = self._matcher.compute_ff_tokens()
+        if count is not None and count <= len(forced):
+            return forced[:count]
         ends = self._compiler.end_tokens
         after = self.copy()
         after._matcher.try_consume_tokens(forced)
@@ -250,7 +254,9 @@ class GrammarCompiler:
             ) from None
         if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
-        limits = llguidance.LLParserLimits(step_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
+        limits = llguidance.LLParserLimits(
+            step_lexer_fuel=fuel, max_lexer_states=MAX_STATES, max_grammar_size=MAX_SYMBOLS
+        )
         try:
             matcher = llguidance.LLMatcher(self.tokenizer, _definition(grammar), log_level=0, limits=limits)
         except ValueError as problem:

@@ -7,6 +7,7 @@ through all of it at once, and splits it into tokens for each mask. So that text
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -14,10 +15,18 @@ from ssd.errors import UserError
 
 MAX_TEXT = 1 << 15
 """Largest number of characters of a grammar, because compiling delays running requests."""
-MAX_REQUIRED = 1 << 12
-"""Largest number of characters that a grammar may require in a row. A mask takes up to 0.6 us for each of them."""
+MAX_REQUIRED = 1 << 14
+"""Largest number of characters that a grammar may require in a row. A mask takes up to 0.3 us for each of them."""
+MAX_PARTS = 1_000
+"""Largest number of objects and lists in a JSON schema. Compiling takes up to 0.1 ms for each of them."""
 MAX_MULTIPLE = 10_000
-"""Largest `multipleOf` without its trailing zeros. Compiling takes 5 us for each unit."""
+"""Largest common multiple of all `multipleOf` of a schema, without their trailing zeros. Compiling takes 5 us for each
+unit."""
+MAX_COMBINED = 8
+"""Largest number of schemas that are combined with others, by `allOf` or by standing beside `$ref`, `anyOf` or `oneOf`.
+Compiling takes exponential time in it."""
+MAX_PATTERN_PROPERTIES = 50
+"""Largest number of `patternProperties` of a schema, which are compared in pairs."""
 
 REPEATED = re.compile(r"\{\s*(\d+)\s*(?:,\s*\d*\s*)?\}")
 """Matches a counted repetition, {n}, {n,} or {n,m}."""
@@ -111,10 +120,22 @@ def _end_of_element(pattern: str, at: int) -> int:
 
 def _required_by_text(text: str) -> int:
     try:
-        schema = json.loads(text)
-        return _RequiredBySchema(schema).of(schema)
+        schema = json.loads(text, parse_int=_integer, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return 0  # The library refuses it with its own message.
+    try:
+        _check_schema(schema)
+        return _RequiredBySchema(schema).of(schema)
+    except RecursionError:
+        raise UserError("json_schema: it is nested too deep, or its references are") from None
+
+
+def _integer(digits: str) -> float:
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class _RequiredBySchema:
@@ -125,22 +146,21 @@ class _RequiredBySchema:
         self._references: dict[str, int] = {}
 
     def of(self, schema: Any) -> int:
-        """Return the bound of a schema. Raises UserError for a `multipleOf` that is too large."""
+        """Return the bound of a schema."""
         if not isinstance(schema, dict):
             return 0
-        _check_multiple(schema.get("multipleOf"))
         required = self._of_object(schema) + self._of_array(schema)
         if isinstance(schema.get("$ref"), str):
             required += self._of_reference(schema["$ref"])
         for name in ("anyOf", "oneOf"):
             required += max(map(self.of, _list(schema.get(name))), default=0)
         required += sum(map(self.of, _list(schema.get("allOf"))))
-        required += max((len(json.dumps(value)) for value in _list(schema.get("enum"))), default=0)
+        required += max((len(json.dumps(value, ensure_ascii=False)) for value in _list(schema.get("enum"))), default=0)
         if "const" in schema:
-            required += len(json.dumps(schema["const"]))
+            required += len(json.dumps(schema["const"], ensure_ascii=False))
         if isinstance(schema.get("pattern"), str):
             required += required_by_regex(schema["pattern"])
-        return required
+        return required + len("null") * (schema.get("type") == "null")
 
     def _of_object(self, schema: dict[str, Any]) -> int:
         """Names and values of required properties, and the largest of the other properties."""
@@ -148,16 +168,16 @@ class _RequiredBySchema:
         names = {name for name in _list(schema.get("required")) if isinstance(name, str)}
         others = [self.of(schema.get("additionalProperties"))]
         others += map(self.of, _dict(schema.get("patternProperties")).values())
-        others += (len(name) + self.of(value) for name, value in properties.items() if name not in names)
+        others += (_member(name) + self.of(value) for name, value in properties.items() if name not in names)
         others += map(required_by_regex, _dict(schema.get("patternProperties")))
-        return sum(len(name) + self.of(properties.get(name)) for name in names) + max(others)
+        return sum(_member(name) + self.of(properties.get(name)) for name in names) + max(others)
 
     def _of_array(self, schema: dict[str, Any]) -> int:
         least = schema.get("minItems")
         count = max(1, int(least)) if isinstance(least, int | float) and least < float("inf") else 1
         first = [*_list(schema.get("prefixItems")), *_list(schema.get("items"))]
-        more = [self.of(schema.get("items")), self.of(schema.get("additionalItems"))]
-        return sum(map(self.of, first)) + count * max(more)
+        item = max(self.of(schema.get("items")), self.of(schema.get("additionalItems")))
+        return sum(len(", ") + self.of(schema) for schema in first) + (count * (len(", ") + item) if item else 0)
 
     def _of_reference(self, reference: str) -> int:
         """The bound of the schema that a reference names; 0 within itself and where there is none."""
@@ -173,16 +193,60 @@ class _RequiredBySchema:
         return self._references[reference]
 
 
-def _check_multiple(multiple: Any) -> None:
+def _member(name: str) -> int:
+    """Return the number of characters of a name in an object, with those between it, its value and other members."""
+    return len(json.dumps(name, ensure_ascii=False)) + len(": , ")
+
+
+def _check_schema(schema: Any) -> None:
+    """Raise UserError for a JSON schema that takes long to compile."""
+    parts = _parts(schema)
+    objects = [part for part in parts if isinstance(part, dict)]
+    for what, count, limit in (
+        ("objects and lists", len(parts), MAX_PARTS),
+        ("schemas that are combined with others", sum(map(_combined, objects)), MAX_COMBINED),
+        (
+            "patternProperties",
+            sum(len(_dict(part.get("patternProperties"))) for part in objects),
+            MAX_PATTERN_PROPERTIES,
+        ),
+    ):
+        if count > limit:
+            raise UserError(f"json_schema: it has {count:,} {what}; at most {limit:,} are possible")
+    common = 1
+    for part in objects:
+        common = math.lcm(common, _digits(part.get("multipleOf")))
+        if common > MAX_MULTIPLE:
+            raise UserError(
+                f"json_schema: the least common multiple of its multipleOf is at least {common:,}, without trailing "
+                f"zeros; at most {MAX_MULTIPLE:,} is possible"
+            )
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return all objects and lists in a value."""
+    parts, rest = [], [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict | list):
+            parts.append(part)
+            rest += part.values() if isinstance(part, dict) else part
+    return parts
+
+
+def _combined(schema: dict[str, Any]) -> int:
+    """Return the number of schemas that the library has to combine with the first of an object."""
+    own = any(name in schema for name in ("pattern", "format", "properties", "items", "multipleOf", "minLength"))
+    beside = sum(name in schema for name in ("$ref", "anyOf", "oneOf"))
+    return max(0, own + beside + len(_list(schema.get("allOf"))) - 1)
+
+
+def _digits(multiple: Any) -> int:
+    """Return a `multipleOf` without its sign, its point and its leading and trailing zeros; 1 if there is none."""
     if not isinstance(multiple, int | float):
-        return
-    digits = f"{multiple:f}".rstrip("0").rstrip(".") if isinstance(multiple, float) else str(multiple)
-    value = int(digits.replace(".", "").replace("-", "").strip("0")[:9] or 0)
-    if value > MAX_MULTIPLE:
-        raise UserError(
-            f"json_schema: multipleOf {multiple} is too large; at most {MAX_MULTIPLE:,} is possible, without trailing "
-            "zeros"
-        )
+        return 1
+    digits = f"{multiple:f}".rstrip("0") if isinstance(multiple, float) else str(int(multiple))
+    return int(digits.replace(".", "").strip("-0")[:9] or 1)
 
 
 def _list(value: Any) -> list[Any]:

@@ -95,7 +95,7 @@ def follow_grammar(grammar: GrammarState, draft: Columns, room: int) -> Columns:
     ends: deque[tuple[int, int | None, GrammarState]] = deque([(ROOT, ROOT, grammar.copy())] if room else ())
     while ends:
         at, own, state = ends.popleft()
-        for token in state.forced()[:room]:
+        for token in state.forced(room):
             if not state.accept(token):
                 break
             own = next((node for node in children[own] if tokens[node] == token), None)

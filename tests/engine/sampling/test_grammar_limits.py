@@ -60,15 +60,15 @@ LONG = "a" * MAX_REQUIRED
 SCHEMAS = [
     {"const": LONG},
     {"enum": ["a", LONG]},
-    {"type": "string", "pattern": "^(a{100}){100}$"},
-    {"type": "array", "items": {"const": "a"}, "minItems": 5000},
-    {"type": "array", "prefixItems": [{"const": "a" * 2000}] * 3},
-    {"type": "object", "properties": {"b": {"const": "a" * 3000}, "c": {"const": "a" * 3000}}, "required": ["b", "c"]},
+    {"type": "string", "pattern": "^(a{200}){100}$"},
+    {"type": "array", "items": {"const": "a"}, "minItems": 4000},
+    {"type": "array", "prefixItems": [{"const": "a" * 6000}] * 3},
+    {"type": "object", "properties": {"b": {"const": "a" * 9000}, "c": {"const": "a" * 9000}}, "required": ["b", "c"]},
     {"type": "object", "properties": {"b": {"anyOf": [{"type": "null"}, {"allOf": [{"const": LONG}]}]}}},
     {"type": "object", "additionalProperties": {"oneOf": [{"const": LONG}]}},
-    {"type": "object", "patternProperties": {"(a{100}){100}": {}}},
+    {"type": "object", "patternProperties": {"(a{200}){100}": {}}},
     {
-        "$defs": {"a": {"const": "a" * 300}, "many": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 20}},
+        "$defs": {"a": {"const": "a" * 900}, "many": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 20}},
         "$ref": "#/$defs/many",
     },
 ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_schemas_that_require_long_texts_are_refused(schema):
     grammar = Grammar("json_schema", json.dumps(schema))
     assert len(grammar.text) < MAX_TEXT
     with pytest.raises(
-        UserError, match=r"json_schema: it requires up to [0-9,]* characters in a row, .* at most 4,096"
+        UserError, match=r"json_schema: it requires up to [0-9,]* characters in a row, .* at most 16,384"
     ):
         check_limits(grammar.kind, grammar.text)
 
@@ -89,16 +89,16 @@ def test_schemas_that_allow_long_texts_are_not_refused():
         "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
         "type": "object",
         "properties": {
-            "text": {"type": "string", "minLength": 5000, "maxLength": 100_000},
+            "text": {"type": "string", "minLength": 20_000, "maxLength": 100_000},
             "items": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 10**6},
             "step": {"multipleOf": 0.01},
-            "pattern": {"const": "a" * 3000},
-            "enum": {"enum": ["a" * 1500, "b" * 3000]},
+            "pattern": {"const": "a" * 9000},
+            "enum": {"enum": ["a" * 2000, "b" * 1000]},
         },
-        "description": LONG,
+        "description": "a" * 9000,
     }
     check_limits("json_schema", json.dumps(schema))
-    check_limits("choice", json.dumps(["a" * 1500] * 20))
+    check_limits("choice", json.dumps(["a" * 9000] * 3))
     check_limits("regex", r"(\w{0,1000}a){0,1000}")
 
 
@@ -108,9 +108,43 @@ def test_schemas_that_allow_long_texts_are_not_refused():
         (Grammar("regex", "a" * 40_000), "regex: it has 40,000 characters; at most 32,768 are possible"),
         (Grammar("regex", "(a{1000}){1000}"), "regex: it requires up to 1,000,000 characters in a row"),
         (Grammar("regex", "(?x)a {3}"), "regex: the flag x is not supported"),
-        (choice_grammar(["b", LONG + "a"]), "choice: it requires up to 4,097 characters in a row"),
-        (Grammar("json_schema", '{"multipleOf": 12345.678}'), "json_schema: multipleOf 12345.678 is too large"),
-        (Grammar("json_schema", '{"items": {"multipleOf": 99991}}'), "json_schema: multipleOf 99991 is too large"),
+        (choice_grammar(["b", LONG + "a"]), "choice: it requires up to 16,385 characters in a row"),
+        (
+            Grammar(
+                "json_schema",
+                '{"items": {"const": "' + "a" * 6 + '"}, "minItems": 2000, "maximum": ' + "9" * 5000 + "}",
+            ),
+            "json_schema: it requires up to 20,000 characters",
+        ),
+        (
+            Grammar(
+                "json_schema",
+                json.dumps(
+                    {
+                        "$ref": "#/$defs/0",
+                        "$defs": {str(index): {"$ref": f"#/$defs/{index + 1}"} for index in range(900)},
+                    }
+                ),
+            ),
+            "json_schema: it is nested too deep",
+        ),
+        (
+            Grammar("json_schema", '{"multipleOf": 12345.678}'),
+            "multiple of its multipleOf is at least 12,345,678, without",
+        ),
+        (
+            Grammar("json_schema", '{"anyOf": [{"multipleOf": 997}, {"multipleOf": 1.01}]}'),
+            "multipleOf is at least 100,697, without",
+        ),
+        (
+            Grammar("json_schema", json.dumps({"enum": [[]] * 2000})),
+            "json_schema: it has 2,002 objects and lists; at most",
+        ),
+        (Grammar("json_schema", json.dumps({"allOf": [{"pattern": "a"}] * 30})), "it has 29 schemas that are combined"),
+        (
+            Grammar("json_schema", json.dumps({"patternProperties": {str(n): {} for n in range(60)}})),
+            "json_schema: it has 60 patternProperties; at most 50",
+        ),
     ],
 )
 def test_refusals_name_the_limit(grammar, message):

@@ -177,7 +177,7 @@ def function(**fields):
         (function(parameters={"x-guidance": 5}) | {"tool_choice": "required"}, "it cannot be used", "tools"),
         (function(parameters={"title": "a" * 40_000}) | {"tool_choice": "required"},
          "tools: the schema of f cannot be used: json_schema: it has 40,", "tools"),
-        (function(parameters={"required": ["a"], "properties": {"a": {"type": "string", "pattern": "a{5000}"}}})
+        (function(parameters={"required": ["a"], "properties": {"a": {"type": "string", "pattern": "a{20000}"}}})
          | {"tool_choice": "required"}, "tools: the schema of f cannot be used: json_schema: it requires", "tools"),
     ],
 )  # fmt: skip
