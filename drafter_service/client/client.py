@@ -318,8 +318,9 @@ class DrafterClient:
         finally:  # Also after a KeyboardInterrupt.
             with self._lock:
                 self._is_waiting = False
-                self._receive()
-                self._check_silence()
+                if self._protocol.pending.has_pending:
+                    self._receive()
+                    self._check_silence()
                 drafts = self._protocol.settle(turn)
                 self._watch()
                 has_resumed = self._connection.take_resumption()

@@ -22,7 +22,8 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed
 from drafter_service.transport.wire import WireError
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
+"""Maximum number of bytes read at once; memory for four times as many is mapped anew for each read, in 15 us."""
 SMALL_BYTES = 16 << 10
 """Maximum text of a small request; copying it takes about 10 us."""
 SLICE_BYTES = 1 << 18
@@ -67,6 +68,8 @@ class SocketStream:
         self._frames = Frames()
         self._writer = SocketWriter(connection, MAGIC + framed(authorization.encode()), self._wake_pump)
         self._is_over = False
+        self._has_hung_up = False
+        """Whether nothing more will arrive than has arrived."""
         self._is_watched = False
         """Whether `pump` waits for responses as well as for the end."""
         self._closed = threading.Event()
@@ -81,10 +84,10 @@ class SocketStream:
         self._writer.end()
 
     def receive(self) -> list[pb.DraftResponse]:
-        """Read all responses that have arrived."""
+        """Read responses that have arrived: all of them if the other side has hung up, otherwise at least one."""
         responses: list[pb.DraftResponse] = []
         try:
-            while not self._is_over:
+            while not self._is_over and (self._has_hung_up or not responses):
                 data = self._socket.recv(READ_BYTES)
                 if not data:
                     self._finish(broken())
@@ -130,6 +133,7 @@ class SocketStream:
             if self._wake_receiver.fileno() in happened:
                 self._wake_receiver.recv(READ_BYTES)
             events = happened.get(self._socket.fileno(), 0)
+            self._has_hung_up = bool(events & HUNG_UP)
             if events & select.POLLOUT:
                 self._writer.write_some()
             if events & ~select.POLLOUT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import cast
 
@@ -17,6 +17,7 @@ from drafter_service.server.namespace import ClosedError, IdentityError, StreamH
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.requests import MAX_FIELDS, default_namespace, has_few_fields, read_model
 from drafter_service.server.session import Session, error_response
+from drafter_service.server.step_socket import Answer
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL, WireError
@@ -53,8 +54,17 @@ class DraftStreams:
         """Number of refused streams and requests."""
         self._stopping = False
 
-    async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
-        """Serve one engine's stream."""
+    async def draft(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Context,
+        on_open: Callable[[Answer], None] = lambda _: None,
+    ) -> AsyncGenerator[pb.DraftResponse, None]:
+        """Serve one engine's stream.
+
+        on_open: called after the first request, with a function that may answer a request while `requests` waits for
+        it; `requests` must then raise what that function raises.
+        """
         if len(self.streams) >= self._limits.streams:
             self.refused += 1
             await context.abort(
@@ -65,7 +75,7 @@ class DraftStreams:
         try:
             async with (
                 self._access.authorize(context) as authorized,
-                aclosing(self._serve(requests, authorized, stream)) as served,
+                aclosing(self._serve(requests, authorized, stream, on_open)) as served,
             ):
                 async for response in served:
                     stream.is_answering = True
@@ -90,7 +100,11 @@ class DraftStreams:
             stream.end()
 
     async def _serve(
-        self, requests: AsyncIterator[bytes], authorized: AuthorizedCall, stream: StreamHandle
+        self,
+        requests: AsyncIterator[bytes],
+        authorized: AuthorizedCall,
+        stream: StreamHandle,
+        on_open: Callable[[Answer], None],
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         first = await anext(aiter(requests), None)
         if first is None:
@@ -114,8 +128,13 @@ class DraftStreams:
                 response = self._answer(session, request, authorized, is_first=True)
                 response.welcome.CopyFrom(_welcome(session, authorized, self._limits))
                 yield response
+
+                def answer(data: bytes) -> pb.DraftResponse:
+                    return self._answer(session, _parsed(data), authorized)
+
+                on_open(answer)
                 async for data in requests:
-                    yield self._answer(session, _parsed(data), authorized)
+                    yield answer(data)
             except asyncio.CancelledError:
                 if namespace.is_closed:
                     raise ClosedError(f"namespace {name!r} was dropped") from None

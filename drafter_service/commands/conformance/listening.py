@@ -11,7 +11,7 @@ import grpc
 from drafter_service.auth.control import Context
 from drafter_service.auth.listening import listen
 from drafter_service.commands.conformance.engine_side import EngineChecker
-from drafter_service.server.step_socket import StepSocket
+from drafter_service.server.step_socket import Answer, StepSocket
 from drafter_service.settings.tree import AccessConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -32,8 +32,13 @@ class CheckedStreams:
         self.last_request = asyncio.get_running_loop().time()
         """Time of the last request, by the event loop's clock."""
 
-    async def draft(self, requests: AsyncIterator[bytes], context: Context) -> AsyncGenerator[pb.DraftResponse, None]:
-        """Serve one stream."""
+    async def draft(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Context,
+        on_open: Callable[[Answer], None] = lambda _: None,  # noqa: ARG002
+    ) -> AsyncGenerator[pb.DraftResponse, None]:
+        """Serve one stream. No request is answered without waiting, so `on_open` is not called."""
         stream = self._checker.opened()
         try:
             async for data in requests:

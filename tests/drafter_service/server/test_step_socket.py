@@ -12,7 +12,7 @@ import pytest
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
-from drafter_service.server.step_socket import StepSocket
+from drafter_service.server.step_socket import Connection, StepSocket
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
 from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
@@ -167,7 +167,7 @@ def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address):
 class Echo:
     """Answers each message with its size."""
 
-    async def draft(self, requests, _context):
+    async def draft(self, requests, _context, _on_open):
         async for data in requests:
             yield pb.DraftResponse(step=len(data))
 
@@ -207,15 +207,74 @@ def test_few_large_frames_are_received_at_a_time(socket_address, monkeypatch):
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
+class DirectEcho:
+    """Answers each message with its size, and refuses empty ones."""
+
+    def __init__(self):
+        self.read = 0
+        """Messages that were not answered directly."""
+
+    async def draft(self, requests, _context, on_open):
+        yield self.answer(await anext(requests))
+        on_open(self.answer)
+        async for data in requests:
+            self.read += 1
+            yield self.answer(data)
+
+    def answer(self, data):
+        if not data:
+            raise WireError("it is empty")
+        return pb.DraftResponse(step=len(data))
+
+
+def test_single_requests_are_answered_directly_and_all_in_order(socket_address):
+    streams = DirectEcho()
+
+    async def sizes_of(reader, count):
+        frames = Frames()
+        answered = []
+        while len(answered) < count:
+            answered += [pb.DraftResponse.FromString(body).step for body, _ in frames.feed(await reader.read(1000))]
+        return answered
+
+    async def test():
+        listening = StepSocket(streams, max_connections=1)
+        listening.bind(Address(socket_address).steps, 0o600)
+        await listening.start()
+        reader, writer = await asyncio.open_unix_connection(steps_of(socket_address))
+        writer.write(MAGIC + framed(b"token") + framed(b"."))
+        assert await sizes_of(reader, 1) == [1]
+        writer.write(framed(b".."))
+        assert await sizes_of(reader, 1) == [2]
+        assert streams.read == 0
+        writer.write(framed(b"...") + framed(b"...."))
+        assert await sizes_of(reader, 2) == [3, 4]
+        for part in (framed(b".....")[:3], framed(b".....")[3:]):
+            writer.write(part)
+            await writer.drain()
+        assert await sizes_of(reader, 1) == [5]
+        read = streams.read
+        writer.write(framed(b"......"))
+        assert await sizes_of(reader, 1) == [6]
+        assert streams.read == read
+        writer.write(framed(b""))
+        [(end, _)] = Frames().feed(await reader.read())
+        assert pb.Error.FromString(end).message == "it is empty"
+        writer.close()
+        await listening.stop(TIMEOUT_S)
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
 def test_an_incomplete_large_frame_times_out(monkeypatch):
     monkeypatch.setattr("drafter_service.server.step_socket.LARGE_TIMEOUT_S", 0.01)
     monkeypatch.setattr("drafter_service.server.step_socket.LARGE_BYTES", 10)
 
     async def test():
-        reader = asyncio.StreamReader()
-        reader.feed_data(HEADER.pack(100) + b"half")
+        connection = Connection(lambda *_: None)
+        connection.reader.feed_data(HEADER.pack(100) + b"half")
         with pytest.raises(WireError, match="did not arrive within"):
-            await anext(StepSocket(None, 1)._requests(reader))
+            await anext(StepSocket(None, 1)._requests(connection))
 
     asyncio.run(test())
 
