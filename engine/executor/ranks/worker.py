@@ -28,12 +28,12 @@ def run_rank(connection: Connection, settings: RankSettings) -> None:
     except (EOFError, ConnectionError):
         _fail(f"{name}: rank 0 has ended")
     except Exception as problem:
-        if _is_stopping(connection):
-            return
-        [reason, *_] = str(problem).splitlines() or [""]
-        if "gloo" in reason or type(problem).__name__.startswith("Dist"):  # exceptions of `torch.distributed`
-            _fail(f"{name} has lost another rank: {reason.rpartition('] ')[2]}")
-        _fail(f"{name} cannot continue: {type(problem).__name__}: {reason}")
+        if not _is_stopping(connection):
+            [reason, *_] = str(problem).splitlines() or [""]
+            if "gloo" in reason or type(problem).__name__.startswith("Dist"):  # exceptions of `torch.distributed`
+                _fail(f"{name} has lost another rank: {reason.rpartition('] ')[2]}")
+            _fail(f"{name} cannot continue: {type(problem).__name__}: {reason}")
+    os._exit(0)  # Freeing PyTorch's modules one by one would take seconds.
 
 
 def _serve(connection: Connection, settings: RankSettings) -> None:
