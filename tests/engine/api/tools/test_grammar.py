@@ -5,6 +5,8 @@ import json
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import decoders, models, normalizers
 
 from engine.api.tools.definitions import Tool
 from engine.api.tools.formats import FORMATS
@@ -40,10 +42,10 @@ def tokenizer(folder, model_folder, request):
     return Tokenizer(folder, ("<tool_call>",)) if request.param else Tokenizer(model_folder)
 
 
-def output(compiler, tokenizer, grammar, rng):
+def output(compiler, tokenizer, grammar, rng, end=END):
     """A random output that the grammar allows; ends as soon as it may, and so does not repeat calls often."""
     state, tokens = compiler.start(grammar), []
-    while (allowed := np.flatnonzero(state.allowed()))[0] != END:
+    while end not in (allowed := np.flatnonzero(state.allowed())):
         token = int(rng.choice(allowed))
         assert state.accept(token)
         tokens.append(token)
@@ -68,6 +70,41 @@ def test_every_output_of_the_grammar_is_calls_that_match(form, parallel, tokeniz
         called |= {name for name, _ in calls}
         assert text == written(form, [(name, json.loads(arguments)) for name, arguments in calls])
     assert called == set(SCHEMAS)
+
+
+def sentencepiece_folder(folder):
+    """A tokenizer of the kind that Mistral's models have: bytes and special tokens are entries of the vocabulary."""
+    special = ["<unk>", "<s>", "</s>", "[TOOL_CALLS]"]
+    characters = ["\u2581", *(chr(code) for code in range(33, 127))]
+    entries = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "\u2581a", '{"']
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    merges = [("\u2581", "a"), ("{", '"')]
+    tokenizer = HubTokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder, len(entries)
+
+
+def test_required_calls_with_a_vocabulary_of_sentencepiece(tmp_path):
+    form = FORMATS["mistral"]
+    folder, size = sentencepiece_folder(tmp_path)
+    tokenizer = Tokenizer(folder, form.markers)
+    ids = tokenizer.token_ids(form.markers)
+    assert ids == {"[TOOL_CALLS]": 3}
+    compiler = GrammarCompiler(tokenizer, size, (2,))
+    grammar = tool_grammar(form, TOOLS, ids, parallel=False)
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        text = output(compiler, tokenizer, grammar, rng, end=2)
+        content, [(name, arguments)] = message_of(form, text, SCHEMAS)
+        assert not content
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    spelled = "é<unk>[TOOL_CALLS]</s>"
+    assert output(compiler, tokenizer, choice_grammar([spelled]), rng, end=2) == spelled
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
