@@ -24,6 +24,7 @@ from ssd.stats import Stats
 from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
+NO_ROWS = np.empty(0, np.int64)
 
 PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
@@ -109,6 +110,9 @@ class CorpusDrafter(ABC):
         self._is_publishing = False
         self._sequences = Sequences(config.max_draft)
         self._running: dict[int, Running] = {}
+        self._last_ids: list[int] = []
+        self._last_rows = NO_ROWS
+        """Ids and rows of the last batch: most steps have the same sequences as the step before."""
         self._opened: WeakSet[Running] = WeakSet()
         """Running sequences, and those that were opened but have not begun."""
         self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
@@ -146,7 +150,6 @@ class CorpusDrafter(ABC):
         verified than the last draft had, for a reserved token id, for arrays as `Progress.check_arrays`, and for a
         cost outside (0, 1].
         """
-        progress.check_arrays()
         rows = self._rows_of(progress.sequence_ids.tolist())
         drafts = self._step(rows, progress)
         if self.PUBLISHES:
@@ -192,10 +195,9 @@ class CorpusDrafter(ABC):
         produced the tokens. learn: whether the output is remembered. Raises ValueError as `draft`.
         """
         rows = self._rows_of([sequence_id])
-        progress = Progress.of_one(sequence_id, tokens, verified=verified, steps=steps)
-        progress.check_arrays()
-        self._step(rows, progress)
+        self._step(rows, Progress.of_one(sequence_id, tokens, verified=verified, steps=steps))
         running = self._running.pop(sequence_id)
+        self._last_ids, self._last_rows = [], NO_ROWS
         self._opened.discard(running)
         self.corpus.end_running(self._owner_of(running))
         local = self._sequences.remove(running.row)
@@ -226,6 +228,7 @@ class CorpusDrafter(ABC):
         for running in self._running.values():
             self.corpus.end_running(self._owner_of(running))
         self._running.clear()
+        self._last_ids, self._last_rows = [], NO_ROWS
         self._opened.clear()
         self._idle.drop(lambda _: True)
         if self._owns_corpus:
@@ -365,6 +368,8 @@ class CorpusDrafter(ABC):
                 self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
 
     def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
+        if sequence_ids == self._last_ids:
+            return self._last_rows
         running = self._running
         try:
             rows = [running[sequence_id].row for sequence_id in sequence_ids]
@@ -373,7 +378,8 @@ class CorpusDrafter(ABC):
         if len(rows) > 1 and len(set(rows)) != len(rows):
             twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
             raise ValueError(f"sequence {twice} appears twice in the batch")
-        return np.array(rows, np.int64)
+        self._last_ids, self._last_rows = sequence_ids, np.array(rows, np.int64)
+        return self._last_rows
 
 
 def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:

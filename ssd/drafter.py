@@ -11,7 +11,7 @@ from ssd.config import DrafterConfig, PolicyName, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.kernels.frame import Frame
-from ssd.kernels.step import BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
+from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
 from ssd.outcomes import draft_after, propose_after
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified
@@ -19,6 +19,10 @@ from ssd.types import DraftBatch, Outcomes, Progress, check_verified
 ONE_EACH = np.empty(0, np.uint32)
 """Value of `Progress.steps` for the kernel if each sequence took one step."""
 
+UINT32, INT32, FLOAT32, UINT8 = (np.dtype(kind) for kind in (np.uint32, np.int32, np.float32, np.uint8))
+"""`numpy.empty` takes a third less time if it is given these."""
+
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Drafted = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -77,25 +81,23 @@ class SuffixDrafter(CorpusDrafter):
         check_cost(cost)
         room = len(rows) * config.max_draft
         drafts = (
-            np.empty(room, np.uint32),
-            np.empty(room, np.int32),
-            np.empty(room, np.float32),
-            np.empty(room, np.uint8),
-            np.empty(len(rows) + 1, np.uint32),
+            np.empty(room, UINT32),
+            np.empty(room, INT32),
+            np.empty(room, FLOAT32),
+            np.empty(room, UINT8),
+            np.empty(len(rows) + 1, UINT32),
         )
-        batch = (
-            rows,
-            progress.tokens,
-            progress.offsets,
-            progress.verified,
-            progress.max_draft,
-            ONE_EACH if progress.steps is None else progress.steps,
-        )
+        if progress.steps is not None:
+            progress.check_arrays()
+        steps = ONE_EACH if progress.steps is None else progress.steps
+        batch = (rows, progress.tokens, progress.offsets, progress.verified, progress.max_draft, steps)
         while True:
             result, number = self._run(batch, drafts, cost)
             if result == DONE:
                 tokens, parents, accept_prob, source, offsets = drafts
                 return DraftBatch(tokens[:number], parents[:number], accept_prob[:number], source[:number], offsets)
+            if result == BAD_ARRAYS:
+                progress.check_arrays()
             if result == BAD_TOKEN:
                 check_tokens(progress.tokens)
             if result == BAD_VERIFIED:
@@ -103,19 +105,15 @@ class SuffixDrafter(CorpusDrafter):
             assert result == NEEDS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
-    def _run(self, batch: tuple[np.ndarray, ...], drafts: Drafted, cost: float) -> tuple[int, int]:
+    def _run(self, batch: Batch, drafts: Drafted, cost: float) -> tuple[int, int]:
         """Call the kernel. The view is local to this call, so that the frames of a kept exception do not hold it."""
         config, view = self.config, self.corpus.view
-        return step(
-            self._frame.addresses,
-            view.frame,
-            batch,
-            drafts,
-            cost,
-            config.match_depth,
-            config.max_draft,
-            self._is_tree,
-        )
+        settings = (cost, config.match_depth, config.max_draft, self._is_tree)
+        try:
+            return step(self._frame.addresses, view.frame, *batch, *drafts, *settings)
+        except TypeError:
+            # The kernel has no version for arrays of types other than those of `Progress`.
+            return BAD_ARRAYS, 0
 
 
 def make_drafter(

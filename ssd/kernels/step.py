@@ -19,7 +19,7 @@ from ssd.kernels.frame import (
     open_waiting,
 )
 from ssd.kernels.grow import Growing, Limits, grow
-from ssd.kernels.jit import Bool, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
+from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.kernels.learn import learn, record, update_pace
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
@@ -49,13 +49,26 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-DONE, NEEDS_ROOM, BAD_VERIFIED, BAD_TOKEN = range(4)
+DONE, NEEDS_ROOM, BAD_ARRAYS, BAD_VERIFIED, BAD_TOKEN = range(5)
 """Results of a step; all but DONE have no effect."""
 
 
 @inline
-def check(state, rows, tokens, offsets, verified, limits, max_draft):  # type: ignore[no-untyped-def]
+def _arrays_fit(count, tokens, offsets, verified, limits, steps):  # type: ignore[no-untyped-def]
+    """Return whether the arrays of `count` sequences fit together, as `Progress.check_arrays` requires."""
+    if len(offsets) != count + 1 or len(verified) != count or len(limits) != count or len(steps) not in (0, count):
+        return False
+    for index in range(count):
+        if offsets[index] > offsets[index + 1]:
+            return False
+    return offsets[0] == 0 and offsets[count] == len(tokens)
+
+
+@inline
+def check(state, rows, tokens, offsets, verified, limits, steps, max_draft):  # type: ignore[no-untyped-def]
     """Return the result of checking a step, and the index of the sequence with a problem."""
+    if not _arrays_fit(len(rows), tokens, offsets, verified, limits, steps):
+        return BAD_ARRAYS, 0
     for token in tokens:
         if token == SEPARATOR:
             return BAD_TOKEN, 0
@@ -179,27 +192,27 @@ def write_draft(nodes, probs, count, at, drafted_tokens, parents, drafted_prob, 
     return at
 
 
-_Batch = types.Tuple([Longs, *[Tokens] * 5])
-_Drafts = types.Tuple(
-    [TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, types.Array(types.uint8, 1, "C"), TokensOut]
-)
+_Batch = (Longs, *[Tokens] * 5)
+_Drafts = (TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, Bytes, TokensOut)
 
 
-@kernel(Longs, Longs, _Batch, _Drafts, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
-def step(frame, view, batch, drafts, cost, depth, max_draft, is_tree):  # type: ignore[no-untyped-def]
+@kernel(Longs, Longs, *_Batch, *_Drafts, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
+def step(  # type: ignore[no-untyped-def]
+    frame, view, rows, tokens, offsets, verified, limits, steps,
+    drafted_tokens, parents, drafted_prob, sources, drafted_offsets, cost, depth, max_draft, is_tree,
+):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`. batch: rows of the sequences; tokens, offsets, verified, max_draft and
-    steps as in `Progress`, steps empty if they are all one. drafts: tokens, parents, accept_prob, source and offsets as
-    in `DraftBatch`, which are written. cost: cost of verifying one more token, as a fraction of a step. depth: maximum
-    match length in tokens. max_draft: maximum number of draft tokens.
+    frame: `Frame.addresses`. view: `View.frame`. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
+    verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if they are all one. The
+    next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. cost: cost of
+    verifying one more token, as a fraction of a step. depth: maximum match length in tokens. max_draft: maximum number
+    of draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
-    rows, tokens, offsets, verified, limits, steps = batch
-    drafted_tokens, parents, drafted_prob, sources, drafted_offsets = drafts
     tables = open_tables(frame)
     state = tables.state
-    problem, at = check(state, rows, tokens, offsets, verified, limits, max_draft)
+    problem, at = check(state, rows, tokens, offsets, verified, limits, steps, max_draft)
     if problem != DONE:
         return problem, at
     model = open_model(frame)

@@ -1,5 +1,6 @@
 """The public behaviour of the suffix drafter."""
 
+import re
 import threading
 from dataclasses import replace
 
@@ -314,6 +315,48 @@ def test_a_kept_exception_does_not_block_the_maintainer(drafter):
     refreshing.join(30)
     assert not refreshing.is_alive()
     del kept_in_draft, kept_in_finish
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", np.array([5, 6])),
+        ("offsets", array([0, 1, 1])),
+        ("offsets", array([0, 2])),
+        ("offsets", array([0, 1, 2, 2])),
+        ("offsets", array([1, 1, 2])),
+        ("offsets", array([0, 3, 2])),
+        ("verified", array([0])),
+        ("verified", array([0, 0]).astype(">u4")),
+        ("max_draft", array([4, 4, 4])),
+        ("max_draft", array([[4, 4]])),
+        ("steps", array([])),
+        ("steps", array([1, 1, 1])),
+        ("steps", array([1, 0, 1, 0])[::2]),
+    ],
+)
+def test_a_draft_refuses_arrays_that_do_not_fit_together(drafter, field, value):
+    for sequence_id in (1, 2):
+        drafter.start(sequence_id, array([5]))
+    right = progress_of({1: [5], 2: [6]}, limit=4)
+    wrong = replace(right, **{field: value})
+    with pytest.raises(ValueError, match=f"^{field} ") as expected:
+        wrong.check_arrays()
+    with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+        drafter.draft(wrong)
+    assert drafter.stats.committed == 0
+    drafter.draft(right)
+    assert drafter.stats.committed == 2
+
+
+def test_a_finished_id_can_be_used_again_for_another_sequence():
+    with drafter_of([TEXT]) as drafter:
+        drafter.start(1, array(TEXT[:2]))
+        drafter.draft(progress_of({1: [TEXT[2]]}, limit=4))
+        drafter.finish(1, array([]))
+        drafter.start(2, array([77, 78]))
+        drafter.start(1, array(TEXT[:3]))
+        assert drafter.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [TEXT[3]]
 
 
 def test_capacity_and_match_depth_are_those_of_the_corpus():
