@@ -1,4 +1,4 @@
-"""What is downloaded, with digests, and what it must be converted to (`manifest.json`)."""
+"""Read `manifest.json`: the files to download and the traces to convert them to, with digests."""
 
 from __future__ import annotations
 

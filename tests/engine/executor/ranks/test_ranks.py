@@ -97,7 +97,7 @@ def test_outputs_with_a_grammar_equal_those_of_one_process(divided, folder, draf
 
 
 def test_logits_equal_those_of_one_process(divided, folder):
-    """Of a prompt, and of a draft tree after it."""
+    """Compare the logits of a prompt, and those of a draft tree after it."""
     text, nodes = np.resize(PATTERN, 60), np.arange(6, dtype=np.int32)
     plans = [
         sequence_of(text, range(8), scheduled=59),
