@@ -1,0 +1,83 @@
+"""Fields of request bodies that say what an output must match."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from engine.api.body import Body
+from engine.sampling.grammar import Grammar, choice_grammar
+
+
+class JsonSchema(Body):
+    """A JSON schema of OpenAI's `response_format`."""
+
+    definition: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    """Not used, like `description` and `strict`: outputs always match the schema."""
+    description: str | None = None
+    strict: bool | None = None
+
+
+def _text_of(schema: dict[str, Any] | str) -> str:
+    """Return a JSON schema as text. Raises ValueError if it is nested too deep."""
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema)
+    except RecursionError:
+        raise ValueError("json_schema: it is nested too deep") from None
+
+
+class OutputFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> OutputFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is required if type is json_schema, and not allowed otherwise")
+        return self
+
+    @property
+    def definition(self) -> dict[str, Any] | None:
+        """The JSON schema that outputs must match; None if they are free."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What outputs must match."""
+        if self.json_schema is not None:
+            return Grammar("json_schema", _text_of(self.json_schema.definition))
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    definition: dict[str, Any] | str | None = Field(None, alias="json")
+    """JSON schema."""
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("structured_outputs: needs exactly one of json, json_object, regex and choice")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        """What outputs must match."""
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        if self.definition is not None:
+            return Grammar("json_schema", _text_of(self.definition))
+        return Grammar("json_object")
