@@ -107,7 +107,7 @@ def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, dra
     completions = engine.generate(asked)  # repeats, so that drafters remember them and pages are shared
     assert [completion.tokens.tolist() for completion in completions] == merged
     assert all(completion.cached_tokens == 48 for completion in completions[:8])
-    if drafter not in ("none", "mtp", "lookahead"):
+    if drafter not in ("none", "ngram", "mtp", "lookahead"):  # random outputs rarely repeat their own n-grams
         assert sum(completion.accepted for completion in completions) > 0
     engine.close()
 
