@@ -232,7 +232,7 @@ def test_an_adapter_is_read_while_steps_run(folder, updates, merged, monkeypatch
 
 
 def test_a_request_passes_one_that_waits_for_a_slot(folder, updates, merged):
-    """`second` gets the only slot after the sequence of `first` that runs when it arrives, however many follow."""
+    """`second` gets the only slot when the running sequence of `first` ends, although more of `first` have arrived."""
     engine = new_engine(folder, size=1)
     ids = {"first": engine.add(requests("first")[0])}
     engine.step()
@@ -288,7 +288,7 @@ def of_one_module_less(adapter):
 
 
 def of_one_output(adapter):
-    """Tensors that would be broadcast to the shapes of the previous ones."""
+    """Replace tensors by ones that would be broadcast to the previous shapes."""
     path = adapter / "adapter_model.safetensors"
     save_file({name: each[:1] if "lora_B" in name else each for name, each in load_file(path).items()}, path)
 

@@ -112,7 +112,7 @@ def test_long_spans_are_expanded(case):
 
 
 def test_memory_of_the_expanded_form_is_bounded(monkeypatch):
-    """Besides the output and a copy of part of it. All heads at once would take 59 MB, and their scores 61 MB."""
+    """The bound excludes the output and a copy of part of it. All heads at once would take 59 MB, scores 61 MB."""
     monkeypatch.setattr(latent_attention, "WORKSPACE_BYTES", 16 << 20)
     heads, queries, entries = 8, 600, 3200
     latent = LatentConfig(query_rank=0, latent_dim=64, nope_dim=128, value_dim=128)

@@ -262,7 +262,7 @@ print(before, kib("VmHWM"), sum(parameter.nbytes for parameter in model.paramete
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(("files", "ranks"), [("whole", 1), ("sharded", 1), ("whole", 2)])
 def test_loading_makes_no_second_copy_of_the_weights(tmp_path, model_folder, files, ranks):
-    """Nor does one of two ranks, which reads only its part."""
+    """The same holds for one of two ranks, which reads only its part."""
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 128}
     make_folder(tmp_path, max_shard_size="20MB" if files == "sharded" else "5GB", **shape)
     assert (tmp_path / "model.safetensors").exists() == (files == "whole")

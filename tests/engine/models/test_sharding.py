@@ -75,7 +75,7 @@ def divided_logits(folder, count, attention, tokens=TOKENS):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_of_a_divided_model_equal_those_of_transformers(tmp_path, shape, count):
-    """With latent attention, in the absorbed and in the expanded form."""
+    """Models with latent attention run both the absorbed and the expanded form."""
     reference = make_folder(tmp_path, vary=0.3, **{"initializer_range": 0.1, **shape})
     expected = transformers_logits(reference, torch.from_numpy(TOKENS))
     has_latents = load_config(tmp_path).latent is not None

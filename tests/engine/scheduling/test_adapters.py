@@ -20,7 +20,7 @@ NAMES = "abcde"
 
 
 class FakePool:
-    """Replaces `AdapterPool`: the adapters that the test puts in `loaded` are in memory."""
+    """Replaces `AdapterPool`. The adapters in `loaded`, which the test sets, are in memory."""
 
     names = NAMES
 
@@ -131,7 +131,7 @@ def test_the_step_waits_for_an_adapter_only_if_nothing_else_can_run():
 
 
 def test_preempted_sequences_wait_in_the_order_of_arrival():
-    """0 waits for its adapter, while 1 and 2 grow until 2 is preempted."""
+    """Sequence 0 waits for its adapter while 1 and 2 grow, until 2 is preempted."""
     pool = FakePool()
     engine = engine_of(pool, pages=10, watermark=0.0)
     for adapter, seed in (("a", 1), (None, 2), (None, 3)):

@@ -27,7 +27,7 @@ MESSAGE = (
 
 @pytest.fixture
 def compiler(model, model_folder, monkeypatch):
-    """With smaller limits, so that they are reached soon."""
+    """A compiler with small limits, which are reached soon."""
     monkeypatch.setattr(module, "SHARED_FUEL", 5_000)
     monkeypatch.setattr(module, "OWN_FUEL", 20_000)
     return GrammarCompiler(Tokenizer(model_folder), VOCAB, model.config.eos_token_ids)

@@ -68,7 +68,7 @@ def test_expected_experts_are_the_mean_of_uniform_choices():
 def test_the_effective_number_of_experts_is_learned(tokens):
     use, of_fewer = ExpertUse(2, 64), ExpertUse(2, 10)
     assert use.expected(tokens) > of_fewer.expected(tokens)
-    use.record(1, 2.0)  # says nothing
+    use.record(1, 2.0)  # a single token gives no information
     assert use.expected(8) == ExpertUse(2, 64).expected(8)
     for _ in range(300):
         use.record(tokens, float(of_fewer.expected(tokens)))

@@ -129,7 +129,7 @@ def test_a_marker_that_is_a_token_is_written_as_that_token(folder):
 
 
 def test_grammars_may_contain_the_spelling_of_a_special_token(folder):
-    """It is then written as text, not as the token."""
+    """The spelling is produced as text, not as the special token."""
     tokenizer = Tokenizer(folder)
     compiler = GrammarCompiler(tokenizer, VOCAB, (END,))
     for spelling in ("<tool_call>", "<|endoftext|>"):

@@ -21,7 +21,7 @@ MAKERS = {
     "deepseek_v3": make_published,
 }
 DRAFTERS = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "self-int8")]
-"""Those that run on a divided model and need no sidecar."""
+"""Kinds of drafters that run on a divided model and need no sidecar."""
 HEADS = ("mtp", "eagle", "eagle3", "medusa")
 PATTERN = np.random.default_rng(2).integers(1, VOCAB, 9).astype(np.uint32)
 
