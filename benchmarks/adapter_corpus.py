@@ -7,9 +7,9 @@ drafts come from earlier ones of the same adapter; with `base`, from the base mo
 it; with `both`, from a corpus with all of it. Without --base, the base model's traffic is the half of the trace with
 other tasks (its field `group`).
 
-Reported is S, as of `benchmarks.replay`, by the number of output tokens that the adapter has produced before; then S of
-all of them if drafts come from `base` until the adapter has T output tokens and from `own` afterwards. The last line is
-one JSON document.
+The output has S, as defined in `benchmarks.replay`, by the number of output tokens that the adapter has produced
+before, then S of all tokens if drafts come from `base` until the adapter has T output tokens and from `own` afterwards.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Counts(NamedTuple):
 
 
 class Switched(Remembering):
-    """A drafter that remembers what ends while `learns` is set."""
+    """A drafter that learns finished requests only while `learns` is set."""
 
     learns = True
 
@@ -57,7 +57,7 @@ class Switched(Remembering):
 
 
 def split(path: Path) -> tuple[Trace, Trace]:
-    """Return the requests of every other task of a trace, and the others."""
+    """Divide the requests of a trace by task: those of tasks with an even number, and the others."""
     with np.load(path) as file:
         groups = file["group"][file["output_len"] > 0].tolist()
     trace = load_trace(path)

@@ -1,6 +1,6 @@
 """Measure the share of accepted tokens that remains when drafts are made while a step is in flight.
 
-    python -m benchmarks.late_drafts shared/traces/*.npz
+    python -m benchmarks.late_drafts TRACE.npz ...
 
 Replays recorded outputs without a model, one request at a time. `waiting`: each draft is made after the results of the
 previous step are known. `path`: it is made one step earlier, as a longer path, which matches one outcome of the step in

@@ -3,8 +3,8 @@
     python -m benchmarks.quantized [--model FOLDER] [--dtype float32] [--context 300] [--hidden 2048 --layers 8]
 
 The quantized checkpoints are written to a temporary folder, in the formats of compressed-tensors. Steps of the three
-kinds of weights alternate; the memory is that of a process of its own that has loaded and packed the weights. With
---hidden or --layers the model has the shape of the given one with these sizes, and random weights.
+kinds of weights alternate; memory is measured in processes that each load and pack one of them. With --hidden
+or --layers the model has the shape of the given one with these sizes, and random weights.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Contestant:
         return json.loads(self._process.stdout.readline())
 
     def added(self, batch: int, what: str) -> float:
-        """Return what a step through the sidecar takes more than an embedded one, in us: the median over the blocks."""
+        """Return the median additional time of a step through the sidecar over an embedded one, in us."""
         pairs = zip(self.blocks[batch]["remote"], self.blocks[batch]["embedded"], strict=True)
         return round(statistics.median(remote[what] - embedded[what] for remote, embedded in pairs), 1)
 
@@ -91,7 +91,7 @@ def compare(against: Path, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def run(tokens: int) -> None:
-    """Run blocks of steps as standard input asks for."""
+    """Run the blocks of steps that standard input asks for."""
     import ssd
     from benchmarks.sidecar import LONG_DEADLINE_S, client_of, engine_on, fill, service
     from benchmarks.text import Writer

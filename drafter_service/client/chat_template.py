@@ -25,7 +25,7 @@ class RefusedMessagesError(ValueError):
 
 
 class JsonObject(dict[str, Any]):
-    """Arguments of a tool call, which most templates expect as an object, and DeepSeek's as JSON text to append."""
+    """Arguments of a tool call. Most templates expect an object; DeepSeek's append it to a string, as JSON."""
 
     def __add__(self, text: str) -> str:
         return _to_json(self) + text

@@ -166,10 +166,10 @@ class DrafterClient:
         return self.begin_draft(progress)()
 
     def begin_draft(self, progress: Progress) -> Callable[[], DraftBatch]:
-        """Send committed tokens, and return a function that waits for drafts, at most until the deadline from now.
+        """Send committed tokens, and return a function that waits for the drafts until the deadline, counted from now.
 
-        Call it before any other method, so that the drafts of several clients are waited for together. Raises
-        ValueError as `draft`.
+        The returned function must be called before any other method. It allows waiting for the drafts of several
+        clients at once. Raises ValueError as `draft`.
         """
         return self._begin(lambda: self._protocol.draft(progress))
 

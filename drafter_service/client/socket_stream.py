@@ -23,7 +23,7 @@ from drafter_service.transport.frames import MAGIC, Frames, framed
 from drafter_service.transport.wire import WireError
 
 READ_BYTES = 1 << 16
-"""Maximum number of bytes read at once; memory for four times as many is mapped anew for each read, in 15 us."""
+"""Maximum number of bytes per read. A buffer of 256 KiB would be mapped anew for each read, which takes 15 us."""
 SMALL_BYTES = 16 << 10
 """Maximum text of a small request; copying it takes about 10 us."""
 SLICE_BYTES = 1 << 18
@@ -69,7 +69,7 @@ class SocketStream:
         self._writer = SocketWriter(connection, MAGIC + framed(authorization.encode()), self._wake_pump)
         self._is_over = False
         self._has_hung_up = False
-        """Whether nothing more will arrive than has arrived."""
+        """Whether the other side has hung up, so that no more bytes will arrive."""
         self._is_watched = False
         """Whether `pump` waits for responses as well as for the end."""
         self._closed = threading.Event()

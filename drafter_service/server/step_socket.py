@@ -1,7 +1,7 @@
 """Draft streams over a second Unix socket without gRPC, for engines on the same machine (see `frames`).
 
-A task serves each connection. While it waits for the next request, a small request is answered where it is received,
-since waking the task would take longer than reading the request.
+A task serves each connection. While it waits for the next request, a small request is answered by the protocol that
+receives it, since waking the task would take longer than reading the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTHORIZATION_TIMEOUT_S = 5.0
 BACKLOG = 128
 """Length of the queue of connections; without free descriptors asyncio makes and logs this many attempts to accept."""
 READ_BYTES = 64 << 10
-"""Maximum number of bytes read at once. For 256 KiB, which asyncio would allocate for every read, it takes 15 us."""
+"""Maximum number of bytes per read. By default asyncio allocates 256 KiB for every read, which takes 15 us."""
 LARGE_BYTES = 2 << 20
 """Minimum size of a large frame, in bytes; only a few of them are received at a time."""
 MAX_LARGE_FRAMES = 4
@@ -66,7 +66,7 @@ class Connection(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
         self.answer: Answer | None = None
         """None until requests may be answered without the task."""
         self.unanswered_bytes = 0
-        """Bytes passed to the task of requests that it has not answered."""
+        """Number of bytes of requests that were passed to the task and not answered yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -94,7 +94,7 @@ class Connection(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether the task waits for the next request, and the client has been sent all responses."""
+        """Whether the task waits for the next request, and all responses have been sent."""
         assert self.task is not None
         return (
             not self.unanswered_bytes
@@ -233,7 +233,7 @@ class SocketContext:
 
     def __init__(self, authorization: str) -> None:
         self.nbytes = len(MAGIC) + HEADER.size + len(authorization)
-        """Size of the beginning of the stream, in bytes."""
+        """Number of bytes at the start of the stream up to and including the authorization."""
         self._metadata = (("authorization", authorization),) if authorization else ()
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:

@@ -62,8 +62,8 @@ class DraftStreams:
     ) -> AsyncGenerator[pb.DraftResponse, None]:
         """Serve one engine's stream.
 
-        on_open: called after the first request, with a function that may answer a request while `requests` waits for
-        it; `requests` must then raise what that function raises.
+        on_open: called after the first request, with a function that answers a request. It may be called while
+        `requests` waits for the next request. If it raises, `requests` must raise the same exception.
         """
         if len(self.streams) >= self._limits.streams:
             self.refused += 1

@@ -54,9 +54,9 @@ def _tool_format(service: Service) -> ToolFormat:
 
 
 def _grammar(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar | None:
-    """Return what an output must match in a chat with tools: calls, or calls or the `response_format`.
+    """Return the grammar of outputs in a chat with tools: calls, or either calls or the `response_format`.
 
-    None if it is free. Raises UserError.
+    None if outputs are not constrained. Raises UserError.
     """
     answer = None if body.response_format is None else body.response_format.definition
     if not body.must_call and answer is None:
@@ -88,7 +88,7 @@ class _ChatFormat(ResponseFormat):
     def __init__(
         self, service: Service, body: ChatRequest, requests: Sequence[Request], form: ToolFormat | None
     ) -> None:
-        """`form`: of the calls in the outputs; None for a chat without tools."""
+        """form: format of the calls in the outputs; None for a chat without tools."""
         super().__init__(service, body, requests)
         names = {tool.name for tool in body.offered_tools}
         max_calls = None if body.parallel_tool_calls else 1

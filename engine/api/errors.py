@@ -27,7 +27,7 @@ LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 ALIASES = {"prompt_logprobs": "logprobs"}
 """Maps the engine's parameter names to request fields where they differ."""
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-"""Fields that only chats have, and that could be taken for misspelled ones in errors of completions."""
+"""Fields that only chats have. Errors of completions name the endpoint for chats rather than call them unknown."""
 EITHER_TYPE = {
     "prompt": "a string or a list of token ids, or a list of either",
     "stop": "a string or a list of strings",

@@ -240,7 +240,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the prompt describes."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property

@@ -111,7 +111,7 @@ def _tool_format(folder: Path, name: str | None) -> ToolFormat | None:
 
 
 def build_engine_from(options: EngineOptions, shown: tuple[str, ...]) -> Engine:
-    """Build the engine; runs in the engine process. shown: special tokens that texts include.
+    """Build the engine; runs in the engine process. shown: special tokens that texts include, see `Tokenizer`.
 
     Raises UserError for a model or drafter that cannot be used.
     """

@@ -173,7 +173,7 @@ class PlainAttention(Attention):
         queries = queries.reshape(blocks, kv_heads, folded_queries, width)
         shape = (blocks, key_count, kv_heads, width)
         key = self._gather(self._keys[layer], group.pages, 0).view(shape)
-        # Of latent attention, values are the first components of keys; PyTorch is faster if both have one size.
+        # In latent attention, values are the first components of keys; PyTorch is faster if both have the same size.
         value = key
         if self._values is not None:
             value = self._gather(self._values[layer], group.pages, 1).view(shape)

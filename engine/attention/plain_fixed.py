@@ -44,7 +44,7 @@ class PlainFixed(FixedAttention):
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys = self._keys[layer]
             keys.flatten(0, 1).index_copy_(0, rows.slots, key)
-            values = keys  # of latent attention; see `PlainAttention`
+            values = keys  # for latent attention; see `PlainAttention`
             if self._values is not None:
                 values = self._values[layer]
                 values.flatten(0, 1).index_copy_(0, rows.slots, value)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ssd import types
 
 MOST_ADAPTERS = 64
-"""Number of adapters that have a drafter, unless sequences of more run. Each takes 2 MB, a thread, and its text."""
+"""Maximum number of drafters, unless more adapters have running sequences. Each takes 2 MB, a thread, and its text."""
 
 Begin = Callable[[Any, Progress], Callable[[], DraftBatch]]
 
 
 class AdapterDrafters:
-    """One drafter for requests without an adapter, and one for each adapter used lately, with the interface of one."""
+    """One drafter for requests without an adapter and one for each recently used adapter, behind a single interface."""
 
     def __init__(self, base: types.Drafter, make: Callable[[str], types.Drafter], most: int = MOST_ADAPTERS) -> None:
         """make: returns a new drafter of the same kind for an adapter. most: see `MOST_ADAPTERS`."""
@@ -31,7 +31,7 @@ class AdapterDrafters:
         self._make = make
         self._most = most
         self._by_adapter: OrderedDict[str, Any] = OrderedDict()
-        """The least recently used first."""
+        """Drafters by the name of the adapter, the least recently used first."""
         self._owners: dict[int, Any] = {}
         """The drafter of each running sequence."""
         if hasattr(base, "draft_after"):
@@ -70,7 +70,7 @@ class AdapterDrafters:
                 busy = {id(owner) for owner in self._owners.values()}
                 idle = next((name for name, each in self._by_adapter.items() if id(each) not in busy), None)
                 if idle is not None:
-                    # A client waits until the service has received all that it sent.
+                    # Closing a client waits until the service has received everything that was sent.
                     Thread(target=self._by_adapter.pop(idle).close).start()
             self._by_adapter[adapter] = self._make(adapter)
         self._by_adapter.move_to_end(adapter)
@@ -88,7 +88,7 @@ class AdapterDrafters:
 
 
 def _begin_draft(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
-    """Return a function that returns the drafts; requests to another process are sent before, so that none waits."""
+    """Return a function that returns the drafts. Requests to another process are sent now, so that they overlap."""
     if hasattr(drafter, "begin_draft"):
         waiting: Callable[[], DraftBatch] = drafter.begin_draft(progress)
         return waiting

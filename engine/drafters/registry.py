@@ -119,7 +119,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
         on_resumed=lambda: warn(f"the drafter at {address} answers again; drafts resume"),
     )
     if resources.adapter is not None:
-        # It is made while requests run, which do not wait for the connection.
+        # This drafter is made while requests run, so nothing may wait for its connection.
         return connect(required=False)
     try:
         return connect()

@@ -93,7 +93,7 @@ def weight_rows(parameter: nn.Parameter) -> Tensor:
 
 
 class Header(NamedTuple):
-    """What a file says about one of its tensors."""
+    """Header of a tensor in a file."""
 
     path: Path
     dtype: str
@@ -225,7 +225,7 @@ class Checkpoint:
         return tensor
 
     def _position(self, name: str) -> tuple[str, str]:
-        """Return the file and the name of a weight, for an order in which each file is read at once."""
+        """Return the file and the name of a weight, by which to sort weights so that each file is read in one go."""
         found = next((self._headers[each] for each in (name, name + "_packed") if each in self._headers), None)
         return "" if found is None else str(found.path), name
 

@@ -1,7 +1,7 @@
 """Divide a decoder over ranks (tensor parallelism; Shoeybi et al., Megatron-LM, 2019): the shape of each part.
 
-Heads and the channels of feed-forward networks are divided, so that one sum over all ranks follows attention and one
-the feed-forward network. Each expert of a mixture is divided by channels too: every rank then reads the same number of
+Heads and the channels of feed-forward networks are divided, and a sum over all ranks follows each attention and each
+feed-forward network. Each expert of a mixture is divided by channels too: every rank then reads the same number of
 bytes, whichever experts the tokens of a step choose. Embedding and output projection are divided by tokens of the
 vocabulary. Norms, routers, and the projections to latents are the same on all ranks.
 """
@@ -14,7 +14,7 @@ from engine.models.config import ModelConfig
 from ssd.errors import UserError
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Tensors that are divided by tokens of the vocabulary; not all parts have the same number."""
+"""Tensors that are divided by tokens of the vocabulary. The parts may differ by one token."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def part_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def part_slices(name: str, whole: tuple[int, ...], part: tuple[int, ...], shard: Shard) -> tuple[slice, ...]:
     """Return the indices of a part of a checkpoint's tensor. whole, part: shapes of the tensor and of its part.
 
-    Where a dimension of the part is smaller, parts follow one another; successive ones are equal if the tensor has
-    fewer of them than there are ranks, as with key heads. Dimensions of the same size are not divided.
+    Dimensions of the same size are not divided. In the others, parts follow one another in the order of ranks; if the
+    tensor has fewer parts than there are ranks, as with key heads, several successive ranks have the same one.
     """
     if name in VOCABULARY:
         tokens = shard.tokens(whole[0])

@@ -18,7 +18,7 @@ from engine.models.ops import Ops, Rotation
 from engine.models.self_attention import Attend, RMSNorm
 
 WORKSPACE_BYTES = 256 << 20
-"""Limit of the keys, values and scores of heads in the expanded form that are in memory at a time."""
+"""Maximum number of bytes of keys, values and scores that the expanded form has in memory at a time."""
 NORM_EPS = 1e-6
 """Epsilon of the norms within attention, for any value of `rms_norm_eps`."""
 
@@ -53,7 +53,7 @@ class Expansion:
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
     def expanded(self, query: Tensor, entries: Tensor) -> Tensor:
-        """Attend to expanded entries: the last query to all of them, each query before it to one less.
+        """Attend to expanded entries. The last query attends to all of them, each earlier query to one fewer.
 
         query [Q, heads, nope_dim + head_dim], entries [K, latent_dim + head_dim] -> [Q, heads, value_dim].
         Heads and queries run in groups that need at most `WORKSPACE_BYTES`, or the bytes of one head's keys and values.

@@ -21,7 +21,7 @@ class Tokenizer:
     """Tokenizer of one model."""
 
     def __init__(self, folder: Path, shown: Collection[str] = ()) -> None:
-        """Load the tokenizer of a model folder. shown: special tokens that texts are to include.
+        """Load the tokenizer of a model folder. shown: special tokens that decoded texts include.
 
         Raises UserError if the folder has no usable tokenizer.json.
         """
@@ -47,9 +47,9 @@ class Tokenizer:
         return {token.content: number for number, token in self._added().items() if token.content in texts}
 
     def to_json(self) -> str:
-        """Return the tokenizer in the format of tokenizer.json, with added tokens that no text contains.
+        """Return the tokenizer in the format of tokenizer.json, with spellings of added tokens that no text contains.
 
-        With their own spellings, a text that spells an added token would be encoded as that token.
+        With the original spellings, a text that contains one would be encoded as the added token.
         """
         settings = json.loads(self._tokenizer.to_str())
         vocabulary = settings["model"]["vocab"]

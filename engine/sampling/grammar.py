@@ -41,7 +41,7 @@ MAX_STATES = 50_000
 NOTHING_ALLOWED = "NoExtensionBias"
 """The library's message where no token is allowed."""
 SHARED_FUEL, OWN_FUEL = 100_000, 400_000
-"""Work for a mask with a shared automaton, and with one of a state's own, in the library's unit of about 0.1 us."""
+"""Maximum work for a mask with a shared automaton, and with one of a state's own. The unit is about 0.1 us."""
 MAX_MESSAGE = 300
 """Maximum number of characters of the library's message in an error."""
 
@@ -72,9 +72,9 @@ class GrammarState:
         *,
         has_ended: bool = False,
     ) -> None:
-        """matcher: after `tokens`. has_ended: whether an end token followed them."""
+        """matcher: the library's state after `tokens`. has_ended: whether an end token followed them."""
         self.mask_s = 0.0
-        """Seconds that each mask of the last `allowed_along` took."""
+        """Mean duration of a mask in the last `allowed_along`, in seconds."""
         self._compiler = compiler
         self._grammar = grammar
         self._matcher = matcher
@@ -131,9 +131,9 @@ class GrammarState:
         return forced
 
     def allowed(self) -> np.ndarray:
-        """Return which tokens may follow, bool [V], at least one. End tokens may where the output can be complete.
+        """Return which tokens may follow, bool [V]: at least one. End tokens may follow a complete output.
 
-        Raises GrammarError.
+        Raises GrammarError if no token may follow, or if the library has reached a limit.
         """
         mask = self._mask()
         if mask is None:
@@ -148,9 +148,9 @@ class GrammarState:
     ) -> tuple[np.ndarray, dict[int, GrammarError]]:
         """Return which tokens may follow the committed tokens and each token of a draft, bool [rows, V].
 
-        draft: uint32 [k]. tree: its shape, None for a path. needed: bool [k + 1], the rows to return. After a forbidden
-        draft token everything is allowed, because the row is not used, and so it is after tokens that the grammar
-        cannot continue; the second value has the errors of these rows.
+        draft: uint32 [k]. tree: its shape, None for a path. needed: bool [k + 1], the rows to return. All tokens
+        are allowed after a forbidden draft token, because that row is not used, and after tokens that the grammar
+        cannot continue. The second value has the errors of the latter rows, by index.
         """
         parents = [-1, *(range(-1, len(draft) - 1) if tree is None else tree.parents.tolist())]
         rows = np.ones((len(parents), self._compiler.vocab_size), np.bool_)
@@ -193,11 +193,11 @@ class GrammarState:
 
 
 LinkedTokens = tuple["LinkedTokens | None", int]
-"""A list of tokens, the last one first, that copies of a state share."""
+"""A linked list of tokens, the last one first. Copies of a state share it."""
 
 
 def _after(before: GrammarState | None, token: int, allowed: np.ndarray | None) -> GrammarState | None:
-    """Return the state after one more token, None if it is forbidden. allowed: the mask before it, if it is known."""
+    """Return the state after one more token; None if it is forbidden. allowed: the mask of `before`, if known."""
     if before is None or (allowed is not None and not allowed[token]):
         return None
     after = before.copy()
@@ -239,7 +239,7 @@ class GrammarCompiler:
         return GrammarState(self, grammar, self._compiled[grammar].deep_copy())
 
     def renew(self, grammar: Grammar) -> LLMatcher:
-        """Compile a grammar again, whose automaton has reached a limit; the caller alone may use the result."""
+        """Compile a grammar again after its automaton has reached a limit. The result must not be shared."""
         self._compiled.pop(grammar, None)
         return self._compile(grammar, OWN_FUEL)
 

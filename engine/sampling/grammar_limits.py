@@ -1,7 +1,7 @@
 """Limits of grammars, checked before they are compiled, so that no grammar delays the steps of other requests for long.
 
-The library llguidance bounds the work of most operations, but not that of text without an alternative: it advances
-through all of it at once, and splits it into tokens for each mask. So that text is limited here.
+The library llguidance bounds the work of most operations, but not the work for text without an alternative, which it
+advances through at once and splits into tokens for each mask. This module limits the length of such text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MULTIPLE = 10_000
 unit."""
 MAX_COMBINED = 8
 """Largest number of schemas that are combined with others, by `allOf` or by standing beside `$ref`, `anyOf` or `oneOf`.
-Compiling takes exponential time in it."""
+The time to compile is exponential in this number."""
 MAX_PATTERN_PROPERTIES = 50
 """Largest number of `patternProperties` of a schema, which are compared in pairs."""
 
@@ -38,7 +38,7 @@ ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-
 def check_limits(kind: str, text: str) -> None:
     """Raise UserError for a grammar that is too large; its kind and text are those of a `Grammar`."""
     if len(text) > MAX_TEXT:
-        raise UserError(f"{kind}: it has {len(text):,} characters; at most {MAX_TEXT:,} are possible")
+        raise UserError(f"{kind}: it has {len(text):,} characters; at most {MAX_TEXT:,} are allowed")
     if kind == "regex":
         required = required_by_regex(text)
     elif kind == "choice":
@@ -50,7 +50,7 @@ def check_limits(kind: str, text: str) -> None:
     if required > MAX_REQUIRED:
         raise UserError(
             f"{kind}: it requires up to {required:,} characters in a row, with repetitions written out; at most "
-            f"{MAX_REQUIRED:,} are possible"
+            f"{MAX_REQUIRED:,} are allowed"
         )
 
 
@@ -127,7 +127,7 @@ def _required_by_text(text: str) -> int:
         _check_schema(schema)
         return _RequiredBySchema(schema).of(schema)
     except RecursionError:
-        raise UserError("json_schema: it is nested too deep, or its references are") from None
+        raise UserError("json_schema: it is nested too deep, directly or through references") from None
 
 
 def _integer(digits: str) -> float:
@@ -163,7 +163,7 @@ class _RequiredBySchema:
         return required + len("null") * (schema.get("type") == "null")
 
     def _of_object(self, schema: dict[str, Any]) -> int:
-        """Names and values of required properties, and the largest of the other properties."""
+        """Return the bound of all required properties and the longest other property, with their names."""
         properties = _dict(schema.get("properties"))
         names = {name for name in _list(schema.get("required")) if isinstance(name, str)}
         others = [self.of(schema.get("additionalProperties"))]
@@ -180,7 +180,7 @@ class _RequiredBySchema:
         return sum(len(", ") + self.of(schema) for schema in first) + (count * (len(", ") + item) if item else 0)
 
     def _of_reference(self, reference: str) -> int:
-        """The bound of the schema that a reference names; 0 within itself and where there is none."""
+        """Return the bound of the schema that a reference names; 0 within itself and for an unknown reference."""
         if reference not in self._references:
             self._references[reference] = 0
             target = self._root
@@ -212,14 +212,14 @@ def _check_schema(schema: Any) -> None:
         ),
     ):
         if count > limit:
-            raise UserError(f"json_schema: it has {count:,} {what}; at most {limit:,} are possible")
+            raise UserError(f"json_schema: it has {count:,} {what}; at most {limit:,} are allowed")
     common = 1
     for part in objects:
         common = math.lcm(common, _digits(part.get("multipleOf")))
         if common > MAX_MULTIPLE:
             raise UserError(
                 f"json_schema: the least common multiple of its multipleOf is at least {common:,}, without trailing "
-                f"zeros; at most {MAX_MULTIPLE:,} is possible"
+                f"zeros; at most {MAX_MULTIPLE:,} is allowed"
             )
 
 

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     rows: np.ndarray
     """int64 [k + 1]: rows after the committed tokens and after each draft token, or `NOT_NEEDED`."""
     errors: dict[int, GrammarError] | None = None
-    """If given, `process_logits` adds the errors of rows, by index in `rows`, that the grammar cannot continue."""
+    """If given, `process_logits` adds an error for each row that the grammar cannot continue, by index in `rows`."""
 
     @property
     def depths(self) -> np.ndarray:

@@ -26,8 +26,8 @@ class Scheduler:
     """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits to be recomputed. The oldest sequence therefore always advances. Only a sequence whose adapter is not in
-    memory is passed by later ones.
+    it waits to be recomputed. The oldest sequence therefore always advances. Later sequences may be admitted
+    before a sequence whose adapter is not in memory.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Scheduler:
         """
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
-        """In the order of arrival; newer than the running ones, except while they wait for their adapters."""
+        """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
         self.refused: list[tuple[Sequence, UserError]] = []

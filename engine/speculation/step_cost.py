@@ -1,7 +1,7 @@
 """Duration of a step by its number of tokens: measured when the engine starts, corrected while it runs.
 
 The feed-forward layers of a mixture of experts read the weights of all experts that some token of the step uses, so
-their time follows the number of distinct experts. `ExpertUse` predicts it from the number of tokens.
+their time depends on the number of distinct experts, which `ExpertUse` predicts from the number of tokens.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ExpertUse:
     """Expected number of distinct experts of a layer that a step of N tokens uses.
 
     Tokens that choose K of E experts independently and uniformly use E * (1 - (1 - K/E)^N) of them on average. Routers
-    prefer some experts, and tokens of one text choose alike, so E is replaced by an effective number of experts, which
-    is learned from the steps that run.
+    prefer some experts, and tokens of one text tend to choose the same ones, so E is replaced by an effective number of
+    experts, which is learned from the steps that run.
     """
 
     def __init__(self, per_token: int, count: int) -> None:
@@ -162,7 +162,7 @@ class StepCost:
     ) -> None:
         """Correct the estimate with a step that took `seconds`.
 
-        is_probe: it ran to measure a rare size. experts: its distinct experts per layer, if they were counted.
+        is_probe: it ran to measure a rare size. experts: number of distinct experts per layer, if counted.
         """
         expected = float(self.seconds(tokens, sequences))
         if self._experts is not None and experts is not None:

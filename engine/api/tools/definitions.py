@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from engine.api.body import Body
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-"""OpenAI's rule; no character of it needs an escape in JSON."""
+"""OpenAI's rule. None of these characters needs an escape in JSON."""
 
 
 class Function(Body):
@@ -18,7 +18,7 @@ class Function(Body):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """JSON schema of the arguments, an object; empty: any object."""
+    """JSON schema of the arguments, of the type object; empty: any object."""
     strict: bool | None = None
     """Not used: arguments match the schema where a call is required, and are not constrained otherwise."""
 

@@ -25,16 +25,16 @@ class ToolFormat(ABC):
     name: str
     """Value of --tool-call-parser."""
     markers: tuple[str, ...] = ()
-    """Texts that are tokens of their own in vocabularies of such models."""
+    """Texts that are single tokens in the vocabularies of these models."""
     opening = ""
     before_arguments: str
-    """NAME in it stands for the name of the tool."""
+    """Text in which NAME stands for the name of the tool."""
     after_arguments: str
     separator: str
     closing = ""
 
     def read(self, reader: Reader) -> Steps[None]:
-        """Read a whole output. By default, the first marker begins calls."""
+        """Read a whole output. By default, calls begin with the first marker."""
         while (yield from reader.content_until(self.markers[0])):
             yield from reader.attempt(self.read_calls(reader))
 
@@ -48,7 +48,7 @@ class ToolFormat(ABC):
 
 
 class Hermes(ToolFormat):
-    """Hermes 2 and 3, Qwen 2.5, Qwen 3, MiMo."""
+    """Format of Hermes 2 and 3, Qwen 2.5, Qwen 3, MiMo."""
 
     name = "hermes"
     markers = ("<tool_call>", "</tool_call>")
@@ -67,7 +67,7 @@ class Hermes(ToolFormat):
 
 
 class Llama3Json(ToolFormat):
-    """Llama 3.1, 3.2 and 3.3. The whole output is calls, or none of it is."""
+    """Format of Llama 3.1, 3.2 and 3.3. Calls are read only from the start of an output."""
 
     name = "llama3_json"
     markers = (PYTHON_TAG,)
@@ -93,7 +93,7 @@ class Llama3Json(ToolFormat):
 
 
 class Mistral(ToolFormat):
-    """Mistral 7B v0.3, Mixtral 8x22B, Mistral Nemo, Ministral 8B, Mistral Small 2409 and 2501."""
+    """Format of Mistral 7B v0.3, Mixtral 8x22B, Mistral Nemo, Ministral 8B, Mistral Small 2409 and 2501."""
 
     name = "mistral"
     markers = ("[TOOL_CALLS]",)
@@ -117,7 +117,7 @@ class Mistral(ToolFormat):
 
 
 class DeepSeekV3(ToolFormat):
-    """DeepSeek-V3 and R1."""
+    """Format of DeepSeek-V3 and R1."""
 
     name = "deepseek_v3"
     markers = (CALLS_BEGIN, CALL_BEGIN, NAME_END, CALL_END, CALLS_END)
@@ -145,7 +145,7 @@ class DeepSeekV3(ToolFormat):
 
 
 class DeepSeekV31(ToolFormat):
-    """DeepSeek-V3.1."""
+    """Format of DeepSeek-V3.1."""
 
     name = "deepseek_v31"
     markers = DeepSeekV3.markers
@@ -177,7 +177,7 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def recognise(template: str) -> ToolFormat | None:
-    """Return the format in which a chat template, in Jinja, writes calls; None if it is not clear."""
+    """Return the format in which a chat template, in Jinja, writes calls; None if no format or several match."""
     found = [known for known in FORMATS.values() if known.is_named_in(template)]
     return found[0] if len(found) == 1 else None
 
@@ -186,7 +186,7 @@ class ToolParser:
     """Reads the calls of one output."""
 
     def __init__(self, form: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
-        """names: of the tools; a call of another name is content, and so are calls after `max_calls`."""
+        """names: names of the tools. Calls of other names are content, and so are calls after the first `max_calls`."""
         self._reader = Reader(names, max_calls)
         self._steps = form.read(self._reader)
 

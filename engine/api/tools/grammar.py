@@ -54,7 +54,7 @@ def _literal(text: str, markers: Sequence[str], token_ids: Mapping[str, int]) ->
 
 
 def _schema(definition: dict[str, Any], name: str) -> str:
-    """Return a JSON schema as text; `name` of it in errors. Raises UserError."""
+    """Return a JSON schema as text. name: its name in errors. Raises UserError."""
     style = definition.get("x-guidance", {})
     style = JSON_STYLE | style if isinstance(style, dict) else style
     try:

@@ -11,7 +11,7 @@ from engine.api.tools.reader import CallBegun, CallWithdrawn, Content, Event
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9
-"""Mistral's chat templates accept only ids of nine letters and digits. Two in a billion billion are equal."""
+"""Mistral's chat templates accept only ids of nine letters and digits. Two ids are equal with probability 1e-16."""
 
 
 class CallOutput:

@@ -1,9 +1,9 @@
 """Read tool calls from an output while it arrives.
 
-A format reads an output with a generator that yields wherever it needs more text, so that it can be written as if the
-whole text were there. What it has read becomes events. The events of a text do not depend on how it is divided.
+A format reads an output with a generator that yields wherever it needs more text, so that its code can be that of a
+parser of the whole text. The result is a list of events, which does not depend on how the text was divided.
 
-No text is lost: what turns out not to be a call becomes content.
+No text is lost: text that turns out not to be a call becomes content.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class MalformedCallError(Exception):
 
 
 class Reader:
-    """The text of an output, and the events of what was read.
+    """The text of an output, and the events that were read from it.
 
     Formats use its methods that return `Steps`. White space around calls belongs to no event.
     """
 
     def __init__(self, names: Collection[str], max_calls: int | None = None) -> None:
-        """names: of the tools; other calls are malformed, and so are calls after `max_calls`."""
+        """names: names of the tools. Other calls are malformed, and so are calls after the first `max_calls`."""
         self.events: list[Event] = []
         self.has_ended = False
         """Whether no more text follows."""
@@ -93,7 +93,7 @@ class Reader:
     def content_until(self, marker: str | None) -> Steps[bool]:
         """Pass text on as content up to a marker, and read the marker. Return False at the end of the output.
 
-        marker: None for none, to pass on the rest.
+        marker: None to pass on the whole rest.
         """
         if self._follows_call:
             self._mark = yield from self._after_space(self._mark)

@@ -84,15 +84,15 @@ class Adapter:
     modules: Mapping[str, AdapterModule]
     """By the name of the module in the checkpoint, in ascending order."""
     places: Mapping[str, Place] = field(repr=False)
-    """All modules of the checkpoint that adapters of this model may change, by name; those of a layer in its order."""
+    """Modules that adapters of this model may change, by name. Those of one layer are in the order of its rows."""
     digest: str = ""
-    """Digest of the weights' file, see `_digest`."""
+    """Digest of the file of weights; see `_digest`."""
 
     def read(self) -> dict[str, Update]:
-        """Return the updates, float32, by the name of the module.
+        """Return the updates by the name of the module, float32.
 
         Raises UserError, also for files that were replaced since they were checked: pages in the prefix cache and
-        remembered outputs belong to the previous ones.
+        remembered outputs belong to the previous files.
         """
         checkpoint, modules = _check_modules(self.folder, self.places)
         targets: dict[str, Tensor] = {}

@@ -109,7 +109,7 @@ class LoraLinear(nn.Module):
     def __init__(
         self, base: nn.Module, inputs: int, parts: Mapping[str, Part], slots: int, like: Tensor, step: StepRows
     ) -> None:
-        """base: the layer without adapters. parts: all that it concatenates, by the name of the module.
+        """base: the layer without adapters. parts: the modules that it concatenates, by name.
 
         like: a tensor of the dtype and device of the updates.
         """
@@ -127,7 +127,7 @@ class LoraLinear(nn.Module):
         """Columns of `_down` that belong to each part."""
 
     def store(self, slot: int, updates: Mapping[str, Update]) -> None:
-        """Store an adapter's updates; those of other layers' modules are ignored."""
+        """Store an adapter's updates. Updates of modules of other layers are ignored."""
         for name, columns, up in zip(self._names, self._columns, self._up, strict=True):
             down = self._down[slot, :, columns]
             down.zero_()

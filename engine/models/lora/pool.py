@@ -67,8 +67,8 @@ class AdapterPool:
     def prepare(self, name: str, waiting: Collection[str] = ()) -> bool:
         """Return whether one more sequence of an adapter may run now; if possible, begin to read one not in memory.
 
-        waiting: other adapters for which older sequences wait. So that they need not wait forever, no further sequences
-        of the least recently used adapters may run, one for each that waits without a slot. Raises UserError for an
+        waiting: other adapters for which older sequences wait. To bound the wait, the least recently used adapters
+        accept no further sequences: one adapter for each in `waiting` without a slot. Raises UserError for an
         adapter that cannot be read; the next call for it reads it again.
         """
         self._store_finished()

@@ -1,4 +1,4 @@
-"""Quantization in `config.json`: compressed-tensors, and fp8 as of DeepSeek-V3 and vLLM. All else is refused by name.
+"""Quantization in `config.json`: compressed-tensors, and fp8 as in DeepSeek-V3 or vLLM. Others are refused.
 
 Formats: https://github.com/vllm-project/compressed-tensors, the fields of `QuantizationConfig` and `QuantizationArgs`.
 """
@@ -24,7 +24,7 @@ class Scheme(NamedTuple):
     """How the weight [out, in] of a linear layer is stored."""
 
     values: Literal["int", "float", "packed"]
-    """Values as int8, as float8_e4m3fn, or as integers of `bits` bits packed into int32."""
+    """Values are int8, float8_e4m3fn, or integers of `bits` bits packed into int32."""
     bits: int
     block: tuple[int, int]
     """Rows and columns that share a scale; 0: all of them."""

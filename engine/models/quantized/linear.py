@@ -112,7 +112,8 @@ def keep_quantized(
     """Replace layers of a decoder on the meta device, or of a part of it, by ones that keep their quantized weights.
 
     These are layers whose weights in the checkpoint all have the same scheme. The output projection is not replaced,
-    because networks that draft read its weight. Nor are layers whose inputs are divided within blocks of columns.
+    because networks that draft read its weight. Layers whose inputs are divided within blocks of columns are not
+    replaced either.
     shapes: of the undivided weights, by their names in the checkpoint. scheme: returns the scheme of such a name.
     """
     for path, module in list(decoder.named_modules()):

@@ -120,7 +120,7 @@ def assemble(tensors: dict[str, Tensor], name: str, shape: Shape, scheme: Scheme
     if scheme.values == "packed":
         values = _unpack(tensors[name + "_packed"], scheme.bits, columns)
         if zeros is not None:
-            # Packed along rows.
+            # Zero points are packed along rows.
             zeros = _unpack(zeros.T.contiguous(), scheme.bits, rows).T
     else:
         values = tensors[name]

@@ -124,7 +124,7 @@ def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_fo
     for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
         with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
             compiler.start(grammar)
-    with pytest.raises(UserError, match="regex: it has 40,000 characters; at most 32,768 are possible"):
+    with pytest.raises(UserError, match="regex: it has 40,000 characters; at most 32,768 are allowed"):
         compiler.start(Grammar("regex", "a" * 40_000))
     with pytest.raises(UserError, match="needs a model with an end token"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])

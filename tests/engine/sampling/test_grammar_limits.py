@@ -52,7 +52,7 @@ def test_text_that_an_expression_requires(seed):
     "text", ["(", ")", "a)b", "[", "[^", "[[a]", "\\", "{3}", "a{", "(?", "(?P<", "a{" + "9" * 5000 + "}"]
 )
 def test_what_is_not_an_expression_has_a_length_too(text):
-    """The library refuses it with its own message."""
+    """Invalid expressions pass this check, because the library refuses them with its own message."""
     assert required_by_regex(text) >= 0
 
 
@@ -105,7 +105,7 @@ def test_schemas_that_allow_long_texts_are_not_refused():
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        (Grammar("regex", "a" * 40_000), "regex: it has 40,000 characters; at most 32,768 are possible"),
+        (Grammar("regex", "a" * 40_000), "regex: it has 40,000 characters; at most 32,768 are allowed"),
         (Grammar("regex", "(a{1000}){1000}"), "regex: it requires up to 1,000,000 characters in a row"),
         (Grammar("regex", "(?x)a {3}"), "regex: the flag x is not supported"),
         (choice_grammar(["b", LONG + "a"]), "choice: it requires up to 16,385 characters in a row"),
