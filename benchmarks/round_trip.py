@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,9 +19,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 BATCHES = (1, 64)
 BLOCK_STEPS = 25
 WARM_UP_STEPS = 50
+PERCENTILES = (10, 25, 50)
+"""The low ones are hardly affected by other load."""
 HERE = Path(__file__).resolve()
 NAMES = ("remote", "embedded")
 
@@ -32,7 +35,7 @@ class Contestant:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.blocks: dict[int, dict[str, list[dict[str, float]]]] = {
+        self.blocks: dict[int, dict[str, list[dict[str, list[float]]]]] = {
             batch: {name: [] for name in NAMES} for batch in BATCHES
         }
 
@@ -48,10 +51,18 @@ class Contestant:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def added(self, batch: int, what: str) -> float:
-        """Return the median additional time of a step through the sidecar over an embedded one, in us."""
-        pairs = zip(self.blocks[batch]["remote"], self.blocks[batch]["embedded"], strict=True)
-        return round(statistics.median(remote[what] - embedded[what] for remote, embedded in pairs), 1)
+    def added(self, batch: int, name: str) -> dict[str, float]:
+        """Return what a step through the sidecar takes more than an embedded one, in microseconds.
+
+        Percentiles of the time that the engine waits for drafts, and of the processor time that it uses meanwhile.
+        """
+        remote, embedded = (
+            np.array([block[name] for block in self.blocks[batch][kind]]).ravel() * 1e6 for kind in NAMES
+        )
+        return {
+            f"p{share}": round(float(np.percentile(remote, share) - np.percentile(embedded, share)), 1)
+            for share in PERCENTILES
+        }
 
 
 @contextmanager
@@ -83,15 +94,15 @@ def compare(against: Path, tokens: int, rounds: int) -> dict[str, Any]:
                         each.run(batch, name)
     result: dict[str, Any] = {}
     for batch in BATCHES:
-        for what in ("step_us", "engine_cpu_us", "service_cpu_us"):
-            added = {name: each.added(batch, what) for name, each in contestants.items()}
-            ratio = round(added["this"] / added["other"], 3)
-            result[f"added_{what}_batch{batch}"] = {**added, "ratio": ratio}
+        for what in ("step_s", "engine_cpu_s"):
+            this, other = (contestants[name].added(batch, what) for name in ("this", "other"))
+            ratios = {name: round(this[name] / other[name], 3) for name in this}
+            result[f"added_{what[:-1]}us_batch{batch}"] = {"this": this, "other": other, "ratio": ratios}
     return result
 
 
 def run(tokens: int) -> None:
-    """Run the blocks of steps that standard input asks for."""
+    """Run blocks of steps as standard input asks for."""
     import ssd
     from benchmarks.sidecar import LONG_DEADLINE_S, client_of, engine_on, fill, service
     from benchmarks.text import Writer
@@ -110,40 +121,44 @@ def run(tokens: int) -> None:
         clients = [client_of(address, deadline_s=LONG_DEADLINE_S) for _ in BATCHES]
         engines = {}
         for batch, client in zip(BATCHES, clients, strict=True):
-            engines[batch, "remote"] = engine_on(client, batch)
-            engines[batch, "embedded"] = engine_on(ssd.SuffixDrafter(config, corpus=corpus), batch)
-            for name in NAMES:
+            for name, drafter in (("remote", client), ("embedded", ssd.SuffixDrafter(config, corpus=corpus))):
+                timed = Timed(drafter)
+                engines[batch, name] = engine_on(timed, batch), timed
                 for _ in range(WARM_UP_STEPS):
-                    engines[batch, name].step()
-        service_task = _service_task()
+                    engines[batch, name][0].step()
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             batch, name = json.loads(line)
-            print(json.dumps(_block(engines[batch, name], service_task)), flush=True)
+            print(json.dumps(_block(*engines[batch, name])), flush=True)
         for client in clients:
             client.close()
     corpus.close()
 
 
-def _block(engine: Any, service_task: Path) -> dict[str, float]:
-    """Run a block; return the median duration of a step and the mean processor time of both sides, in us."""
-    used, own = _used_us(service_task), time.thread_time()
-    durations = [engine.step() for _ in range(BLOCK_STEPS)]
-    return {
-        "step_us": statistics.median(durations) * 1e6,
-        "engine_cpu_us": (time.thread_time() - own) / BLOCK_STEPS * 1e6,
-        "service_cpu_us": (_used_us(service_task) - used) / BLOCK_STEPS,
-    }
+class Timed:
+    """A drafter that records the processor time of its calling thread while it drafts."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.cpu_s: list[float] = []
+        self.start, self.finish = drafter.start, drafter.finish
+
+    def draft(self, progress: Any) -> Any:
+        """Draft for a batch."""
+        began = time.thread_time()
+        drafts = self._drafter.draft(progress)
+        self.cpu_s.append(time.thread_time() - began)
+        return drafts
 
 
-def _service_task() -> Path:
-    """Return the folder with the counters of the service's event loop, a child of this process."""
-    (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return Path(f"/proc/{child}/task/{child}")
-
-
-def _used_us(task: Path) -> float:
-    return int((task / "schedstat").read_text().split()[0]) / 1e3
+def _block(engine: Any, timed: Timed) -> dict[str, list[float]]:
+    """Run a block; return the duration of each step's draft, and its processor time in the engine."""
+    steps, cpu = [], []
+    for _ in range(BLOCK_STEPS):
+        first = len(timed.cpu_s)
+        steps.append(engine.step())
+        cpu.append(timed.cpu_s[first])
+    return {"step_s": steps, "engine_cpu_s": cpu}
 
 
 def main() -> None:

@@ -97,9 +97,9 @@ def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSeq
     field = f"starts[{index}]"
     return StartedSequence(
         message.sequence_id,
-        _read_tokens(message.prompt, vocab_size, f"{field}.prompt"),
-        _read_tokens(message.hints, vocab_size, f"{field}.hints"),
-        _read_tokens(message.committed, vocab_size, f"{field}.committed"),
+        unpack_tokens(message.prompt, f"{field}.prompt", vocab_size),
+        unpack_tokens(message.hints, f"{field}.hints", vocab_size),
+        unpack_tokens(message.committed, f"{field}.committed", vocab_size),
         _read_name(message.session_id, f"{field}.session_id"),
         _read_name(message.request_id, f"{field}.request_id"),
         message.learn,
@@ -112,7 +112,7 @@ def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> Finished
     field = f"finishes[{index}]"
     if message.steps > MAX_STEPS:
         raise WireError(f"{field}.steps is {message.steps}; the maximum is {MAX_STEPS}")
-    tokens = _read_tokens(message.tokens, vocab_size, f"{field}.tokens")
+    tokens = unpack_tokens(message.tokens, f"{field}.tokens", vocab_size)
     return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
 
 
@@ -140,7 +140,7 @@ def default_namespace(model: ModelIdentity) -> str:
 
 def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     """Return texts. Raises WireError for inconsistent arrays, and for token ids outside the vocabulary."""
-    tokens = _read_tokens(message.tokens, vocab_size, "texts.tokens")
+    tokens = unpack_tokens(message.tokens, "texts.tokens", vocab_size)
     data = message.offsets or bytes(4)
     texts = max(0, len(data) // 4 - 1)
     offsets = read_offsets(data, texts, len(tokens), "texts.offsets")
@@ -162,18 +162,6 @@ def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> list[int] | None:
         index = int(longer.argmax())
         raise WireError(f"texts.prompt_lengths[{index}] is {lengths[index]}; the text has {texts[index]} tokens")
     return list(lengths.tolist())
-
-
-def check_vocabulary(tokens: np.ndarray, vocab_size: int, field: str) -> None:
-    """Raise WireError for token ids, uint32 [N], outside the vocabulary; vocab_size: 0 if it is not known."""
-    if vocab_size and len(tokens) and int(tokens.max()) >= vocab_size:
-        raise WireError(f"{field} holds the id {int(tokens.max())}; the vocabulary has {vocab_size} tokens")
-
-
-def _read_tokens(data: bytes, vocab_size: int, field: str) -> np.ndarray:
-    tokens = unpack_tokens(data, field)
-    check_vocabulary(tokens, vocab_size, field)
-    return tokens
 
 
 def _read_name(text: str, field: str) -> str | None:

@@ -16,7 +16,6 @@ from drafter_service.server.requests import (
     MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
-    check_vocabulary,
     read_finish,
     read_start,
 )
@@ -43,6 +42,17 @@ class Indexing:
     """Tokens that were committed since indexing began, one run for each step."""
 
 
+@dataclass(frozen=True, eq=False)
+class LastBatch:
+    """A batch of sequences that all have drafts. The next batch usually has the same sequences."""
+
+    ids: np.ndarray
+    """uint64 [B]."""
+    ids_as_bytes: bytes
+    committed: np.ndarray
+    """int64 [B]: number of tokens that were committed since, and are not in `Session._sizes` yet."""
+
+
 class Session:
     """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
@@ -62,7 +72,9 @@ class Session:
         self._sizes: dict[int, int] = {}
         """Tokens of each sequence, prompt included, the least recently used sequence first."""
         self._tokens = 0
-        """Sum of `_sizes`."""
+        """Sum of `_sizes` and of the counts of `_last`."""
+        self._last: LastBatch | None = None
+        """The last batch; None if a sequence has started or finished since."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
 
@@ -96,6 +108,10 @@ class Session:
             self.namespace.release(self._shadow.drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
+        last = self._last
+        if last is not None and request.batch.sequence_ids == last.ids_as_bytes and _has_only_batch(request):
+            return pb.DraftResponse(step=request.step, drafts=drafts_message(self._draft_again(request.batch, last)))
+        self._end_repetition()
         vocab_size = self.namespace.model.vocab_size
         starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
         new = {start.sequence_id for start in starts}
@@ -108,13 +124,11 @@ class Session:
         outcomes: tuple[DraftBatch, list[int]] | None = None
         if request.HasField("batch"):
             _check_count(request.batch.sequence_ids, "batch")
-            batch = read_batch(request.batch)
-            check_vocabulary(batch.tokens, vocab_size, "batch.tokens")
+            batch = read_batch(request.batch, vocab_size)
             self._check_batch(batch, new)
         elif request.HasField("outcomes"):
             _check_count(request.outcomes.sequence_ids, "outcomes")
-            possible = read_outcomes(request.outcomes)
-            check_vocabulary(possible.bonus, vocab_size, "outcomes.bonus")
+            possible = read_outcomes(request.outcomes, vocab_size)
             outcomes = self._propose_after(possible)
         # Nothing below can fail.
         for start in starts:
@@ -132,6 +146,29 @@ class Session:
         return pb.DraftResponse(
             step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
         )
+
+    def _draft_again(self, message: pb.Batch, last: LastBatch) -> DraftBatch:
+        """Return drafts for the sequences of the last batch. Raises WireError."""
+        batch = read_batch(message, self.namespace.model.vocab_size, last.ids)
+        try:
+            drafts = self._drafter.draft(batch)
+        except ValueError:
+            self._check_batch(batch, set())
+            raise
+        self._use.committed += len(batch.tokens)
+        self._use.steps += _steps_of(batch)
+        self._tokens += len(batch.tokens)
+        np.add(last.committed, batch.offsets[1:], out=last.committed)
+        np.subtract(last.committed, batch.offsets[:-1], out=last.committed)
+        self._make_room()
+        return drafts
+
+    def _end_repetition(self) -> None:
+        """Add what the last batch's sequences have committed to their sizes."""
+        if self._last is not None:
+            for sequence_id, committed in zip(self._last.ids.tolist(), self._last.committed.tolist(), strict=True):
+                self._sizes[sequence_id] += committed
+            self._last = None
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
@@ -159,9 +196,10 @@ class Session:
         """Check counts, except those of unknown sequences."""
         offered = self._drafter.offered_to(batch.sequence_ids.tolist())
         wrong = (offered >= 0) & (batch.verified > offered)
-        if undrafted := new | self._withheld:
-            wrong |= np.isin(batch.sequence_ids, np.array(list(undrafted), np.uint64)) & (batch.verified > 0)
-        if wrong.any():
+        if new or self._withheld:
+            undrafted = np.array([*new, *self._withheld], np.uint64)
+            wrong |= np.isin(batch.sequence_ids, undrafted) & (batch.verified > 0)
+        if np.count_nonzero(wrong):
             index = int(wrong.argmax())
             raise WireError(
                 f"batch.verified[{index}] is {batch.verified[index]}; the sequence's last draft had "
@@ -270,7 +308,10 @@ class Session:
         self._use.steps += _steps_of(batch)
         are_known = self._update_sizes(ids, batch)
         if are_known and not self._indexing:
-            return self._drafter.draft(batch), []
+            drafts = self._drafter.draft(batch)
+            if ids and self.namespace.passages is None:
+                self._last = LastBatch(batch.sequence_ids, batch.sequence_ids.tobytes(), np.zeros(len(ids), np.int64))
+            return drafts, []
         return self._draft_some(batch, ids)
 
     def _update_sizes(self, ids: list[int], batch: Progress) -> bool:
@@ -330,6 +371,7 @@ class Session:
         return self._shadow
 
     def _remove(self, sequence_id: int) -> None:
+        self._end_repetition()
         self._withheld.discard(sequence_id)
         self._tokens -= self._sizes.pop(sequence_id)
 
@@ -369,6 +411,10 @@ class Session:
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
     """Return an error as the response to a request."""
     return pb.DraftResponse(step=step, error=pb.Error(code=status.value[0], message=message))
+
+
+def _has_only_batch(request: pb.DraftRequest) -> bool:
+    return not (request.starts or request.finishes or request.HasField("counters"))
 
 
 def _check_count(sequence_ids: bytes, owner: str) -> None:

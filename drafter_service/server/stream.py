@@ -11,7 +11,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from drafter_service.auth.callers import Right
+from drafter_service.auth.callers import Caller, Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
@@ -40,6 +40,24 @@ MAX_CLIENT_NAME = 80
 
 class ProtocolError(ValueError):
     """The client uses another version of the protocol."""
+
+
+class StreamRights:
+    """The rights of a stream's caller in its namespace. They are determined again when the callers file changes."""
+
+    def __init__(self, authorized: AuthorizedCall, namespace: str) -> None:
+        self._authorized = authorized
+        self._namespace = namespace
+        self._caller: Caller | None = None
+        self._may_learn = False
+
+    def may_learn(self) -> bool:
+        """Return whether the caller may learn. Raises AccessDeniedError unless it may read."""
+        caller = self._authorized.caller
+        if caller is not self._caller:
+            caller.require(Right.READ, self._namespace)
+            self._caller, self._may_learn = caller, caller.may(Right.LEARN, self._namespace)
+        return self._may_learn
 
 
 class DraftStreams:
@@ -119,18 +137,19 @@ class DraftStreams:
             )
         model = read_model(hello.model)
         name = hello.namespace or default_namespace(model)
-        authorized.require(Right.READ, name)
+        rights = StreamRights(authorized, name)
+        rights.may_learn()
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model, hello.policy))
             session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME])
             namespace.streams.add(stream)
             try:
-                response = self._answer(session, request, authorized, is_first=True)
-                response.welcome.CopyFrom(_welcome(session, authorized, self._limits))
+                response = self._answer(session, request, rights, is_first=True)
+                response.welcome.CopyFrom(_welcome(session, self._limits, may_learn=rights.may_learn()))
                 yield response
 
                 def answer(data: bytes) -> pb.DraftResponse:
-                    return self._answer(session, _parsed(data), authorized)
+                    return self._answer(session, _parsed(data), rights)
 
                 on_open(answer)
                 async for data in requests:
@@ -144,11 +163,10 @@ class DraftStreams:
                 session.close()
 
     def _answer(
-        self, session: Session, request: pb.DraftRequest | None, authorized: AuthorizedCall, *, is_first: bool = False
+        self, session: Session, request: pb.DraftRequest | None, rights: StreamRights, *, is_first: bool = False
     ) -> pb.DraftResponse:
         """Return the response to a request. Raises AccessDeniedError once the caller has lost its rights."""
-        name = session.namespace.name
-        authorized.require(Right.READ, name)
+        may_learn = rights.may_learn()
         if request is None:
             message = f"the message is not a DraftRequest of ssd.drafter.v1 with at most {MAX_FIELDS} sequences"
             response = error_response(0, grpc.StatusCode.INVALID_ARGUMENT, message)
@@ -156,7 +174,7 @@ class DraftStreams:
             message = "hello is only valid in the first request of a stream"
             response = error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, message)
         else:
-            response = session.answer(request, may_learn=authorized.caller.may(Right.LEARN, name))
+            response = session.answer(request, may_learn=may_learn)
         self.refused += response.HasField("error")
         return response
 
@@ -173,13 +191,13 @@ def _parsed(data: bytes) -> pb.DraftRequest | None:
     return request
 
 
-def _welcome(session: Session, authorized: AuthorizedCall, limits: Limits) -> pb.Welcome:
+def _welcome(session: Session, limits: Limits, *, may_learn: bool) -> pb.Welcome:
     namespace = session.namespace
     return pb.Welcome(
         protocol=PROTOCOL,
         namespace=namespace.name,
         policy=namespace.config.policy,
-        may_learn=authorized.caller.may(Right.LEARN, namespace.name),
+        may_learn=may_learn,
         max_draft=session.max_draft,
         max_sequences=limits.sequences,
         max_tokens=limits.stream_tokens,

@@ -43,17 +43,24 @@ def pack(array: np.ndarray, dtype: str) -> bytes:
 def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
     """Return packed bytes as a read-only array. Raises WireError if they are not a whole number of elements."""
     wire = DTYPES[dtype]
-    if len(data) % wire.itemsize:
-        raise WireError(f"{field} has {len(data)} bytes, not a multiple of {wire.itemsize}")
-    array = np.frombuffer(data, wire)
+    try:
+        array = np.frombuffer(data, wire)
+    except ValueError:
+        raise WireError(f"{field} has {len(data)} bytes, not a multiple of {wire.itemsize}") from None
     return array if wire.isnative else array.astype(dtype)
 
 
-def unpack_tokens(data: bytes, field: str) -> np.ndarray:
-    """Return token ids, uint32. Raises WireError for the reserved id."""
+def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
+    """Return token ids, uint32. Raises WireError for the reserved id, and for ids outside the vocabulary.
+
+    vocab_size: 0 if it is not known.
+    """
     tokens = unpack(data, "u4", field)
-    if len(tokens) and int(tokens.max()) > MAX_TOKEN_ID:
-        raise WireError(f"{field} holds the token id {int(tokens.max())}; the maximum is {MAX_TOKEN_ID}")
+    largest = int(np.maximum.reduce(tokens, initial=0))
+    if largest > MAX_TOKEN_ID:
+        raise WireError(f"{field} holds the token id {largest}; the maximum is {MAX_TOKEN_ID}")
+    if vocab_size and largest >= vocab_size:
+        raise WireError(f"{field} holds the id {largest}; the vocabulary has {vocab_size} tokens")
     return tokens
 
 
@@ -71,11 +78,14 @@ def batch_message(progress: Progress) -> pb.Batch:
     )
 
 
-def read_batch(message: pb.Batch) -> Progress:
-    """Return a step's progress. Raises WireError for inconsistent arrays."""
-    sequence_ids = _read_ids(message.sequence_ids, "batch")
+def read_batch(message: pb.Batch, vocab_size: int = 0, known_ids: np.ndarray | None = None) -> Progress:
+    """Return a step's progress. Raises WireError for inconsistent arrays, and for token ids as `unpack_tokens`.
+
+    known_ids: the ids of the message, if they have been read before.
+    """
+    sequence_ids = _read_ids(message.sequence_ids, "batch") if known_ids is None else known_ids
     sequences = len(sequence_ids)
-    tokens = unpack_tokens(message.tokens, "batch.tokens")
+    tokens = unpack_tokens(message.tokens, "batch.tokens", vocab_size)
     return Progress(
         sequence_ids=sequence_ids,
         tokens=tokens,
@@ -99,10 +109,10 @@ def outcomes_message(outcomes: Outcomes) -> pb.Outcomes:
     )
 
 
-def read_outcomes(message: pb.Outcomes) -> Outcomes:
-    """Return possible outcomes. Raises WireError for inconsistent arrays."""
+def read_outcomes(message: pb.Outcomes, vocab_size: int = 0) -> Outcomes:
+    """Return possible outcomes. Raises WireError as `read_batch`."""
     sequence_ids = _read_ids(message.sequence_ids, "outcomes")
-    bonus = unpack_tokens(message.bonus, "outcomes.bonus")
+    bonus = unpack_tokens(message.bonus, "outcomes.bonus", vocab_size)
     return Outcomes(
         sequence_ids=sequence_ids,
         offsets=read_offsets(message.offsets, len(sequence_ids), len(bonus), "outcomes.offsets"),
@@ -139,7 +149,8 @@ def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
 def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarray:
     """Return offsets, uint32 [items + 1]. Raises WireError unless they increase from 0 to `elements`."""
     offsets = _read_array(data, "u4", items + 1, field)
-    if offsets[0] != 0 or offsets[-1] != elements or np.count_nonzero(offsets[1:] < offsets[:-1]):
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] != elements or sorted(bounds) != bounds:
         raise WireError(f"{field} must increase from 0 to {elements}, the number of elements")
     return offsets
 
