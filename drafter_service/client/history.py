@@ -40,7 +40,7 @@ class TokenHistory:
 
     def append(self, rows: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Append `tokens[offsets[i]:offsets[i + 1]]`, uint32, to `rows[i]`. Keeps `rows`, copies the other arrays."""
-        self._unfolded.append((rows, tokens.copy(), offsets.astype(np.int64)))
+        self._unfolded.append((rows, tokens.copy(), offsets.copy()))
 
     def fold_if_due(self) -> None:
         """Write collected batches to the table if there are many. Call it outside of waits for drafts."""
@@ -73,7 +73,7 @@ class TokenHistory:
             return
         rows = np.concatenate([rows for rows, _, _ in self._unfolded])
         tokens = np.concatenate([tokens for _, tokens, _ in self._unfolded])
-        counts = np.concatenate([offsets[1:] - offsets[:-1] for _, _, offsets in self._unfolded])
+        counts = np.concatenate([offsets[1:] - offsets[:-1] for _, _, offsets in self._unfolded], dtype=np.int64)
         self._unfolded.clear()
         order = rows.argsort(kind="stable")
         before = counts[order].cumsum() - counts[order]

@@ -22,8 +22,11 @@ U1, U4, I4, F4 = (DTYPES[name] for name in ("u1", "u4", "i4", "f4"))
 ONE_AS_BITS = np.float32(1.0).view(np.uint32)
 """Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
 
-TOKEN_LIMIT = np.uint32(0xFFFF_FFFF)
+TOKEN_LIMIT = 0xFFFF_FFFF
 """The smallest invalid token id."""
+
+PATH_PARENTS = [np.arange(ROOT, size + ROOT, dtype=I4).tobytes() for size in range(129)]
+"""Parents of paths, i32, by their number of tokens."""
 
 
 class RefusedError(Exception):
@@ -155,27 +158,28 @@ def read_draft_response(message: pb.Drafts, limits: np.ndarray, vocab_size: int)
 
 
 def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocab_size: int) -> DraftBatch | None:
-    """Return the drafts if all are well-formed paths, the usual case; takes a third of the general check's time."""
+    """Return the drafts if all are well-formed paths, the usual case; takes a fifth of the general check's time."""
     try:
-        tokens, accept_prob = np.frombuffer(message.tokens, U4), np.frombuffer(message.accept_prob, F4)
-        parents, source = np.frombuffer(message.parents, I4), np.frombuffer(message.source, U1)
-        offsets = np.frombuffer(message.offsets, U4)
+        tokens, bits = np.frombuffer(message.tokens, U4), np.frombuffer(message.accept_prob, U4)
+        source, offsets = np.frombuffer(message.source, U1), np.frombuffer(message.offsets, U4)
     except ValueError:
         return None
-    count = len(tokens)
-    if not count == len(accept_prob) == len(parents) == len(source) or len(offsets) != len(limits) + 1:
+    count, parents = len(tokens), message.parents
+    if not count == len(bits) == len(source) or len(offsets) != len(limits) + 1:
         return None
     if offsets[0] != 0 or offsets[-1] != count:
         return None
     sizes = offsets[1:] - offsets[:-1]
     # A negative size, where offsets decrease, is above any limit as an unsigned number.
-    if np.count_nonzero(sizes > limits):
+    if np.count_nonzero(sizes > limits) or np.count_nonzero(
+        (bits > ONE_AS_BITS) | (tokens >= (vocab_size or TOKEN_LIMIT))
+    ):
         return None
-    follows = parents == np.arange(count) - (offsets[:-1] + np.int64(1)).repeat(sizes)
-    is_valid = follows & (accept_prob.view(np.uint32) <= ONE_AS_BITS) & (tokens < (vocab_size or TOKEN_LIMIT))
-    if np.count_nonzero(is_valid) < count:
+    try:
+        are_paths = b"".join([PATH_PARENTS[size] for size in sizes.tolist()]) == parents
+    except IndexError:  # A longer draft.
         return None
-    return DraftBatch(tokens, parents, accept_prob, source, offsets)
+    return DraftBatch(tokens, np.frombuffer(parents, I4), bits.view(F4), source, offsets) if are_paths else None
 
 
 def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocab_size: int) -> tuple[DraftBatch, int]:

@@ -99,11 +99,10 @@ class PendingRequests:
         self._is_late = False
         self._misses = self._backoff_steps = 0
 
-    def send(self, outgoing: OutgoingRequest) -> int:
+    def send(self, outgoing: OutgoingRequest, *, wants_drafts: bool = False) -> int:
         """Number a request and queue it for sending; return its number."""
         self._step += 1
         outgoing.request.step = self._step
-        wants_drafts = outgoing.request.WhichOneof("wanted") is not None
         self._pending.append(Pending(self._step, self._clock(), wants_drafts, outgoing.text_bytes))
         self._outgoing.append(outgoing)
         return self._step
@@ -145,7 +144,7 @@ class PendingRequests:
     def ask(self, request: pb.DraftRequest) -> int:
         """Send a request whose drafts the caller will wait for; return its number."""
         self._is_delayed = sum(pending.text_bytes for pending in self._pending) >= DELAYING_BYTES
-        self._awaited = self.send(OutgoingRequest(request))
+        self._awaited = self.send(OutgoingRequest(request), wants_drafts=True)
         return self._awaited
 
     def is_waiting(self, step: int) -> bool:

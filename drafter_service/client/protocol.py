@@ -24,7 +24,14 @@ from drafter_service.client.pending import PendingRequests, Phase
 from drafter_service.client.registration import Registration
 from drafter_service.client.sequences import RunningSequences, SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, PROTOCOL, WireError, batch_message, outcomes_message, unpack
+from drafter_service.transport.wire import (
+    MAX_NAME_BYTES,
+    PROTOCOL,
+    WireError,
+    batch_message,
+    outcomes_message,
+    unpack,
+)
 from ssd.corpus.ring import check_tokens
 from ssd.types import DraftBatch, Outcomes, Progress, check_verified, offsets_of
 
@@ -121,16 +128,19 @@ class Protocol:
         Call `settle` once `is_settled`, or at the deadline. Raises ValueError as `Progress.check`, and for a token id
         outside the model's vocabulary.
         """
-        rows = self._running.rows_of(progress)
+        batch = self._running.batch_of(progress)
+        rows = batch.rows
         turn = Turn(rows, progress.max_draft)
         may_ask = self.pending.may_ask()
-        if may_ask and self._running.are_current(rows):
-            self._ask(turn, ALL, self._running.forward(rows, progress))
+        if may_ask and batch.are_current:
+            self._running.forward(batch, progress)
+            self._ask(turn, ALL, progress, batch.wire_ids)
             return turn
         self._running.commit(rows, progress)
         asked = self._running.are_registered(rows).nonzero()[0]
         if may_ask and len(asked):
-            self._ask(turn, asked, self._running.take_unsent(rows[asked], progress.max_draft[asked], progress.cost))
+            unsent = self._running.take_unsent(rows[asked], progress.max_draft[asked], progress.cost)
+            self._ask(turn, asked, unsent)
         elif not may_ask and len(rows):
             self._counters.timeouts += self.pending.phase is Phase.READY
         self._registration.send_running()  # After the batch, so that the batch does not wait for it.
@@ -236,8 +246,8 @@ class Protocol:
         self._has_connected = True
         self._registration.begin(welcome)
 
-    def _ask(self, turn: Turn, asked: Subset, progress: Progress) -> None:
-        request = pb.DraftRequest(batch=batch_message(progress))
+    def _ask(self, turn: Turn, asked: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
+        request = pb.DraftRequest(batch=batch_message(progress, wire_ids))
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())

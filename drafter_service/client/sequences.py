@@ -18,6 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from drafter_service.client.history import TokenHistory
+from drafter_service.transport.wire import pack
 from ssd.config import check_cost
 from ssd.corpus.ring import check_tokens
 from ssd.types import Progress, offsets_of
@@ -91,6 +92,22 @@ class UnconfirmedEnd:
         self.sent = self.verified = 0
 
 
+@dataclass(slots=True, eq=False)
+class KnownBatch:
+    """What is known of the sequences of a batch. The next batch usually has the same sequences."""
+
+    ids_as_bytes: bytes
+    """The engine's ids."""
+    rows: np.ndarray
+    """int64 [B], read-only: rows of the sequences."""
+    wire_ids: bytes
+    """u64 [B], as in messages: ids of the sequences at the service."""
+    offered: np.ndarray
+    """int64 or uint32 [B]: number of tokens of the draft that the engine received last."""
+    are_current: bool
+    """Whether all sequences are current."""
+
+
 class RunningSequences:
     """Assigns a row of the tables to each running sequence."""
 
@@ -105,26 +122,26 @@ class RunningSequences:
         self._history = TokenHistory()
         self._infos: list[SequenceInfo | None] = []
         self._free: list[int] = []
-        self._last_ids: bytes | None = None
-        """Ids of the last batch; the next batch usually has the same ids and rows."""
-        self._last_rows = np.zeros(0, np.int64)
+        self._last: KnownBatch | None = None
+        """The last batch; None if a sequence has changed since, other than by its drafts."""
 
-    def rows_of(self, progress: Progress) -> np.ndarray:
-        """Return the rows of a batch, int64 [B], read-only. Raises ValueError as `Progress.check`."""
-        ids_as_bytes = progress.sequence_ids.tobytes()
-        if ids_as_bytes != self._last_ids:
+    def batch_of(self, progress: Progress) -> KnownBatch:
+        """Return what is known of the sequences of a batch. Raises ValueError as `Progress.check`."""
+        batch, ids_as_bytes = self._last, progress.sequence_ids.tobytes()
+        if batch is None or ids_as_bytes != batch.ids_as_bytes:
             ids = progress.sequence_ids.tolist()
             if len({*ids}) < len(ids) or not self.row_of.keys() >= {*ids}:
                 self._refuse(progress)
-            self._last_rows = np.array([self.row_of[sequence_id] for sequence_id in ids], np.int64)
-            self._last_ids = ids_as_bytes
-        rows = self._last_rows
-        if np.count_nonzero(progress.verified > self._table[OFFERED, rows]):
+            rows = self.rows(ids)
+            wire_ids = pack(self._table[WIRE_ID, rows], "u8")
+            batch = KnownBatch(ids_as_bytes, rows, wire_ids, self._table[OFFERED, rows], self.are_current(rows))
+        if np.count_nonzero(progress.verified > batch.offered):
             self._refuse(progress)
         check_tokens(progress.tokens, self._vocab_size)
         if progress.cost is not None:
             check_cost(progress.cost)
-        return rows
+        self._last = batch
+        return batch
 
     def rows(self, sequence_ids: list[int]) -> np.ndarray:
         """Return the rows of sequences, int64 [B]. Raises ValueError for one that was not started."""
@@ -135,7 +152,7 @@ class RunningSequences:
 
     def add(self, sequence_id: int, info: SequenceInfo) -> int:
         """Add an unregistered sequence; return its row."""
-        self._last_ids = None
+        self._last = None
         if not self._free:
             self._grow(max(MIN_ROWS, 2 * len(self._infos)))
         row = self._free.pop()
@@ -149,7 +166,7 @@ class RunningSequences:
     def remove(self, sequence_id: int, learn: bool) -> UnconfirmedEnd:
         """Remove a sequence that has ended."""
         row = self.row_of.pop(sequence_id)
-        self._last_ids = None
+        self._last = None
         unsent, _, verified, steps, wire_id, _, is_registered, *_ = self._table[:, row].tolist()
         info, committed = self.info(row), self._history.tokens(row)
         finished = UnconfirmedEnd(
@@ -212,13 +229,13 @@ class RunningSequences:
         """Return the ids of the sequences at the service, int64 [B]."""
         return self._table[WIRE_ID, rows]
 
-    def forward(self, rows: np.ndarray, progress: Progress) -> Progress:
-        """Do the work of `commit` and `take_unsent` for sequences that are all current."""
-        self._history.append(rows, progress.tokens, progress.offsets)
-        return replace(progress, sequence_ids=self._table[WIRE_ID, rows])
+    def forward(self, batch: KnownBatch, progress: Progress) -> None:
+        """Record progress that is sent now; the sequences must all be current."""
+        self._history.append(batch.rows, progress.tokens, progress.offsets)
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Record committed tokens and verified counts, to be sent later."""
+        self._last = None
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
@@ -231,6 +248,7 @@ class RunningSequences:
 
     def take_unsent(self, rows: np.ndarray, max_draft: np.ndarray, cost: float | None) -> Progress:
         """Return the unsent progress of registered sequences, by wire id, and record it as sent."""
+        self._last = None
         unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(unsent)
         tokens = self._history.last(rows, offsets.astype(np.int64))
@@ -242,6 +260,7 @@ class RunningSequences:
 
     def register(self, row: int, wire_id: int) -> np.ndarray:
         """Record that a whole sequence is sent; return all its committed tokens, uint32."""
+        self._last = None
         self._table[WIRE_ID, row] = wire_id
         for line in (UNSENT, VERIFIED, STEPS):
             self._table[line, row] = 0
@@ -251,8 +270,10 @@ class RunningSequences:
         return self._history.tokens(row)
 
     def set_offered(self, rows: np.ndarray, sizes: np.ndarray) -> None:
-        """Record the number of draft tokens that the engine receives for each sequence, int64 [B]."""
+        """Record the number of draft tokens that the engine receives for each sequence, uint32 [B]."""
         self._table[OFFERED, rows] = sizes
+        if self._last is not None and self._last.rows is rows:
+            self._last.offered = sizes
         self._history.fold_if_due()
 
     def unregister(self, wire_ids: Collection[int]) -> int:
@@ -289,6 +310,7 @@ class RunningSequences:
         return rows[self.are_registered(rows)]
 
     def _unregister_rows(self, rows: np.ndarray) -> None:
+        self._last = None
         for line in (IS_REGISTERED, IS_COUNTED, IS_CURRENT, VERIFIED):
             self._table[line, rows] = 0
         self.has_unregistered = self.has_unregistered or len(rows) > 0

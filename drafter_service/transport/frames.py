@@ -47,6 +47,10 @@ class Frames:
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
         """Add received bytes; return completed frames, each with whether it is the last. Raises as `read_header`."""
+        if not self._data and len(data) >= HEADER.size:
+            size, is_last = read_header(data)
+            if size == len(data) - HEADER.size:
+                return [(data[HEADER.size :], is_last)]
         self._data += data
         frames, begin = [], 0
         while len(self._data) >= begin + HEADER.size:

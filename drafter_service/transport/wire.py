@@ -64,11 +64,11 @@ def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
     return tokens
 
 
-def batch_message(progress: Progress) -> pb.Batch:
-    """Return a step's progress as a message."""
+def batch_message(progress: Progress, sequence_ids: bytes | None = None) -> pb.Batch:
+    """Return a step's progress as a message. sequence_ids: other ids, u64 [B]."""
     steps = progress.steps if progress.steps is not None and np.count_nonzero(progress.steps > 1) else None
     return pb.Batch(
-        sequence_ids=pack(progress.sequence_ids, "u8"),
+        sequence_ids=pack(progress.sequence_ids, "u8") if sequence_ids is None else sequence_ids,
         tokens=pack(progress.tokens, "u4"),
         offsets=pack(progress.offsets, "u4"),
         verified=pack(progress.verified, "u4"),
