@@ -305,6 +305,23 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
     assert namespace.corpus.appended == 0
 
 
+def test_batches_of_the_same_sequences_are_counted_and_checked(namespace):
+    session = Session(namespace, Limits(stream_tokens=100))
+    ask(session, starts=[start(1, range(10)), start(2, [5, 6, 5])])
+    for _ in range(3):
+        assert drafted(ask(session, batch=batch({1: [50], 2: [6, 5]}, limit=2)), 2, 1) == [6, 5]
+    # Malformed batches of these sequences have no effect.
+    wrong = batch({1: [51], 2: []}, verified=9)
+    assert refused(ask(session, batch=wrong), "batch.verified[0] is 9")
+    wrong.offsets = bytes(4)
+    assert refused(ask(session, batch=wrong), "batch.offsets has 1 elements, not 3")
+    assert drafted(ask(session, batch=batch({1: [], 2: []}, limit=2)), 2, 1) == [6, 5]
+    # The tokens of all these batches count: 13 of sequence 1, the newer one, and 9 of sequence 2.
+    ask(session, starts=[start(3, range(79))])
+    assert session._sizes == {2: 9, 3: 79}
+    assert lost(ask(session, batch=batch({1: [], 2: []}))) == [1]
+
+
 def test_clients_counters_are_summed(namespace):
     def report(session, **totals):
         ask(session, counters=pb.ClientCounters(**totals))
