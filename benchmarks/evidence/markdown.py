@@ -1,4 +1,4 @@
-"""Where results lie, and how tables are written."""
+"""Paths of results, and tables in Markdown."""
 
 from __future__ import annotations
 

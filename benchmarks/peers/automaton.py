@@ -23,7 +23,7 @@ class SuffixAutomaton:
         self._length = [0]
         """Length of each state's longest substring."""
         self._end = [0]
-        """Where each state's substrings end for the first time: the number of tokens before."""
+        """Number of tokens before the first end of each state's substrings."""
         self._last = 0
 
     def extend(self, tokens: Iterable[int]) -> None:

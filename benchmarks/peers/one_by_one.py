@@ -1,4 +1,4 @@
-"""What the re-implemented drafters have in common."""
+"""Base of the re-implemented drafters."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 ALIASES = {"prompt_logprobs": "logprobs"}
 """Maps the engine's parameter names to request fields where they differ."""
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-"""Fields that only chats have. Errors of completions name the endpoint for chats rather than call them unknown."""
+"""Fields that only chats support. Errors of completions name the endpoint for chats rather than call them unknown."""
 EITHER_TYPE = {
     "prompt": "a string or a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
@@ -35,7 +35,7 @@ EITHER_TYPE = {
     "json": "a JSON schema, as an object or as text",
     "tool_choice": "none, auto, required, or an object that names a function",
 }
-"""What fields of several possible types must be."""
+"""Descriptions of fields that have several possible types."""
 
 
 class ApiError(Exception):
@@ -99,7 +99,7 @@ def from_validation(problem: RequestValidationError) -> ApiError:
     if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
         return ApiError(400, f"{param} are not supported", param=param)
     if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
-        return ApiError(400, f"{param}: only chats have it; send messages to /v1/chat/completions", param=param)
+        return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)

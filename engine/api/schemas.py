@@ -25,7 +25,7 @@ EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 class StreamOptions(Body):
-    """What a stream contains besides the output."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """Whether the last chunk contains the usage."""
@@ -226,7 +226,7 @@ class ChatRequest(SamplingFields):
     def _check_tools(self) -> ChatRequest:
         names = [tool.name for tool in self.tools or ()]
         if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
-            raise ValueError(f"tools: two of them have the name {twice!r}")
+            raise ValueError(f"tools: two tools have the name {twice!r}")
         if isinstance(self.tool_choice, NamedTool):
             if self.tool_choice.name not in names:
                 raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r} in tools")

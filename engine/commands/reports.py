@@ -1,4 +1,4 @@
-"""What the reports of several commands have in common."""
+"""Parts that the reports of several commands share."""
 
 from __future__ import annotations
 

@@ -298,5 +298,5 @@ def _cannot_continue(grammar: Grammar, reason: str) -> str:
         return f"{grammar.kind}: no token can continue the output, and it is not complete"
     return (
         f"{grammar.kind}: the output cannot be continued, because llguidance has reached one of its limits: {line}; "
-        "use smaller repetitions, or fewer alternatives that begin alike"
+        "use smaller repetitions, or fewer alternatives with the same beginning"
     )

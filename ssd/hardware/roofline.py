@@ -48,7 +48,7 @@ class ModelSize(NamedTuple):
     """Shape of a dense model."""
 
     parameters: float
-    """Those that a forward pass reads: without the embedding table unless the output projection shares it."""
+    """Parameters that a forward pass reads, without the embedding table unless the output projection shares it."""
     layers: int
     hidden: int
     vocabulary: int

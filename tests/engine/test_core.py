@@ -190,7 +190,7 @@ def test_requests_beyond_the_pages_wait(model, plain):
 @pytest.mark.parametrize("max_draft", [0, 6])
 @pytest.mark.parametrize("room", [1, 2, 4, 7])
 def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_draft):
-    """Also if drafts are longer than the remaining output."""
+    """Drafts may be longer than the remaining output."""
     endless = replace(model.config, eos_token_ids=())
     window = endless.max_positions
     config = replace(CONFIG, max_draft=max_draft)

@@ -1,4 +1,4 @@
-"""What the tests do with a real vLLM; each scenario runs in a process of its own, because a process has one engine.
+"""Scenarios of tests with a real vLLM. Each runs in a process of its own, because a process has one engine.
 
     python -m tests.hosts.vllm_scenarios NAME FILE
 

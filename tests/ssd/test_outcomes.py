@@ -136,7 +136,7 @@ def test_drafts_after_continuations_equal_those_after_a_commit(shape, seed):
 
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_drafting_after_continuations_changes_nothing(shape):
-    """Nor where tokens would not fit, which is the case for the texts' length now and then."""
+    """This includes continuations for which there is no room, which the length of the texts causes now and then."""
     texts, rng = texts_of(7, length=800), np.random.default_rng(7)
     with new_drafter(shape) as drafter, new_drafter(shape) as reference:
         last, _ = play(

@@ -1,4 +1,4 @@
-"""Where accepted draft tokens came from: how old the remembered text was, and whose."""
+"""Origin of accepted draft tokens: the age of the remembered text, and the request that produced it."""
 
 from __future__ import annotations
 

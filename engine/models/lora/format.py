@@ -101,7 +101,7 @@ class Adapter:
             targets[_weight_name(module, "B")] = torch.empty(place.rows, rank)
         checkpoint.copy_into(targets)
         if (modules, _digest(self.folder)) != (self.modules, self.digest):
-            raise UserError(f"{self.folder} has changed since the engine started; restart it to use the new adapter")
+            raise UserError(f"{self.folder} has changed since the engine started; restart the engine to use it")
         return {
             module: Update(targets[_weight_name(module, "A")].t(), targets[_weight_name(module, "B")].t() * scale)
             for module, (_, _, scale) in modules.items()

@@ -1,4 +1,4 @@
-"""What determines the result of a training run, besides the target and the text."""
+"""Settings that determine the result of a training run, together with the target and the text."""
 
 from __future__ import annotations
 

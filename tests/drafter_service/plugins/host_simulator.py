@@ -112,7 +112,7 @@ class SimulatedHost:
             self.session._namespaces._drafter = self._record(open_drafter)
         self.requests: dict[str, HostRequest] = {}
         self.finished: list[HostRequest] = []
-        """Those that may be learned."""
+        """Finished requests that may be learned."""
 
     def _record(self, open_drafter):
         def open_namespace(adapter, salt):

@@ -158,7 +158,7 @@ def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, 
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert error["message"].startswith(message)
-        assert error["message"].endswith("; use smaller repetitions, or fewer alternatives that begin alike")
+        assert error["message"].endswith("; use smaller repetitions, or fewer alternatives with the same beginning")
         assert "\n" not in error["message"]
         assert error["param"] == "regex"
     *parts, last, done = [

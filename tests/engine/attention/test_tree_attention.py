@@ -52,7 +52,7 @@ def alone(model, asked):
 @settings(max_examples=20)
 @given(st.data())
 def test_logits_of_a_tree_equal_those_of_its_paths(model, data):
-    """After a whole prompt or its last chunk, across blocks of keys, on shuffled pages."""
+    """The tree follows a whole prompt or its last chunk, across blocks of keys, on shuffled pages."""
     length = data.draw(st.sampled_from([1, 20, 119, 125, 128]), "length")
     computed = data.draw(st.integers(0, length - 1), "computed")
     rng = np.random.default_rng(data.draw(st.integers(0, 1000), "seed"))

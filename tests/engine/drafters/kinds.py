@@ -9,7 +9,7 @@ from tests.engine.chain import MODEL, PAGE_SIZE
 
 WITHOUT_WEIGHTS = [name for name, kind in KINDS.items() if not kind.runs_model]
 EMBEDDED = [name for name in WITHOUT_WEIGHTS if name != "ssd-remote"]
-"""Those that need no sidecar either."""
+"""Kinds that need neither weights nor a sidecar."""
 
 
 def config_of(kind, corpus_file, **settings):

@@ -45,7 +45,7 @@ def test_kernel_samples_like_pytorch(batch, count):
 
 @pytest.mark.parametrize("likelier", [0, 1, CONSIDERED - 1, CONSIDERED, CONSIDERED + 50])
 def test_ties_with_the_last_considered_token(likelier):
-    """Of equally likely tokens the first ones are considered."""
+    """Among equally likely tokens, the first ones are considered."""
     logits = torch.zeros(1, CONSIDERED + 100)
     logits[0, 100 : 100 + likelier] = 1.0
     considered = [*range(100, 100 + likelier), *range(100), *range(100 + likelier, logits.shape[1])][:CONSIDERED]

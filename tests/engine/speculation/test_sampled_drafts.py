@@ -1,4 +1,4 @@
-"""What the token budget sees in place of sampled drafts."""
+"""Sampled drafts as the token budget sees them."""
 
 import numpy as np
 

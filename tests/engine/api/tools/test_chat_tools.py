@@ -37,7 +37,7 @@ def post(http, **fields):
 
 
 def choices_of(http, **fields):
-    """For each output its content, calls and reason to end, which must be the same streamed and not."""
+    """Return the content, calls and finish reason of each output, which must be the same streamed and not."""
     answer = post(http, **fields)
     assert answer.status_code == 200, answer.text
     whole = [
@@ -163,7 +163,7 @@ def function(**fields):
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured output", "tool_choice"),
         ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "structured output", "tool_choice"),
         ({"tool_choice": "required", "ignore_eos": True}, "cannot be combined with tools", "ignore_eos"),
-        ({"tools": TOOLS + TOOLS}, "two of them have the name 'weather'", "tools"),
+        ({"tools": TOOLS + TOOLS}, "two tools have the name 'weather'", "tools"),
         ({"tools": [{"type": "retrieval"}]}, "supports only 'function'", "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "required", "tools.0.function"),
         ({"tools": ["f"]}, "", "tools.0"),
@@ -195,7 +195,7 @@ def test_completions_have_no_tools(http, field):
     answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", field: ASKED.get(field, "auto")})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, field, None)
-    assert error["message"] == f"{field}: only chats have it; send messages to /v1/chat/completions"
+    assert error["message"] == f"{field}: only chats support it; send messages to /v1/chat/completions"
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])

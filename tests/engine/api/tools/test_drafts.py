@@ -67,7 +67,7 @@ def recorded(tokenizer):
 
 
 def run(engine, tokenizer, asked):
-    """For each request, its message read as a whole and as streamed step by step, and its completion."""
+    """Return for each request its message, read as a whole and streamed step by step, and its completion."""
     forms = list(islice(cycle(FORMATS.values()), len(asked)))
     outputs = [CallOutput(ToolParser(form, NAMES)) for form in forms]
     texts = [Detokenizer(tokenizer.decode, request.prompt) for request in asked]

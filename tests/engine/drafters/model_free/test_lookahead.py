@@ -71,7 +71,7 @@ def model_of(salt):
 @settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_a_window_follows_its_naive_twin(seed):
-    """With any number of committed tokens and any room, and with steps in which no extra rows run."""
+    """Cases have any number of committed tokens, any room, and steps in which no extra rows run."""
     rng, predict = np.random.default_rng(seed), model_of(seed)
     sizes = LookaheadSizes(window=int(rng.integers(2, 7)), ngram=int(rng.integers(2, 6)), candidates=3)
     text = rng.integers(0, 10, rng.integers(1, 12)).tolist()
@@ -135,7 +135,7 @@ def requests(count, **given):
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize(("max_step_tokens", "verification"), [(256, "exact"), (64, "exact"), (64, "rejection")])
 def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verification):
-    """With steps that have room for few extra rows as well."""
+    """Some steps have room for few extra rows only."""
     config = replace(CONFIG, draft_shape=shape, max_step_tokens=max_step_tokens, verification=verification)
     asked = requests(8)
     plain = build_engine(model, config, NoDrafter()).generate(asked)

@@ -112,7 +112,7 @@ def kind_of(make):
 def test_a_published_head_computes_like_its_twin(
     tmp_path, target, target_folder, make, options, rewrite, twin_of, seed
 ):
-    """For a text with the target's states, then for draft tokens with the head's own."""
+    """Compare a text with the target's states, then draft tokens with the head's own states."""
     save_head(make(target, seed=seed, **options), tmp_path / "own", dtype=torch.float32)
     folder = rewrite(tmp_path / "own", tmp_path / "other")
     head = load_head(kind_of(make), folder, target.config)
