@@ -25,7 +25,7 @@ BATCHES = (1, 64)
 BLOCK_STEPS = 25
 WARM_UP_STEPS = 50
 PERCENTILES = (10, 25, 50)
-"""The low ones are hardly affected by other load."""
+"""Other load hardly affects the low percentiles."""
 HERE = Path(__file__).resolve()
 NAMES = ("remote", "embedded")
 
@@ -52,9 +52,10 @@ class Contestant:
         return json.loads(self._process.stdout.readline())
 
     def added(self, batch: int, name: str) -> dict[str, float]:
-        """Return what a step through the sidecar takes more than an embedded one, in microseconds.
+        """Return the additional time of a step through the sidecar over an embedded one, in us, by percentile.
 
-        Percentiles of the time that the engine waits for drafts, and of the processor time that it uses meanwhile.
+        name: `step_s`, the time that the engine waits for drafts, or `engine_cpu_s`, the processor time that it uses
+        meanwhile.
         """
         remote, embedded = (
             np.array([block[name] for block in self.blocks[batch][kind]]).ravel() * 1e6 for kind in NAMES
@@ -102,7 +103,7 @@ def compare(against: Path, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def run(tokens: int) -> None:
-    """Run blocks of steps as standard input asks for."""
+    """Run the blocks of steps that standard input asks for."""
     import ssd
     from benchmarks.sidecar import LONG_DEADLINE_S, client_of, engine_on, fill, service
     from benchmarks.text import Writer

@@ -94,7 +94,7 @@ class UnconfirmedEnd:
 
 @dataclass(slots=True, eq=False)
 class KnownBatch:
-    """What is known of the sequences of a batch. The next batch usually has the same sequences."""
+    """Data of the sequences of a batch, kept because the next batch usually has the same sequences."""
 
     ids_as_bytes: bytes
     """The engine's ids."""
@@ -123,10 +123,10 @@ class RunningSequences:
         self._infos: list[SequenceInfo | None] = []
         self._free: list[int] = []
         self._last: KnownBatch | None = None
-        """The last batch; None if a sequence has changed since, other than by its drafts."""
+        """The last batch; None if anything but the drafts of its sequences has changed since."""
 
     def batch_of(self, progress: Progress) -> KnownBatch:
-        """Return what is known of the sequences of a batch. Raises ValueError as `Progress.check`."""
+        """Return the data of the sequences of a batch. Raises ValueError as `Progress.check`."""
         batch, ids_as_bytes = self._last, progress.sequence_ids.tobytes()
         if batch is None or ids_as_bytes != batch.ids_as_bytes:
             ids = progress.sequence_ids.tolist()

@@ -1,4 +1,4 @@
-"""Fields of request bodies that say what an output must match."""
+"""Fields of request bodies that constrain outputs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class OutputFormat(Body):
 
     @property
     def definition(self) -> dict[str, Any] | None:
-        """The JSON schema that outputs must match; None if they are free."""
+        """JSON schema that outputs must match; None if they are not constrained."""
         if self.json_schema is not None:
             return self.json_schema.definition
         return {"type": "object"} if self.type == "json_object" else None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What outputs must match."""
+        """Grammar that outputs must match."""
         if self.json_schema is not None:
             return Grammar("json_schema", _text_of(self.json_schema.definition))
         return Grammar("json_object") if self.type == "json_object" else None
@@ -73,7 +73,7 @@ class StructuredOutputs(Body):
 
     @property
     def grammar(self) -> Grammar:
-        """What outputs must match."""
+        """Grammar that outputs must match."""
         if self.regex is not None:
             return Grammar("regex", self.regex)
         if self.choice is not None:

@@ -128,7 +128,7 @@ class SamplingFields(UnsupportedFields):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must match; None if it is free."""
+        """Grammar that the output must match; None if it is not constrained."""
         given = self.structured_outputs or self.response_format
         return None if given is None else given.grammar
 

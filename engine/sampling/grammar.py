@@ -52,7 +52,7 @@ class GrammarError(UserError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an output must match."""
+    """A constraint on an output: a JSON schema, a regular expression, or another kind."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "tools"]
     text: str = ""

@@ -87,7 +87,7 @@ def test_only_requests_that_reach_a_limit_end_with_an_error(plain):
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_change_neither_outputs_nor_errors(model, compiler, plain, shape, seed):
-    """The place where a limit is reached may differ, since the limits are on work that was not done before."""
+    """The place where a limit is reached may differ, since the limits count only work that was not done before."""
     completions, refused = plain
     outputs = [completions[index].tokens.tolist() + [50 + seed] * 6 for index in range(len(requests()))]
     drafter = RandomTrees(requests(), outputs, VOCAB)

@@ -64,7 +64,7 @@ def make_published(folder):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A folder of `make_published`, and what that returns."""
+    """The folder and the result of `make_published`."""
     folder = tmp_path_factory.mktemp("deepseek")
     return folder, *make_published(folder)
 
