@@ -183,7 +183,6 @@ def estimate(node, candidates, chances, depth, before, evidence, counted, levels
 
     before: the token at the node. Returns the sum of the probabilities, at least 1.
     """
-    fetch_cells(counted, kinds, before, logits)
     summarize_levels(levels, node, depth, evidence, counted, kinds)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
     weight_set = local * SET_LENGTHS + shared

@@ -17,6 +17,8 @@ ROUNDS = 6
 BLOCK_BITS = 8
 """log2 of the number of slots in a block of the live tier."""
 NO_LIVE_TIER = -1
+FETCHED_AHEAD = 8
+"""Number of tokens after a sample's first one that are prefetched too; half of them are in the next cache line."""
 
 
 class SearchedText(NamedTuple):
@@ -89,6 +91,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
                 ages[written] = age + source.slots if age < 0 else age
             addresses[written] = source.tiers[tier, TIER_TEXT] + 4 * position
             prefetch(addresses[written])
+            prefetch(addresses[written] + 4 * FETCHED_AHEAD)
             written += 1
         begin += size
     return written

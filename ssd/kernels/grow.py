@@ -8,7 +8,7 @@ import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.candidates import count_continuations, keep_best
-from ssd.kernels.estimate import estimate
+from ssd.kernels.estimate import estimate, fetch_cells
 from ssd.kernels.evidence import gather
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
@@ -190,10 +190,12 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
+        before = peek(text, size + at - 1)
+        fetch_cells(counted, kinds, before, logits)
         kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / growing.probs[node, PATH_PROB], most)
         growing.nodes[node, CANDIDATES] = kinds
         total = estimate(
-            growing.nodes[node], growing.candidates[node], growing.chances[node], at, peek(text, size + at - 1),
+            growing.nodes[node], growing.candidates[node], growing.chances[node], at, before,
             evidence, counted, levels, kinds, logits, weights,
         )  # fmt: skip
         if count > limits.tokens:

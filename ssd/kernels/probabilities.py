@@ -128,6 +128,14 @@ def quick_logit(chance):  # type: ignore[no-untyped-def]
 
 
 @inline
+def interpolated_logit(chance):  # type: ignore[no-untyped-def]
+    """Return `logit` interpolated from the table: within 0.002, or 0.06 near its bounds; `logit` is slower."""
+    at = chance * np.float32(_CHANCE_STEPS) - np.float32(0.5)
+    low = min(max(int(at), 0), _CHANCE_STEPS - 2)
+    return _LOGITS[low] + (at - np.float32(low)) * (_LOGITS[low + 1] - _LOGITS[low])
+
+
+@inline
 def logit(chance):  # type: ignore[no-untyped-def]
     """Return ln(p / (1 - p)), bounded."""
     if chance <= 0.001:
@@ -200,7 +208,7 @@ def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-d
     seen = cells[cell, SEEN] + 1.0
     chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
     cells[cell, CHANCE] = chance
-    logits[cell] = logit(chance)
+    logits[cell] = interpolated_logit(np.float32(chance))
     cells[cell, SEEN] = min(seen, cap)
 
 
