@@ -51,19 +51,10 @@ class Contestant:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def added(self, batch: int, name: str) -> dict[str, float]:
-        """Return the additional time of a step through the sidecar over an embedded one, in us, by percentile.
-
-        name: `step_s`, the time that the engine waits for drafts, or `engine_cpu_s`, the processor time that it uses
-        meanwhile.
-        """
-        remote, embedded = (
-            np.array([block[name] for block in self.blocks[batch][kind]]).ravel() * 1e6 for kind in NAMES
-        )
-        return {
-            f"p{share}": round(float(np.percentile(remote, share) - np.percentile(embedded, share)), 1)
-            for share in PERCENTILES
-        }
+    def percentiles(self, batch: int, name: str, what: str) -> np.ndarray:
+        """Return the `PERCENTILES` of what each step took, in microseconds."""
+        steps = np.array([block[what] for block in self.blocks[batch][name]])
+        return np.percentile(steps * 1e6, PERCENTILES)
 
 
 @contextmanager
@@ -95,11 +86,22 @@ def compare(against: Path, tokens: int, rounds: int) -> dict[str, Any]:
                         each.run(batch, name)
     result: dict[str, Any] = {}
     for batch in BATCHES:
-        for what in ("step_s", "engine_cpu_s"):
-            this, other = (contestants[name].added(batch, what) for name in ("this", "other"))
-            ratios = {name: round(this[name] / other[name], 3) for name in this}
-            result[f"added_{what[:-1]}us_batch{batch}"] = {"this": this, "other": other, "ratio": ratios}
+        added, cpu = {}, {}
+        for name, each in contestants.items():
+            embedded = each.percentiles(batch, "embedded", "step_s")
+            added[name] = each.percentiles(batch, "remote", "step_s") - embedded
+            cpu[name] = each.percentiles(batch, "remote", "engine_cpu_s")
+        result |= {f"added_us_batch{batch}": _compared(added), f"client_cpu_us_batch{batch}": _compared(cpu)}
     return result
+
+
+def _compared(figures: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Return the figures of both commits and their ratios, by percentile."""
+    rows = {**figures, "ratio": figures["this"] / figures["other"]}
+    return {
+        name: {f"p{share}": round(float(value), 3) for share, value in zip(PERCENTILES, row, strict=True)}
+        for name, row in rows.items()
+    }
 
 
 def run(tokens: int) -> None:
@@ -153,7 +155,7 @@ class Timed:
 
 
 def _block(engine: Any, timed: Timed) -> dict[str, list[float]]:
-    """Run a block; return the duration of each step's draft, and its processor time in the engine."""
+    """Run a block; return the duration of each step's draft, and the processor time of the engine's thread in it."""
     steps, cpu = [], []
     for _ in range(BLOCK_STEPS):
         first = len(timed.cpu_s)
