@@ -167,8 +167,8 @@ class Checkpoint:
         Quantized weights are dequantized for a target with the name of the weight. The targets of a layer that keeps
         them end in one of `PARTS` in place of "weight".
 
-        part: returns one slice per dimension, with start and stop, for the part of a weight that its target takes; only
-        that part is read. None: all.
+        part: returns one slice per dimension, with start and stop, for the part of a weight that its target takes. Only
+        that part is read, except of quantized weights, which are read whole, one at a time. None: all.
         The file is mapped again for each tensor, which frees the pages of the previous one, so that at most one weight
         is in memory besides the targets.
         """

@@ -31,7 +31,9 @@ class Shard:
 
 def check_division(config: ModelConfig, count: int) -> None:
     """Raise UserError unless a model of this shape can be divided into `count` parts."""
-    sizes = {"num_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    sizes = {"num_heads": config.num_heads}
+    if config.experts is None or len(config.experts.layers) < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
         sizes["moe_intermediate_size"] = config.experts.intermediate_size
     for name, size in sizes.items():

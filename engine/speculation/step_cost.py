@@ -121,9 +121,11 @@ class StepCost:
 
         The time per sequence is measured with one token of each of up to `sequences` sequences. With `experts`, each
         size is also timed by `run(tokens, 1, True)`, a step of equal tokens, which all use the same experts. used:
-        returns the number of distinct experts per layer in the last run.
+        returns the number of distinct experts per layer in the last run, 0 if they are not counted.
         """
         run(sizes[0], 1)  # The first call allocates and compiles.
+        if used() == 0:
+            experts = None  # GPUs do not count them; the time of different tokens then includes them.
         rows: list[tuple[float, float, float, float]] = []
         began = perf_counter()
         while len(rows) < len(sizes) and (len(rows) < 2 or perf_counter() - began < MEASURING_S):

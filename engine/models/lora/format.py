@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import sqrt
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ DIGESTED_BYTES = 1 << 20
 """Number of bytes at each end of the file of weights that are compared to notice that it was replaced."""
 MAX_RANK = 512
 """Largest rank; vLLM's limit."""
+MAX_ALPHA = 1e6
+"""Largest `lora_alpha`, far above useful values."""
 UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -160,7 +162,7 @@ def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoin
         alpha = _by_pattern(fields, "lora_alpha", "alpha_pattern", module)
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise UserError(f"the rank of {module} is {rank!r}; adapters of rank 1 to {MAX_RANK} are supported")
-        if type(alpha) not in (int, float) or not isfinite(alpha):
+        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
             raise UserError(f"{ADAPTER_CONFIG} has an invalid lora_alpha, {alpha!r}; download or copy it again")
         scale = alpha / (sqrt(rank) if fields.get("use_rslora") else rank)
         modules[module] = AdapterModule(places[module], rank, scale)
@@ -201,9 +203,12 @@ def _modules(checkpoint: Checkpoint, places: Mapping[str, Place]) -> set[str]:
 
 def _by_pattern(fields: Mapping[str, Any], name: str, pattern_name: str, module: str) -> Any:
     """Return a setting of a module: that of the first pattern that ends its name, as in PEFT, or the common one."""
-    for pattern, value in (fields.get(pattern_name) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+    try:
+        for pattern, value in (fields.get(pattern_name) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+    except (AttributeError, re.error) as problem:
+        raise UserError(f"{ADAPTER_CONFIG} has an invalid {pattern_name} ({problem}); download it again") from None
     return fields.get(name)
 
 

@@ -48,7 +48,7 @@ class AdapterPool:
         """Slots of the adapters in memory, by name, the least recently used first."""
         self._loading: dict[str, tuple[int, Loading]] = {}
         """Slots of the adapters that are being read."""
-        self._failed: dict[str, UserError] = {}
+        self._failed: dict[str, Exception] = {}
         """Errors of adapters that could not be read, until `prepare` raises them."""
         self._users: Counter[str] = Counter()
         """Number of running sequences by adapter."""
@@ -126,7 +126,8 @@ class AdapterPool:
                 self._free.append(slot)  # stays free if reading failed
                 try:
                     updates = reading.result()
-                except UserError as problem:
+                except Exception as problem:
+                    # A damaged file may raise anything, and must end the requests of its adapter only.
                     self._failed[name] = problem
                     continue
                 for layer in self._layers:

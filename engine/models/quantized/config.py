@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from ssd.errors import UserError
@@ -48,20 +49,23 @@ class Quantization:
     def scheme(self, name: str) -> Scheme | None:
         """Return the scheme of the tensor `name` of a checkpoint; None if it is not quantized."""
         layer, _, kind = name.rpartition(".")
-        if kind != "weight" or _matches(layer, self.ignored):
+        if kind != "weight" or any(_precision(layer, target) for target in self.ignored):
             return None
-        return next((scheme for targets, scheme in self.groups if _matches(layer, targets)), None)
+        found = [(_precision(layer, target), scheme) for targets, scheme in self.groups for target in targets]
+        precision, scheme = max(found, key=itemgetter(0), default=(0, None))
+        return scheme if precision else None
 
 
-def _matches(layer: str, targets: tuple[str, ...]) -> bool:
-    own_class = "Embedding" if layer.endswith("embed_tokens") else "Linear"
-    for target in targets:
-        if target.startswith("re:"):
-            if re.match(target.removeprefix("re:"), layer):
-                return True
-        elif target in (layer, own_class):
-            return True
-    return False
+def _precision(layer: str, target: str) -> int:
+    """Return 0 if a target does not match a layer, or 1 to 3 for its class, an expression or its name.
+
+    The group with the most precise target applies, as in `match_targets` of compressed-tensors.
+    """
+    if target == layer:
+        return 3
+    if target.startswith("re:"):
+        return 2 if re.match(target.removeprefix("re:"), layer) else 0
+    return 1 if target == ("Embedding" if layer.endswith("embed_tokens") else "Linear") else 0
 
 
 def read_quantization(fields: Fields) -> Quantization | None:

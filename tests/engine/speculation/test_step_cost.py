@@ -110,6 +110,12 @@ def test_the_time_of_experts_is_measured_with_equal_tokens(monkeypatch):
     assert cost.seconds(8, 1) == pytest.approx(12.8e-3, rel=0.02)
 
 
+def test_experts_that_are_not_counted_are_part_of_the_time(monkeypatch):
+    run = clocked(monkeypatch, lambda tokens, _sequences, equal=False: 1e-3 * (1 if equal else tokens))
+    cost = StepCost.measured(run, [1, 2, 4, 8, 16], 1, ExpertUse(2, 10), lambda: 0.0)
+    np.testing.assert_allclose(cost.seconds(np.arange(1, 17), 1), 1e-3 * np.arange(1, 17))
+
+
 def test_measuring_stops_after_the_time_limit(monkeypatch):
     now = 0.0
 

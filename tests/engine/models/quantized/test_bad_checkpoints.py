@@ -156,3 +156,18 @@ def test_rounded_activations_and_caches_are_noticed():
     assert "activations in 8-bit int, which this engine does not round" in first
     assert "KV cache" in second
     assert read_quantization({"quantization_config": INT8.fields}).notices == ()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_most_precise_target_applies_in_any_order(is_reversed):
+    targets = {1: ["Linear"], 2: ["re:.*down_proj"], 4: ["model.layers.1.mlp.down_proj"]}
+    groups = {
+        f"group_{size}": {"targets": names, "weights": {"strategy": "group", "group_size": size}}
+        for size, names in sorted(targets.items(), reverse=is_reversed)
+    }
+    fields = {**INT8.fields, "format": "pack-quantized", "config_groups": groups, "ignore": ["re:.*v_proj"]}
+    quantization = read_quantization({"quantization_config": fields})
+    sizes = {"0.mlp.up_proj": 1, "0.mlp.down_proj": 2, "1.mlp.down_proj": 4}
+    for name, size in sizes.items():
+        assert quantization.scheme(f"model.layers.{name}.weight").block == (1, size)
+    assert quantization.scheme("model.layers.0.self_attn.v_proj.weight") is None
