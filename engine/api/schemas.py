@@ -6,6 +6,7 @@ clients send them with their defaults. Any other value is an error, because igno
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,8 @@ from engine.sampling.grammar import Grammar
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_TOOLS = 128
+"""OpenAI's limit."""
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -198,7 +201,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as `enable_thinking`."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     """`none`, `auto` (the model decides), `required`, or the tool to call; None: `auto`."""
     parallel_tool_calls: bool = True
@@ -225,7 +228,7 @@ class ChatRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_tools(self) -> ChatRequest:
         names = [tool.name for tool in self.tools or ()]
-        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        if (twice := next((name for name, count in Counter(names).items() if count > 1), None)) is not None:
             raise ValueError(f"tools: two tools have the name {twice!r}")
         if isinstance(self.tool_choice, NamedTool):
             if self.tool_choice.name not in names:

@@ -18,9 +18,15 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Yields while it needs more text, then returns a value."""
 
-HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""Matches a call up to its arguments, if its name precedes them."""
-ARGUMENTS_FIRST = re.compile(r'\{\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+SPACE = r"\s{0,16}"
+HEAD = re.compile(
+    rf'\{{{SPACE}"name"{SPACE}:{SPACE}"([^"\\]{{0,64}})"{SPACE},{SPACE}"(?:arguments|parameters)"{SPACE}:{SPACE}(?=\{{)'
+)
+"""Matches a call up to its arguments, if its name precedes them.
+
+Its length is limited because it is matched again whenever text arrives.
+"""
+ARGUMENTS_FIRST = re.compile(rf'\{{{SPACE}"(?:arguments|parameters)"{SPACE}:{SPACE}(?=\{{)')
 """Matches a call up to its arguments, if they precede its name."""
 
 

@@ -164,6 +164,7 @@ def function(**fields):
         ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "structured output", "tool_choice"),
         ({"tool_choice": "required", "ignore_eos": True}, "cannot be combined with tools", "ignore_eos"),
         ({"tools": TOOLS + TOOLS}, "two tools have the name 'weather'", "tools"),
+        ({"tools": TOOLS * 65}, "at most 128 items", "tools"),
         ({"tools": [{"type": "retrieval"}]}, "supports only 'function'", "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "required", "tools.0.function"),
         ({"tools": ["f"]}, "", "tools.0"),

@@ -1,6 +1,7 @@
 """Tool calls are read from outputs in the formats of published models, whole and in arbitrary parts."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -185,3 +186,12 @@ def test_any_text_is_read_the_same_in_any_parts_and_none_of_it_is_lost(form, dat
 )  # fmt: skip
 def test_formats_are_recognised_in_chat_templates(template, name):
     assert recognise(template) is (name and FORMATS[name])
+
+
+@pytest.mark.parametrize("text", ['{"name": "' + "a" * 200_000, "{" + " " * 200_000])
+def test_a_long_beginning_of_a_call_is_read_in_linear_time(text):
+    text = f"<tool_call>\n{text}"
+    started = time.process_time()
+    events = events_of(FORMATS["hermes"], divided(text, range(0, len(text), 4)), NAMES)
+    assert time.process_time() - started < 10  # Tens of seconds in quadratic time.
+    assert events == [Content(text)]
