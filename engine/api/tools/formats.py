@@ -67,7 +67,10 @@ class Hermes(ToolFormat):
 
 
 class Llama3Json(ToolFormat):
-    """Format of Llama 3.1, 3.2 and 3.3. Calls are read only from the start of an output."""
+    """Format of Llama 3.1, 3.2 and 3.3. Calls are read only from the start of an output.
+
+    The models separate calls by semicolons or newlines.
+    """
 
     name = "llama3_json"
     markers = (PYTHON_TAG,)
@@ -84,7 +87,7 @@ class Llama3Json(ToolFormat):
     def read_calls(self, reader: Reader) -> Steps[None]:
         """See `ToolFormat.read_calls`."""
         yield from reader.call()
-        while (yield from reader.next_is(";")):
+        while (yield from reader.next_is(";")) or (yield from reader.sees("{")):
             yield from reader.call()
 
     def is_named_in(self, template: str) -> bool:
@@ -132,9 +135,9 @@ class DeepSeekV3(ToolFormat):
         yield from reader.expect(CALL_BEGIN)
         while True:
             yield from reader.expect("function", NAME_END)
-            name = yield from reader.text_until("\n")
+            name = yield from reader.name_until("\n")
             yield from reader.expect("```json")
-            yield from reader.arguments_of(name.strip())
+            yield from reader.arguments_of(name)
             yield from reader.close("```", CALL_END, CALLS_END)
             if not (yield from reader.next_is(CALL_BEGIN)):
                 return
@@ -159,8 +162,8 @@ class DeepSeekV31(ToolFormat):
         """See `ToolFormat.read_calls`."""
         yield from reader.expect(CALL_BEGIN)
         while True:
-            name = yield from reader.text_until(NAME_END)
-            yield from reader.arguments_of(name.strip())
+            name = yield from reader.name_until(NAME_END)
+            yield from reader.arguments_of(name)
             yield from reader.close(CALL_END, CALLS_END)
             if not (yield from reader.next_is(CALL_BEGIN)):
                 return

@@ -18,16 +18,13 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 """Yields while it needs more text, then returns a value."""
 
-SPACE = r"\s{0,16}"
-HEAD = re.compile(
-    rf'\{{{SPACE}"name"{SPACE}:{SPACE}"([^"\\]{{0,64}})"{SPACE},{SPACE}"(?:arguments|parameters)"{SPACE}:{SPACE}(?=\{{)'
-)
-"""Matches a call up to its arguments, if its name precedes them.
-
-Its length is limited because it is matched again whenever text arrives.
-"""
-ARGUMENTS_FIRST = re.compile(rf'\{{{SPACE}"(?:arguments|parameters)"{SPACE}:{SPACE}(?=\{{)')
-"""Matches a call up to its arguments, if they precede its name."""
+MAX_SPACE = 64
+"""Largest number of white-space characters that are dropped before a marker. Others are content."""
+MAX_NAME = 100
+"""Largest length of a name that ends with a marker: 64, and white space around it."""
+MEMBER = re.compile(r'[ \t\r\n]*[{,][ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')
+"""Matches the text before the value of a JSON object's member. Keys of calls need no escapes."""
+END_OF_MEMBERS = re.compile(r"[ \t\r\n]*\}")
 
 
 @dataclass(frozen=True)
@@ -38,30 +35,15 @@ class Content:
 
 
 @dataclass(frozen=True)
-class CallBegun:
-    """A call whose arguments follow."""
+class Call:
+    """A complete call."""
 
-    index: int
-    """Number of calls that began before it."""
     name: str
+    arguments: str
+    """A JSON object, as the model wrote it."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The next part of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallWithdrawn:
-    """A call that has begun is malformed; its whole text follows as content."""
-
-    index: int
-
-
-Event = Content | CallBegun | Arguments | CallWithdrawn
+Event = Content | Call
 
 
 class MalformedCallError(Exception):
@@ -85,11 +67,9 @@ class Reader:
         self._position = 0
         """Index of the character to read next."""
         self._mark = 0
-        """Index of the first character that belongs to no event and to no complete call."""
-        self._begun = 0
-        """Number of calls that have begun."""
-        self._completed = 0
-        self._is_within_call = False
+        """Index of the first character that belongs to no event."""
+        self._calls = 0
+        """Number of calls that were read."""
         self._follows_call = False
 
     def add(self, text: str) -> None:
@@ -107,7 +87,7 @@ class Reader:
             self._text = self._text[self._mark :]
             self._mark = 0
             if marker is not None and (found := self._text.find(marker)) >= 0:
-                self._pass_on(len(self._text[:found].rstrip()))
+                self._pass_on(self._before_space(found))
                 self._position = found + len(marker)
                 return True
             if self.has_ended:
@@ -121,9 +101,6 @@ class Reader:
         try:
             yield from steps
         except MalformedCallError:
-            if self._is_within_call:
-                self._is_within_call = False
-                self.events.append(CallWithdrawn(self._begun - 1))
             self._pass_on(self._position)
 
     def sees(self, literal: str) -> Steps[bool]:
@@ -153,73 +130,52 @@ class Reader:
             yield from self.next_is(literal)
         self._mark = self._position
 
-    def text_until(self, marker: str) -> Steps[str]:
-        """Read and return the text before a marker, and the marker. Raises MalformedCallError."""
-        while (found := self._text.find(marker, self._position)) < 0:
+    def name_until(self, marker: str) -> Steps[str]:
+        """Read a name and the marker after it; return the name. Raises MalformedCallError."""
+        limit = self._position + MAX_NAME + len(marker)
+        while (found := self._text.find(marker, self._position, limit)) < 0:
+            if len(self._text) >= limit:
+                raise MalformedCallError
             yield from self._more()
-        text, self._position = self._text[self._position : found], found + len(marker)
-        return text
+        name, self._position = self._text[self._position : found], found + len(marker)
+        return name.strip()
 
     def call(self) -> Steps[None]:
         """Read a call that is one JSON object with `name`, and `arguments` or `parameters`. Raises MalformedCallError.
 
-        Arguments that precede the name are passed on when the call is complete.
+        Other keys are ignored.
         """
-        start = yield from self._start_of_object()
-        scanner = ObjectScanner(start)
-        while (head := HEAD.match(self._text, start)) is None and not scanner.has_ended(self._text):
-            yield from self._more()
-        if head is not None:
-            name, self._position = head[1], head.end()
-            self._begin(name)
-            arguments = yield from self._arguments()
-        while not scanner.has_ended(self._text):
-            yield from self._more()
-        self._position = scanner.position
-        call = _parsed(self._text[start : self._position])
-        if head is None:
-            head = ARGUMENTS_FIRST.match(self._text, start)
-            if head is None:
-                raise MalformedCallError
-            name, self._position = call.get("name"), head.end()
-            self._begin(name)
-            arguments = yield from self._arguments()
-            self._position = scanner.position
-        if (name, arguments) != (call["name"], call.get("arguments", call.get("parameters"))):
-            raise MalformedCallError  # A key occurs twice.
-        self._complete()
+        text = yield from self._object()
+        members = _members(text)
+        name, _ = members.get("name", (None, ""))
+        arguments = [members[key] for key in ("arguments", "parameters") if key in members]
+        if len(arguments) != 1 or not isinstance(arguments[0][0], dict):
+            raise MalformedCallError
+        self._complete(name, arguments[0][1])
 
     def arguments_of(self, name: str) -> Steps[None]:
         """Read the arguments of a call whose name was read. Raises MalformedCallError."""
-        yield from self._start_of_object()
-        self._begin(name)
-        yield from self._arguments()
-        self._complete()
+        text = yield from self._object()
+        _value(text, 0)
+        self._complete(name, text)
 
-    def _begin(self, name: object) -> None:
-        if not isinstance(name, str) or name not in self._names or self._completed == self._max_calls:
+    def _object(self) -> Steps[str]:
+        """Read white space and a JSON object; return its text, which may be invalid. Raises MalformedCallError."""
+        if not (yield from self.sees("{")):
             raise MalformedCallError
-        self.events.append(CallBegun(self._begun, name))
-        self._begun += 1
-        self._is_within_call = True
-
-    def _arguments(self) -> Steps[dict[str, Any]]:
-        """Pass on a JSON object as arguments, and return it. Raises MalformedCallError."""
         start = self._position
         scanner = ObjectScanner(start)
-        while True:
-            has_ended = scanner.has_ended(self._text)
-            if scanner.position > self._position:
-                self.events.append(Arguments(self._begun - 1, self._text[self._position : scanner.position]))
-                self._position = scanner.position
-            if has_ended:
-                return _parsed(self._text[start : self._position])
+        while not scanner.has_ended(self._text):
             yield from self._more()
+        self._position = scanner.position
+        return self._text[start : self._position]
 
-    def _complete(self) -> None:
-        self._is_within_call = False
+    def _complete(self, name: object, arguments: str) -> None:
+        if not isinstance(name, str) or name not in self._names or self._calls == self._max_calls:
+            raise MalformedCallError
+        self.events.append(Call(name, arguments))
+        self._calls += 1
         self._follows_call = True
-        self._completed += 1
         self._mark = self._position
 
     def _pass_on(self, end: int) -> None:
@@ -233,21 +189,21 @@ class Reader:
         if marker is None:
             return len(self._text)
         size = next(size for size in range(len(marker) - 1, -1, -1) if self._text.endswith(marker[:size]))
-        return len(self._text[: len(self._text) - size].rstrip())
+        return self._before_space(len(self._text) - size)
+
+    def _before_space(self, end: int) -> int:
+        """Return the index of the first of at most MAX_SPACE white-space characters before `end`."""
+        tail = self._text[max(end - MAX_SPACE, 0) : end]
+        return end - (len(tail) - len(tail.rstrip()))
 
     def _after_space(self, start: int) -> Steps[int]:
         """Return the index of the first character from `start` that is not white space; at the end, the length."""
         while True:
             rest = self._text[start:].lstrip()
+            start = len(self._text) - len(rest)
             if rest or self.has_ended:
-                return len(self._text) - len(rest)
+                return start
             yield
-
-    def _start_of_object(self) -> Steps[int]:
-        """Read white space; return the index of the brace that follows. Raises MalformedCallError."""
-        if not (yield from self.sees("{")):
-            raise MalformedCallError
-        return self._position
 
     def _more(self) -> Steps[None]:
         if self.has_ended:
@@ -288,17 +244,33 @@ class ObjectScanner:
             self._depth -= 1
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Return a JSON object. Raises MalformedCallError."""
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """Return the value of each key of a JSON object, and the text of the value.
+
+    text: begins with a brace. Raises MalformedCallError, also if a key occurs twice or has escapes.
+    """
+    members: dict[str, tuple[Any, str]] = {}
+    position = 0
+    while not END_OF_MEMBERS.fullmatch(text, position):
+        member = MEMBER.match(text, position)
+        if member is None or member[1] in members:
+            raise MalformedCallError
+        value, position = _value(text, member.end())
+        members[member[1]] = value, text[member.end() : position]
+    return members
+
+
+def _value(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `start`, and the index after it. Raises MalformedCallError."""
     try:
-        # Integers of any length are valid; Python refuses to convert long ones.
-        parsed = json.loads(text, parse_int=float, parse_constant=_refuse)
+        return DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         raise MalformedCallError from None
-    if not isinstance(parsed, dict):
-        raise MalformedCallError
-    return parsed
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
+
+
+DECODER = json.JSONDecoder(parse_int=float, parse_constant=_refuse)
+"""Integers of any length are valid; Python refuses to convert long ones."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from engine.api.tools.formats import ToolParser
 from engine.api.tools.output import CallOutput
-from engine.api.tools.reader import Arguments, Content
+from engine.api.tools.reader import Content
 
 
 def written(form, calls):
@@ -31,8 +31,6 @@ def events_of(form, parts, names, max_calls=None):
         last = events[-1] if events else None
         if isinstance(event, Content) and isinstance(last, Content):
             events[-1] = Content(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
-            events[-1] = Arguments(event.index, last.text + event.text)
         else:
             events.append(event)
     return events
@@ -53,18 +51,22 @@ def pairs_of(calls):
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
+def streamed(form, parts, names, max_calls=None):
+    """The deltas of an output that arrives in parts."""
+    output = CallOutput(ToolParser(form, set(names), max_calls))
+    return [output.delta(part, is_last=False) for part in parts] + [output.delta("", is_last=True)]
+
+
 def collected(deltas):
-    """The message that the deltas of a stream amount to."""
-    content, calls = "", {}
+    """The message that the deltas of a stream amount to, as OpenAI's client joins them: strings are concatenated."""
+    content, calls = "", []
     for delta in deltas:
         content += delta.get("content") or ""
         for part in delta.get("tool_calls", []):
-            function = part["function"]
-            if "id" in part:
-                calls[part["index"]] = {
-                    "id": part["id"],
-                    "type": part["type"],
-                    "function": {"name": function["name"], "arguments": ""},
-                }
-            calls[part["index"]]["function"]["arguments"] += function["arguments"]
-    return content, pairs_of(list(calls.values()))
+            if part["index"] == len(calls):
+                calls.append({"id": "", "type": part["type"], "function": {"name": "", "arguments": ""}})
+            call = calls[part["index"]]
+            call["id"] += part.get("id", "")
+            for key, text in part["function"].items():
+                call["function"][key] += text
+    return content, pairs_of(calls)

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.tools.formats import FORMATS, ToolParser, recognise
-from engine.api.tools.output import CallOutput
-from engine.api.tools.reader import CallWithdrawn, Content
+from engine.api.tools.formats import FORMATS, recognise
+from engine.api.tools.reader import Call
 from tests.engine.api.tools import naive
-from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, pairs_of, written
+from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, streamed, written
 
 NAMES = ("weather", "send_mail-2")
 PARIS, BERLIN = '{"city": "Paris"}', '{"city":"Berlin", "days" : 2}'
@@ -35,7 +34,11 @@ WELL_FORMED = {
         ('<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
         (f'\n\n{{"name": "weather", "parameters": {PARIS}}}; {{"name": "weather", "parameters": {BERLIN}}}', "",
          [PARIS, BERLIN]),
-        (f'{{"type": "function", "parameters": {PARIS}, "name": "weather"}}', None, []),
+        (f'{{"type": "function", "name": "weather", "parameters": {PARIS}}}\n'
+         f'{{"parameters": {BERLIN}, "id": {{"a": [1]}}, "name": "weather"}}', "", [PARIS, BERLIN]),
+        (f'{{"name": "weather", "parameters": {PARIS}}};{{"name": "weather", "parameters": {BERLIN}}}\nDone.', "Done.",
+         [PARIS, BERLIN]),
+        (f'{{"name": "weather", "parameters": {PARIS}}}\n{{"answer": 42}}', '\n{"answer": 42}', [PARIS]),
     ],
     "mistral": [
         (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}]', "", [PARIS]),
@@ -66,14 +69,8 @@ def cases(table):
 @pytest.mark.parametrize(("form", "text", "content", "arguments"), cases(WELL_FORMED))
 def test_outputs_as_models_write_them(form, text, content, arguments):
     expected = [("weather", each) for each in arguments]
-    content = text if content is None else content
     assert message_of(form, text, NAMES) == (content or None, expected)
-    output = CallOutput(ToolParser(form, NAMES))
-    deltas = [output.delta(character, is_last=False) for character in text]
-    assert collected([*deltas, output.delta("", is_last=True)]) == (content, expected)
-    if arguments:
-        streamed = [delta for delta in deltas if delta.get("tool_calls")]
-        assert len(streamed) >= len(PARIS) or text.index("arguments") < text.index("name")
+    assert collected(streamed(form, text, NAMES)) == (content, expected)
 
 
 MALFORMED = {
@@ -87,6 +84,13 @@ MALFORMED = {
         '<tool_call>\n{"name": "weather"}\n</tool_call>',
         '<tool_call>\n{"name": ["weather"], "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"arguments": {}, "name": ["weather"]}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {}, "parameters": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {},}\n</tool_call>',
+        '<tool_call>\n{"name": "weather" "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather"{"arguments": {}}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"a": 1]}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {}, "id": "a\nb"}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {}, "id"}\n</tool_call>', "<tool_call>{}",
         '<tool_call>\n{"arguments": {}, "name": "weather", "name": "unknown"}\n</tool_call>',
         '<tool_call>\n{"name": "weather", "arguments": {}, "name": "unknown"}\n</tool_call>',
         '<tool_call>\n{"name": "weather", "arguments": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}\n</tool_call>",
@@ -98,18 +102,16 @@ MALFORMED = {
     "mistral": ['[TOOL_CALLS]{"name": "weather", "arguments": {}}', "[TOOL_CALLS] [", "[TOOL_CALLS] []", "[TOOL"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL % '[]'}",
                     f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL.replace('json', 'xml') % PARIS}<｜tool▁calls▁end｜>"],
-    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather", "<｜tool▁calls▁begin｜>weather"],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather", "<｜tool▁calls▁begin｜>weather",
+                     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{'a' * 101}<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "text"), cases({name: [(text,) for text in MALFORMED[name]] for name in MALFORMED}))
 def test_a_malformed_call_is_content(form, text):
     assert message_of(form, text, NAMES) == (text, [])
-    output = CallOutput(ToolParser(form, NAMES))
-    parts = divided(text, range(min(len(text), 100)))
-    deltas = [output.delta(part, is_last=False) for part in parts] + [output.delta("", is_last=True)]
-    assert "".join(delta.get("content", "") for delta in deltas) == text
-    assert not output.calls
+    deltas = streamed(form, divided(text, range(min(len(text), 100))), NAMES)
+    assert collected(deltas) == (text, [])
 
 
 def test_calls_around_a_malformed_one_are_kept():
@@ -141,12 +143,9 @@ def test_calls_in_any_parts_equal_those_of_the_slow_twin(form, content, calls, c
     text = content + (written(form, calls) if calls else "")
     before, expected = naive.read(form.name, text)
     assert expected == calls
-    output = CallOutput(ToolParser(form, NAMES))
-    deltas = [output.delta(part, is_last=False) for part in divided(text, cuts)] + [output.delta("", is_last=True)]
-    found_content, found = collected(deltas)
+    found_content, found = collected(streamed(form, divided(text, cuts), NAMES))
     assert found_content == (before.rstrip() if calls else text)
     assert [(name, json.loads(arguments)) for name, arguments in found] == expected
-    assert found == pairs_of(list(output.calls.values()))
 
 
 PIECES = [
@@ -159,14 +158,49 @@ PIECES = [
 def test_any_text_is_read_the_same_in_any_parts_and_none_of_it_is_lost(form, data, cuts):
     pieces = [*PIECES, *form.markers, written(form, [("weather", {"a": 1})])]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
+    parts = divided(text, cuts)
     events = events_of(form, [text], NAMES)
-    assert events_of(form, divided(text, cuts), NAMES) == events
+    assert events_of(form, parts, NAMES) == events
     content, calls = message_of(form, text, NAMES)
+    assert collected(streamed(form, parts, NAMES)) == (content or "", calls)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
     if not calls:
         assert content == text
-    withdrawn = sum(isinstance(event, CallWithdrawn) for event in events)
-    assert len({event.index for event in events if not isinstance(event, Content)}) == withdrawn + len(calls)
+    assert [(event.name, event.arguments) for event in events if isinstance(event, Call)] == calls
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_call_that_is_cut_is_content_whole_and_streamed(form):
+    first, second = ("weather", {"city": "Paris"}), ("weather", {"a": {"b": [1, "}"]}})
+    text = written(form, [first, second])
+    complete = [(name, json.dumps(arguments)) for name, arguments in (first, second)]
+    for length in range(len(text) + 1):
+        cut = text[:length]
+        content, calls = message_of(form, cut, NAMES)
+        assert calls == complete[: len(calls)]
+        if not calls:
+            assert content == cut
+        assert collected(streamed(form, cut, NAMES)) == (content or "", calls)
+    assert (content, calls) == (None, complete)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_content_is_streamed_at_once_and_a_call_in_one_delta(form):
+    call = written(form, [("weather", {"city": "Paris"})])
+    before = "" if form.name == "llama3_json" else "Look:"
+    deltas = streamed(form, f"{before}{call}Done.", NAMES)
+    assert [delta["content"] for delta in deltas[: len(before)]] == list(before)
+    assert len([delta for delta in deltas if "tool_calls" in delta]) == 1
+    assert [delta["content"] for delta in deltas[-5:-1]] == list("one.")
+
+
+@pytest.mark.parametrize("space", [10, 64, 65, 200])
+def test_at_most_64_white_space_characters_are_dropped_before_a_call(space):
+    form = FORMATS["hermes"]
+    text = "a" + " " * space + written(form, [("weather", {})])
+    expected = "a" + " " * max(space - 64, 0), [("weather", "{}")]
+    assert message_of(form, text, NAMES) == expected
+    assert collected(streamed(form, text, NAMES)) == expected
 
 
 @pytest.mark.parametrize(
@@ -188,10 +222,20 @@ def test_formats_are_recognised_in_chat_templates(template, name):
     assert recognise(template) is (name and FORMATS[name])
 
 
-@pytest.mark.parametrize("text", ['{"name": "' + "a" * 200_000, "{" + " " * 200_000])
-def test_a_long_beginning_of_a_call_is_read_in_linear_time(text):
-    text = f"<tool_call>\n{text}"
+SIZE = 100_000
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    cases({
+        "hermes": [('<tool_call>{"name": "' + "a" * SIZE,), ("<tool_call>{" + " " * SIZE,),
+                   ("<tool_call>" + " " * SIZE,), (" " * SIZE,), ("<tool_call>" * (SIZE // 11),),
+                   ('<tool_call>{"name": "weather", "arguments": {' + '"a": 1, ' * (SIZE // 8),)],
+        "llama3_json": [(" " * SIZE,)],
+        "deepseek_v31": [("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + "a" * SIZE,)],
+    }),
+)  # fmt: skip
+def test_long_outputs_without_calls_are_read_in_linear_time(form, text):
     started = time.process_time()
-    events = events_of(FORMATS["hermes"], divided(text, range(0, len(text), 4)), NAMES)
-    assert time.process_time() - started < 10  # Tens of seconds in quadratic time.
-    assert events == [Content(text)]
+    assert collected(streamed(form, divided(text, range(0, len(text), 4)), NAMES)) == (text, [])
+    assert time.process_time() - started < 5
