@@ -27,6 +27,8 @@ MAX_DEVIATION = 4.0
 MANY_SEQUENCES = 16
 """Number of sequences in the step that measures the time per sequence."""
 MIN_COST = 1e-4
+DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)
+"""Lengths of drafts per sequence whose cost is compared; the first one is without drafts."""
 EXPERT_RATE = 0.05
 """Weight of a step in the effective number of experts."""
 
@@ -173,7 +175,9 @@ class StepCost:
         factor = min(max(seconds / expected, 1 / MAX_DEVIATION), MAX_DEVIATION)
         nearness = np.exp(-np.abs(np.log(self._sizes / max(1, tokens))))
         weights = PROBE_RATE * nearness if is_probe else LEARNING_RATE * (SHARED + (1 - SHARED) * nearness)
-        self._seconds = np.maximum.accumulate(self._seconds * factor**weights)
+        corrected = self._seconds * factor**weights
+        # Smaller steps do not take longer. A step that was faster than expected limits them, too.
+        self._seconds = np.maximum.accumulate(corrected) if factor > 1 else np.minimum.accumulate(corrected[::-1])[::-1]
         if not is_probe:
             self._per_expert *= factor ** (LEARNING_RATE * SHARED)
 
@@ -181,10 +185,13 @@ class StepCost:
         """Return the time of one more token in a step of `tokens`, as a fraction of the step's time per sequence, 0 to
         1.
 
-        A step produces one token per sequence, so this compares a draft token with a token decoded without drafts.
+        A step produces one token per sequence, so this compares a draft token with a token decoded without drafts. It
+        is the mean over the draft length with the lowest one: the first token may be expensive and further ones cheap,
+        or its measurement may have been disturbed.
         """
-        now, more = self.seconds(np.array([tokens, tokens + sequences]), sequences)
-        return float(min(1.0, max(MIN_COST, (more - now) / now)))
+        now, *more = self.seconds(tokens + sequences * np.array(DRAFT_LENGTHS), sequences)
+        cost = ((np.array(more) - now) / (now * np.array(DRAFT_LENGTHS[1:]))).min()
+        return float(min(1.0, max(MIN_COST, cost)))
 
 
 class PaddedCost:

@@ -26,8 +26,10 @@ PRIOR_ACCEPTED = 0.5
 """Prior number of accepted tokens in the calibration. With this decay, a drafter whose drafts are never accepted costs
 about a hundredth of the time of 50 steps."""
 STEPS_TO_PROBE = 20
-"""Number of steps with likely drafts, none of them verified, after which the most likely draft is verified as a probe;
-otherwise an overestimated cost would never be corrected."""
+"""Number of steps without draft tokens after which a likely draft is verified as a probe; otherwise an overestimated
+cost would never be corrected."""
+PROBE_COST = 0.02
+"""Largest cost of one more token that the drafter is told when a probe is due; at a high one it would not draft."""
 MIN_PROBE_GAIN = 2.0
 """Minimum expected number of accepted tokens of a probe."""
 RECORD_EVERY = 8
@@ -55,7 +57,7 @@ class TokenBudget:
         self._expected = self._accepted = 0.0
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
         self._steps_without = 0
-        """Number of steps with likely drafts, none of them verified, since the last probe."""
+        """Number of steps since one with draft tokens."""
         self._unrecorded = 0
         """Consecutive steps that did not correct the cost."""
         self._spent_s = self._saved_s = 0.0
@@ -74,8 +76,9 @@ class TokenBudget:
         return min(1.0, (self._accepted + PRIOR_ACCEPTED) / (self._expected + PRIOR_ACCEPTED))
 
     def cost_of_one_more(self, tokens: int, sequences: int) -> float:
-        """See `StepCost.of_one_more`."""
-        return self._cost.of_one_more(tokens, sequences)
+        """Return the cost that the drafter is told, see `StepCost.of_one_more`."""
+        cost = self._cost.of_one_more(tokens, sequences)
+        return min(cost, PROBE_COST) if self._is_probe_due else cost
 
     def seconds(self, tokens: int, sequences: int) -> float:
         """Return the expected duration of a step of `tokens` tokens."""
@@ -99,6 +102,8 @@ class TokenBudget:
         if np.count_nonzero(lengths) == 0 and len(likely):
             gains = np.bincount(np.arange(sequences).repeat(sizes), calibrated, sequences)
             is_probe = self._probe(lengths, usable, gains)
+        if np.count_nonzero(lengths):
+            self._steps_without = 0
         self._expected += float(likely[(places < lengths.repeat(sizes)) & ~is_forced].sum())
         return Selection(lengths, is_probe)
 
@@ -111,6 +116,7 @@ class TokenBudget:
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
         self._unrecorded += 1
+        self._steps_without += 1
         sequences = len(plan.entries)
         if plan.asked or self._unrecorded == RECORD_EVERY:
             self._cost.record(tokens, sequences, seconds, is_probe=plan.is_probe, experts=experts)
@@ -133,14 +139,14 @@ class TokenBudget:
     def _probe(self, lengths: np.ndarray, usable: np.ndarray, gains: np.ndarray) -> bool:
         """Select the draft with the largest expected gain if a probe is due; return whether it was selected."""
         best = int(gains.argmax())
-        if gains[best] < MIN_PROBE_GAIN:
-            return False
-        self._steps_without += 1
-        if self._steps_without < STEPS_TO_PROBE:
+        if gains[best] < MIN_PROBE_GAIN or not self._is_probe_due:
             return False
         lengths[best] = usable[best]
-        self._steps_without = 0
         return True
+
+    @property
+    def _is_probe_due(self) -> bool:
+        return self._steps_without >= STEPS_TO_PROBE
 
 
 def worth_verifying(likely: np.ndarray, offsets: np.ndarray, tokens: int, sequences: int, cost: Cost) -> np.ndarray:

@@ -25,6 +25,8 @@ def test_cost_of_one_more_is_relative_to_the_time_per_sequence():
     assert cost.of_one_more(51, 10) == pytest.approx(10 * 0.01 / 1.5)
     assert StepCost([1, 2], [1.0, 9.0]).of_one_more(1, 1) == 1.0
     assert StepCost([1, 2], [1.0, 1.0]).of_one_more(1, 1) == pytest.approx(1e-4)
+    # A single size that was disturbed does not make all drafts expensive.
+    assert StepCost([1, 2, 17], [1.0, 2.0, 2.0]).of_one_more(1, 1) == pytest.approx(1 / 16)
 
 
 def test_recorded_steps_correct_the_measured_cost():
