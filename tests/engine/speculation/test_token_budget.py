@@ -96,7 +96,7 @@ def test_a_drafter_that_drafts_nothing_at_a_high_cost_is_asked_at_a_low_one():
         seconds = float(truth.seconds(1 + usable, 1))
         record(budget, 1 + usable, usable, seconds, drafting_s=0.001 if is_asked else None, is_probe=is_probe)
     assert costs[0] == 1.0
-    assert costs[-1] < 0.1
+    assert costs[-1] < 0.5
     assert min(verified[-50:]) > 4
 
 
