@@ -11,6 +11,7 @@ therefore built again with an automaton of its own and a larger limit, and fails
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from engine.sampling.grammar_limits import check_limits
+from engine.sampling.grammar_limits import MAX_TEXT, check_limits
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from engine.models.tokenizer import Tokenizer
     from engine.speculation.draft_tree import DraftTree
 
+LOG = logging.getLogger(__name__)
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON is written on one line, as by Python's `json.dumps`. With free whitespace almost nothing would be forced, and a
 weak model could produce spaces without end. A schema may choose otherwise in its field `x-guidance`."""
 MAX_COMPILED = 64
-"""Number of compiled grammars to keep, because most requests use one of a few schemas."""
+"""Number of compiled grammars and of refused ones to keep, because most requests use one of a few schemas."""
 MAX_SYMBOLS = 20_000
 """Largest number of symbols of a grammar, because compiling takes up to 10 us for each of them."""
 MAX_STATES = 50_000
@@ -217,6 +219,8 @@ class GrammarCompiler:
         self._hub_tokenizer = tokenizer
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         """The most recently used last."""
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        """Messages for grammars that cannot be used, the most recently used last."""
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -229,14 +233,31 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Return the state before the first token. Raises UserError for a grammar that cannot be used."""
+        if grammar in self._refused:
+            self._refused.move_to_end(grammar)
+            raise UserError(self._refused[grammar])
         if grammar not in self._compiled:
-            matcher = self._compile(grammar, SHARED_FUEL)
-            GrammarState(self, grammar, matcher).allowed()
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            try:
+                matcher = self._checked(grammar)
+            except UserError as problem:
+                if len(grammar.text) <= MAX_TEXT:
+                    _keep(self._refused, grammar, str(problem))
+                raise
+            _keep(self._compiled, grammar, matcher)
         self._compiled.move_to_end(grammar)
         return GrammarState(self, grammar, self._compiled[grammar].deep_copy())
+
+    def _checked(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar that allows at least one token. Raises UserError, whatever fails."""
+        try:
+            matcher = self._compile(grammar, SHARED_FUEL)
+            GrammarState(self, grammar, matcher).allowed()
+        except UserError:
+            raise
+        except Exception as problem:
+            LOG.exception("A grammar of the kind %s failed with %s", grammar.kind, type(problem).__name__)
+            raise _refused(grammar, f"{type(problem).__name__}: {problem}") from None
+        return matcher
 
     def renew(self, grammar: Grammar) -> LLMatcher:
         """Compile a grammar again after its automaton has reached a limit. The result must not be shared."""
@@ -264,6 +285,13 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
         return matcher
+
+
+def _keep(recent: OrderedDict[Grammar, Any], grammar: Grammar, value: Any) -> None:
+    """Add a value, and drop the least recently used one if there are too many."""
+    recent[grammar] = value
+    if len(recent) > MAX_COMPILED:
+        recent.popitem(last=False)
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

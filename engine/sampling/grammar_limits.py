@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from ssd.errors import UserError
 
@@ -25,6 +27,13 @@ unit."""
 MAX_COMBINED = 8
 """Largest number of schemas that are combined with others, by `allOf` or by standing beside `$ref`, `anyOf` or `oneOf`.
 The time to compile is exponential in this number."""
+MAX_ALTERNATIVES = 64
+"""Largest number of alternatives that result where schemas are combined, for example 64 from two `anyOf` of 8 schemas.
+A pattern counts once for each `PATTERN_LENGTH` characters. Compiling takes up to 2 ms for each of them."""
+PATTERN_LENGTH = 64
+MAX_VISITS = 10_000
+"""Largest number of schemas to visit while alternatives are counted. Repeated references are visited again, and a visit
+takes 5 us."""
 MAX_PATTERN_PROPERTIES = 50
 """Largest number of `patternProperties` of a schema, which are compared in pairs."""
 
@@ -49,16 +58,22 @@ def check_limits(kind: str, text: str) -> None:
         required = 0
     if required > MAX_REQUIRED:
         raise UserError(
-            f"{kind}: it requires up to {required:,} characters in a row, with repetitions written out; at most "
-            f"{MAX_REQUIRED:,} are allowed"
+            f"{kind}: it requires more than {MAX_REQUIRED:,} characters in a row, with repetitions written out, which "
+            "is the limit"
         )
+
+
+def check_together(schemas: Sequence[str]) -> None:
+    """Raise UserError for JSON schemas of one grammar that are together too large; each has passed `check_limits`."""
+    _check_schemas([_parsed(schema) for schema in schemas])
 
 
 def required_by_regex(pattern: str) -> int:
     """Return an upper bound of the number of characters that a regular expression requires in a row.
 
-    {n,m} counts as n times, `*` and `?` as once. Raises UserError for the flag x, with which white space and comments
-    may precede a repetition.
+    {n,m} counts as n times, `*` and `?` as once. The bound is at most `MAX_REQUIRED` + 1. Raises UserError for an
+    incomplete escape at the end, which the library ignores, and for the flag x, with which white space and comments may
+    precede a repetition.
     """
     # For each open group: longest alternative so far, length of the current one, and length of its last element.
     groups = [[0, 0, 0]]
@@ -66,8 +81,8 @@ def required_by_regex(pattern: str) -> int:
     while at < len(pattern):
         character, last = pattern[at], groups[-1]
         if (repeated := REPEATED.match(pattern, at)) is not None:
-            more = last[2] * (max(1, int(repeated[1][:9])) - 1)
-            last[1], last[2] = last[1] + more, last[2] + more
+            more = last[2] * (max(1, int(repeated[1].lstrip("0")[:9] or 0)) - 1)
+            last[1], last[2] = _limited(last[1] + more), _limited(last[2] + more)
             at = repeated.end()
         elif character == "(":
             group = GROUP.match(pattern, at)
@@ -91,8 +106,13 @@ def required_by_regex(pattern: str) -> int:
 
 
 def _append(group: list[int], length: int) -> None:
-    group[1] += length
+    group[1] = _limited(group[1] + length)
     group[2] = length
+
+
+def _limited(required: float) -> int:
+    """Return a number of required characters, or one more than the limit if it is larger."""
+    return int(min(required, MAX_REQUIRED + 1))
 
 
 def _end_of_element(pattern: str, at: int) -> int:
@@ -100,6 +120,8 @@ def _end_of_element(pattern: str, at: int) -> int:
     if pattern[at] == "\\":
         found = ESCAPE.match(pattern, at)
         assert found is not None
+        if found[0] == "\\":
+            raise UserError("regex: it ends with an incomplete escape, a single backslash")
         return found.end()
     if pattern[at] != "[":
         return at + 1
@@ -120,22 +142,25 @@ def _end_of_element(pattern: str, at: int) -> int:
 
 def _required_by_text(text: str) -> int:
     try:
-        schema = json.loads(text, parse_int=_integer, parse_constant=_refuse_constant)
+        schema = _parsed(text)
     except (ValueError, RecursionError):
         return 0  # The library refuses it with its own message.
     try:
-        _check_schema(schema)
+        _check_schemas([schema])
         return _RequiredBySchema(schema).of(schema)
     except RecursionError:
         raise UserError("json_schema: it is nested too deep, directly or through references") from None
 
 
-def _integer(digits: str) -> float:
-    return int(digits) if len(digits) < 20 else float(digits)
+def _parsed(text: str) -> Any:
+    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _number(text: str) -> float:
+    number = int(text) if text.lstrip("-").isdecimal() and len(text) < 20 else float(text)
+    if not math.isfinite(number):
+        raise UserError(f"json_schema: the number {text[:20]} is not finite or too large")
+    return number
 
 
 class _RequiredBySchema:
@@ -146,7 +171,7 @@ class _RequiredBySchema:
         self._references: dict[str, int] = {}
 
     def of(self, schema: Any) -> int:
-        """Return the bound of a schema."""
+        """Return the bound of a schema, at most `MAX_REQUIRED` + 1."""
         if not isinstance(schema, dict):
             return 0
         required = self._of_object(schema) + self._of_array(schema)
@@ -160,7 +185,7 @@ class _RequiredBySchema:
             required += len(json.dumps(schema["const"], ensure_ascii=False))
         if isinstance(schema.get("pattern"), str):
             required += required_by_regex(schema["pattern"])
-        return required + len("null") * (schema.get("type") == "null")
+        return _limited(required + len("null") * (schema.get("type") == "null"))
 
     def _of_object(self, schema: dict[str, Any]) -> int:
         """Return the bound of all required properties and the longest other property, with their names."""
@@ -174,23 +199,82 @@ class _RequiredBySchema:
 
     def _of_array(self, schema: dict[str, Any]) -> int:
         least = schema.get("minItems")
-        count = max(1, int(least)) if isinstance(least, int | float) and least < float("inf") else 1
+        count = max(1, _limited(least)) if isinstance(least, int | float) else 1
         first = [*_list(schema.get("prefixItems")), *_list(schema.get("items"))]
         item = max(self.of(schema.get("items")), self.of(schema.get("additionalItems")))
         return sum(len(", ") + self.of(schema) for schema in first) + (count * (len(", ") + item) if item else 0)
 
     def _of_reference(self, reference: str) -> int:
-        """Return the bound of the schema that a reference names; 0 within itself and for an unknown reference."""
+        """Return the bound of the schema that a reference names; 0 within itself."""
         if reference not in self._references:
             self._references[reference] = 0
-            target = self._root
-            for name in reference.removeprefix("#").strip("/").split("/"):
-                if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                    target = target[int(name)]
-                elif name:
-                    target = _dict(target).get(name)
-            self._references[reference] = self.of(target)
+            self._references[reference] = self.of(_target(self._root, reference))
         return self._references[reference]
+
+
+class _Alternatives:
+    """Numbers of alternatives that result where schemas of one grammar are combined."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._visits = 0
+        self._open: set[str] = set()
+        """References to the schemas around the current one."""
+
+    def of(self, schema: Any) -> int:
+        """Return the number of alternatives of a schema and its parts. Raises UserError if it exceeds the limit."""
+        self._visits += 1
+        if self._visits > MAX_VISITS:
+            raise UserError("json_schema: it combines schemas with too many references")
+        if not isinstance(schema, dict):
+            return 1
+        count = self._of_parts(schema)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._open:
+            self._open.add(reference)
+            count *= self.of(_target(self._root, reference))
+            self._open.remove(reference)
+        for name in ("anyOf", "oneOf"):
+            count *= max(1, sum(map(self.of, _list(schema.get(name)))))
+        for member in _list(schema.get("allOf")):
+            count *= self.of(member)
+        return _within_alternatives(count)
+
+    def _of_parts(self, schema: dict[str, Any]) -> int:
+        """Return the number of alternatives of a pattern, properties and items, of which each has at least one."""
+        parts = [schema.get(name) for name in ("items", "additionalItems", "additionalProperties")]
+        for name in ("items", "prefixItems"):
+            parts += _list(schema.get(name))
+        for name in ("properties", "patternProperties"):
+            parts += _dict(schema.get(name)).values()
+        pattern = schema.get("pattern")
+        count = 1 + (len(pattern) - 1) // PATTERN_LENGTH if isinstance(pattern, str) and pattern else 1
+        return count + sum(self.of(part) - 1 for part in parts if isinstance(part, dict))
+
+
+def _within_alternatives(count: int) -> int:
+    """Return the count. Raises UserError if it exceeds the limit."""
+    if count > MAX_ALTERNATIVES:
+        raise UserError(
+            f"json_schema: combining its schemas results in more than {MAX_ALTERNATIVES} alternatives, "
+            "which is the limit"
+        )
+    return count
+
+
+def _target(root: Any, reference: str) -> Any:
+    """Return the schema that a reference names. Raises UserError if the root does not contain it."""
+    start, *names = unquote(reference).split("/")
+    target = root if start == "#" else None
+    for part in names:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list):
+            target = target[int(name)] if name.isdecimal() and len(name) < 6 and int(name) < len(target) else None
+        else:
+            target = _dict(target).get(name)
+    if target is None:
+        raise UserError(f"json_schema: it cannot be used: it does not contain {reference[:100]!r}")
+    return target
 
 
 def _member(name: str) -> int:
@@ -198,13 +282,13 @@ def _member(name: str) -> int:
     return len(json.dumps(name, ensure_ascii=False)) + len(": , ")
 
 
-def _check_schema(schema: Any) -> None:
-    """Raise UserError for a JSON schema that takes long to compile."""
-    parts = _parts(schema)
+def _check_schemas(schemas: Sequence[Any]) -> None:
+    """Raise UserError for JSON schemas of one grammar that take long to compile."""
+    parts = _parts(schemas)[1:]
     objects = [part for part in parts if isinstance(part, dict)]
     for what, count, limit in (
         ("objects and lists", len(parts), MAX_PARTS),
-        ("schemas that are combined with others", sum(map(_combined, objects)), MAX_COMBINED),
+        ("schemas that are combined with others", max(map(_combined_in, schemas)), MAX_COMBINED),
         (
             "patternProperties",
             sum(len(_dict(part.get("patternProperties"))) for part in objects),
@@ -213,6 +297,15 @@ def _check_schema(schema: Any) -> None:
     ):
         if count > limit:
             raise UserError(f"json_schema: it has {count:,} {what}; at most {limit:,} are allowed")
+    _check_multiples(objects)
+    alternatives = 0
+    for schema in schemas:
+        counter = _Alternatives(schema)
+        alternatives += sum(counter.of(part) for part in _parts(schema) if isinstance(part, dict) and _combined(part))
+        _within_alternatives(alternatives)
+
+
+def _check_multiples(objects: Iterable[dict[str, Any]]) -> None:
     common = 1
     for part in objects:
         common = math.lcm(common, _digits(part.get("multipleOf")))
@@ -234,6 +327,10 @@ def _parts(value: Any) -> list[Any]:
     return parts
 
 
+def _combined_in(value: Any) -> int:
+    return sum(_combined(part) for part in _parts(value) if isinstance(part, dict))
+
+
 def _combined(schema: dict[str, Any]) -> int:
     """Return the number of schemas that the library has to combine with the first of an object."""
     own = any(name in schema for name in ("pattern", "format", "properties", "items", "multipleOf", "minLength"))
@@ -243,10 +340,10 @@ def _combined(schema: dict[str, Any]) -> int:
 
 def _digits(multiple: Any) -> int:
     """Return a `multipleOf` without its sign, its point and its leading and trailing zeros; 1 if there is none."""
-    if not isinstance(multiple, int | float):
+    if not isinstance(multiple, int | float) or isinstance(multiple, bool):
         return 1
-    digits = f"{multiple:f}".rstrip("0") if isinstance(multiple, float) else str(int(multiple))
-    return int(digits.replace(".", "").strip("-0")[:9] or 1)
+    digits = repr(multiple).partition("e")[0].replace(".", "")
+    return int(digits.strip("-0")[:9] or 1)
 
 
 def _list(value: Any) -> list[Any]:

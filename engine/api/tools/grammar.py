@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from engine.api.tools.definitions import Tool
 from engine.api.tools.formats import ToolFormat
 from engine.sampling.grammar import JSON_STYLE, Grammar
-from engine.sampling.grammar_limits import check_limits
+from engine.sampling.grammar_limits import check_limits, check_together
 from ssd.errors import UserError
+
+LOG = logging.getLogger(__name__)
 
 
 def tool_grammar(
@@ -27,23 +30,30 @@ def tool_grammar(
     token_ids: ids of the tokens that the tokenizer has for markers of the format. answer: JSON schema of outputs that
     are allowed in place of calls.
 
-    Raises UserError for a schema that is too large or nested too deep.
+    Raises UserError for a schema that is too large or nested too deep, and for schemas that are together too large.
     """
 
     def literal(text: str) -> str:
         return _literal(text, form.markers, token_ids)
 
     calls = f"call ({literal(form.separator)} call)*" if parallel else "call"
+    schemas = [
+        _schema(tool.function.parameters | {"type": "object"}, f"tools: the schema of {tool.name}") for tool in tools
+    ]
     lines = ["start: calls" if answer is None else "start: calls | answer"]
     lines.append(f"calls: {literal(form.opening)} {calls} {literal(form.closing)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         before = literal(form.before_arguments.replace("NAME", tool.name))
         lines.append(f"call_{index}: {before} arguments_{index} {literal(form.after_arguments)}")
-        schema = _schema(tool.function.parameters | {"type": "object"}, f"tools: the schema of {tool.name}")
-        lines.append(f"arguments_{index}: %json {schema}")
+        lines.append(f"arguments_{index}: %json {schemas[index]}")
     if answer is not None:
-        lines.append(f"answer: %json {_schema(answer, 'response_format: the schema')}")
+        schemas.append(_schema(answer, "response_format: the schema"))
+        lines.append(f"answer: %json {schemas[-1]}")
+    try:
+        check_together(schemas)
+    except UserError as problem:
+        raise UserError(f"tools: their schemas together cannot be used: {problem}") from None
     return Grammar("tools", "\n".join(lines))
 
 
@@ -64,4 +74,7 @@ def _schema(definition: dict[str, Any], name: str) -> str:
         raise UserError(f"{name} is nested too deep") from None
     except UserError as problem:
         raise UserError(f"{name} cannot be used: {problem}") from None
+    except Exception as problem:
+        LOG.exception("%s failed with %s", name, type(problem).__name__)
+        raise UserError(f"{name} cannot be used: {type(problem).__name__}") from None
     return schema

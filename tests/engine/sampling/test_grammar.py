@@ -4,13 +4,18 @@ import json
 import re
 import sys
 from collections import OrderedDict
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import grammar as module
 from engine.sampling.grammar import Grammar, GrammarCompiler, GrammarError, GrammarState, choice_grammar
+from engine.sampling.grammar_limits import check_limits
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -128,6 +133,56 @@ def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_fo
         compiler.start(Grammar("regex", "a" * 40_000))
     with pytest.raises(UserError, match="needs a model with an end token"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])
+
+
+NUMBERS = st.one_of(st.integers(-2, 300), st.floats(allow_nan=True), st.sampled_from([10**400, 1e300, 5e-324, 2**64]))
+PATTERNS = st.text("a(){}[]^|*+?.,19\\\\xpu:é", max_size=20)
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.sampled_from(
+            [True, None, {}, {"$ref": "#"}, {"$ref": "#/anyOf/0"}, {"type": "string"}, {"type": ["null", 1]}]
+        ),
+        st.builds(lambda name, value: {name: value}, st.sampled_from(["multipleOf", "minItems", "minimum"]), NUMBERS),
+        st.builds(lambda pattern: {"pattern": pattern, "type": "string"}, PATTERNS),
+        st.builds(lambda value: {"enum": [value, "a"]}, NUMBERS),
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from(["items", "additionalProperties", "minItems", "$ref", "not"]), inner),
+        st.dictionaries(st.sampled_from(["anyOf", "allOf", "oneOf", "prefixItems"]), st.lists(inner, max_size=3)),
+        st.builds(lambda value, least: {"items": value, "minItems": least}, inner, NUMBERS),
+        st.builds(lambda value, name: {"properties": {name: value}, "required": [name]}, inner, st.text(max_size=3)),
+        st.builds(lambda value, name: {"patternProperties": {name: value}}, inner, PATTERNS),
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    st.one_of(
+        SCHEMAS.map(lambda schema: Grammar("json_schema", json.dumps(schema))), PATTERNS.map(partial(Grammar, "regex"))
+    )
+)
+def test_any_grammar_is_compiled_or_refused(compiler, grammar):
+    with suppress(UserError):
+        check_limits(grammar.kind, grammar.text)
+    with suppress(UserError):
+        compiler.start(grammar).allowed()
+
+
+def test_other_errors_refuse_the_grammar_and_refusals_are_remembered(model_folder, monkeypatch, caplog):
+    compiler = GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,))
+    calls = []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(module, "check_limits", fail)
+    for _ in range(2):
+        with pytest.raises(UserError, match="regex: it cannot be used: OverflowError: too large"):
+            compiler.start(GRAMMARS[1])
+    assert len(calls) == 1
+    assert "OverflowError" in caplog.text
 
 
 def test_without_the_library_requests_are_told_what_to_install(model_folder, monkeypatch):

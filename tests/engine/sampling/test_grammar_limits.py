@@ -45,11 +45,11 @@ def sequence(rng, depth):
 @pytest.mark.parametrize("seed", range(300))
 def test_text_that_an_expression_requires(seed):
     text, length = expression(np.random.default_rng(seed), 3)
-    assert required_by_regex(text) == length
+    assert required_by_regex(text) == min(length, MAX_REQUIRED + 1)
 
 
 @pytest.mark.parametrize(
-    "text", ["(", ")", "a)b", "[", "[^", "[[a]", "\\", "{3}", "a{", "(?", "(?P<", "a{" + "9" * 5000 + "}"]
+    "text", ["(", ")", "a)b", "[", "[^", "[[a]", "{3}", "a{", "(?", "(?P<", "a{" + "9" * 5000 + "}"]
 )
 def test_what_is_not_an_expression_has_a_length_too(text):
     """Invalid expressions pass this check, because the library refuses them with its own message."""
@@ -67,6 +67,7 @@ SCHEMAS = [
     {"type": "object", "properties": {"b": {"anyOf": [{"type": "null"}, {"allOf": [{"const": LONG}]}]}}},
     {"type": "object", "additionalProperties": {"oneOf": [{"const": LONG}]}},
     {"type": "object", "patternProperties": {"(a{200}){100}": {}}},
+    {"$defs": {"a/b": {"const": "a" * 9000}}, "prefixItems": [{"$ref": "#/%24defs/a~1b"}] * 2},
     {
         "$defs": {"a": {"const": "a" * 900}, "many": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 20}},
         "$ref": "#/$defs/many",
@@ -79,7 +80,7 @@ def test_schemas_that_require_long_texts_are_refused(schema):
     grammar = Grammar("json_schema", json.dumps(schema))
     assert len(grammar.text) < MAX_TEXT
     with pytest.raises(
-        UserError, match=r"json_schema: it requires up to [0-9,]* characters in a row, .* at most 16,384"
+        UserError, match=r"json_schema: it requires more than 16,384 characters in a row, .* which is the limit"
     ):
         check_limits(grammar.kind, grammar.text)
 
@@ -102,19 +103,70 @@ def test_schemas_that_allow_long_texts_are_not_refused():
     check_limits("regex", r"(\w{0,1000}a){0,1000}")
 
 
+PATTERNS = {"anyOf": [{"pattern": f".*{first}{second}.*"} for first in "abcdef" for second in "vwxyz"]}
+NAMED = {"$defs": {"nine": {"anyOf": PATTERNS["anyOf"][:9]}, "list": {"items": {"$ref": "#/$defs/nine"}}}}
+PAIR = {"$defs": {"next": {"allOf": [{"$ref": "#/$defs/last"}] * 2}, "last": {"anyOf": [{}, {}, {}]}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [PATTERNS] * 3},
+        NAMED | {"allOf": [{"$ref": "#/$defs/nine"}] * 2},
+        NAMED | {"allOf": [{"$ref": "#/$defs/list"}] * 2},
+        NAMED | {"$ref": "#/$defs/nine", "oneOf": PATTERNS["anyOf"][:8]},
+        NAMED | {"allOf": [{"properties": {"a": {"$ref": "#/$defs/list"}}}] * 2},
+        {"allOf": [{"pattern": "a" * 520}] * 2},
+        PAIR | {"allOf": [{"$ref": "#/$defs/next"}] * 2},
+        {"properties": {name: {"allOf": [{"anyOf": PATTERNS["anyOf"][:6]}] * 2} for name in "ab"}},
+    ],
+)
+def test_combinations_of_many_alternatives_are_refused(schema):
+    with pytest.raises(UserError, match="combining its schemas results in more than 64 alternatives"):
+        check_limits("json_schema", json.dumps(schema))
+
+
+def test_combinations_of_few_alternatives_are_allowed():
+    nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    objects = [{"properties": {f"{start}{n}": nullable for n in range(7)}} for start in "ab"]
+    tree = {"allOf": [{"$ref": "#/$defs/tree"}, {"properties": {"child": {"anyOf": [{"$ref": "#"}, {}]}}}]}
+    for schema in (
+        {"allOf": objects},
+        {"allOf": [{"pattern": "a" * 512}] * 2},
+        PATTERNS | {"type": "string"},
+        tree | {"$defs": {"tree": {"properties": {"next": {"$ref": "#"}}}}},
+    ):
+        check_limits("json_schema", json.dumps(schema))
+
+
+def test_many_references_are_refused_before_all_of_them_are_followed():
+    definitions = {str(n): {"properties": {name: {"$ref": f"#/$defs/{n + 1}"} for name in "ab"}} for n in range(30)}
+    schema = {"$defs": definitions | {"30": {}}, "allOf": [{"$ref": "#/$defs/0"}, {}]}
+    with pytest.raises(UserError, match="too many references"):
+        check_limits("json_schema", json.dumps(schema))
+
+
+NESTED_LISTS = {"const": 1}
+for _ in range(30):
+    NESTED_LISTS = {"items": NESTED_LISTS, "minItems": 1e300}
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
         (Grammar("regex", "a" * 40_000), "regex: it has 40,000 characters; at most 32,768 are allowed"),
-        (Grammar("regex", "(a{1000}){1000}"), "regex: it requires up to 1,000,000 characters in a row"),
+        (Grammar("regex", "(a{1000}){1000}"), "regex: it requires more than 16,384 characters in a row"),
+        (Grammar("regex", "a{00000000099999}"), "regex: it requires more than 16,384 characters in a row"),
+        (Grammar("regex", "a\\"), "regex: it ends with an incomplete escape"),
+        (Grammar("json_schema", '{"pattern": "a\\\\"}'), "it ends with an incomplete escape"),
         (Grammar("regex", "(?x)a {3}"), "regex: the flag x is not supported"),
-        (choice_grammar(["b", LONG + "a"]), "choice: it requires up to 16,385 characters in a row"),
+        (choice_grammar(["b", LONG + "a"]), "choice: it requires more than 16,384 characters in a row"),
         (
             Grammar(
                 "json_schema",
-                '{"items": {"const": "' + "a" * 6 + '"}, "minItems": 2000, "maximum": ' + "9" * 5000 + "}",
+                '{"items": {"const": "' + "a" * 6 + '"}, "minItems": 2000, "maximum": ' + "9" * 300 + "}",
             ),
-            "json_schema: it requires up to 20,000 characters",
+            "json_schema: it requires more than 16,384 characters",
         ),
         (
             Grammar(
@@ -136,6 +188,14 @@ def test_schemas_that_allow_long_texts_are_not_refused():
             Grammar("json_schema", '{"anyOf": [{"multipleOf": 997}, {"multipleOf": 1.01}]}'),
             "multipleOf is at least 100,697, without",
         ),
+        (Grammar("json_schema", '{"multipleOf": 0.0012345678}'), "multipleOf is at least 12,345,678, without"),
+        (Grammar("json_schema", '{"multipleOf": 1e400}'), "the number 1e400 is not finite or too large"),
+        (Grammar("json_schema", '{"multipleOf": Infinity}'), "the number Infinity is not finite"),
+        (Grammar("json_schema", '{"multipleOf": 1' + "0" * 400 + "}"), "the number 10000000000000000000 is not finite"),
+        (Grammar("json_schema", '{"$ref": "#/anyOf/' + "9" * 5000 + '"}'), "it does not contain '#/anyOf/999"),
+        (Grammar("json_schema", '{"$ref": "#name", "$anchor": "name"}'), "it does not contain '#name'"),
+        (Grammar("regex", "(" * 600 + "a" + "{999999999})" * 600), "regex: it requires more than 16,384 characters"),
+        (Grammar("json_schema", json.dumps(NESTED_LISTS)), "json_schema: it requires more than 16,384 characters"),
         (
             Grammar("json_schema", json.dumps({"enum": [[]] * 2000})),
             "json_schema: it has 2,002 objects and lists; at most",
