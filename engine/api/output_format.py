@@ -68,7 +68,7 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _check_one(self) -> StructuredOutputs:
         if len(self.model_fields_set) != 1:
-            raise ValueError("structured_outputs: needs exactly one of json, json_object, regex and choice")
+            raise ValueError("needs exactly one of json, json_object, regex and choice")
         return self
 
     @property

@@ -42,7 +42,10 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     # `splitlines` would also split at form feeds and Unicode separators.
     lines = _read_file(path).removesuffix("\n").split("\n")
     if path.suffix == ".jsonl":
-        prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        try:
+            prompts = [_prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        except UserError as problem:
+            raise UserError(f"{path}, {problem}") from None
     else:
         prompts = [Prompt(line) for line in lines if line.strip()]
     if not prompts:
@@ -53,8 +56,10 @@ def read_prompt_file(path: Path) -> list[Prompt]:
 def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from None
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{path} is not text in UTF-8: {problem}") from None
+    except OSError as problem:
+        raise UserError(f"cannot read {path}: {problem.strerror}") from None
 
 
 def _prompt_of_line(line: str, number: int) -> Prompt:

@@ -104,14 +104,20 @@ class Checkpoint:
     """Weight files of a folder."""
 
     def __init__(
-        self, folder: Path, paths: Sequence[Path] | None = None, quantization: Quantization | None = None
+        self,
+        folder: Path,
+        paths: Sequence[Path] | None = None,
+        quantization: Quantization | None = None,
+        config_file: str = CONFIG_FILE,
     ) -> None:
-        """paths: the files, by default those of a model. quantization: None if no weight is quantized.
+        """paths: the files, by default those of a model. quantization: None if no weight is quantized. config_file:
+        name of the file that describes the weights, for errors.
 
         Raises UserError if files are missing.
         """
         self._folder = folder
         self._quantization = quantization
+        self._config_file = config_file
         self._paths = weight_files(folder) if paths is None else paths
 
     def names(self) -> set[str]:
@@ -137,11 +143,11 @@ class Checkpoint:
         ignored = ("rotary_emb.inv_freq", *(ROUNDED if self._quantization else ()))
         for name, header in sorted(self._headers.items()):
             if name in required:
-                _check_header(header, required[name], name)
+                _check_header(header, required[name], name, self._config_file)
             elif not (is_redundant(weight_name(name)) or name.endswith(ignored)):
                 # Ignoring this tensor would silently compute a different model.
                 raise UserError(
-                    f"{header.path} has the tensor {name}, which {CONFIG_FILE} does not describe; "
+                    f"{header.path} has the tensor {name}, which {self._config_file} does not describe; "
                     "are both of the same model?"
                 )
         if missing := sorted(set(required) - set(self._headers)):
@@ -157,7 +163,7 @@ class Checkpoint:
         stored = self._stored_shape(name, scheme)
         if stored != shape:
             raise UserError(
-                f"{name}_shape in {self._headers[name + '_shape'].path} is {stored}, but {CONFIG_FILE} describes "
+                f"{name}_shape in {self._headers[name + '_shape'].path} is {stored}, but {self._config_file} describes "
                 f"{shape}; are both of the same model?"
             )
 
@@ -240,7 +246,7 @@ class Checkpoint:
         return found
 
 
-def _check_header(header: Header, required: StoredTensor, name: str) -> None:
+def _check_header(header: Header, required: StoredTensor, name: str, config_file: str) -> None:
     if header.dtype not in required.dtypes:
         readable = "only float weights" if required.dtypes == FLOATS else " or ".join(required.dtypes) + " here"
         raise UserError(
@@ -249,7 +255,7 @@ def _check_header(header: Header, required: StoredTensor, name: str) -> None:
         )
     if header.shape not in required.shapes:
         raise UserError(
-            f"{name} in {header.path} has shape {header.shape}, but {CONFIG_FILE} describes {required.shapes[-1]}; "
+            f"{name} in {header.path} has shape {header.shape}, but {config_file} describes {required.shapes[-1]}; "
             "are both of the same model?"
         )
 

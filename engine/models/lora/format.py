@@ -220,7 +220,7 @@ def _checkpoint(folder: Path) -> Checkpoint:
     path = folder / ADAPTER_WEIGHTS
     if not path.exists():
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained of PEFT")
-    return Checkpoint(folder, [path])
+    return Checkpoint(folder, [path], config_file=ADAPTER_CONFIG)
 
 
 def _digest(folder: Path) -> str:

@@ -418,7 +418,7 @@ BAD_INPUT = {
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
     "log-probabilities without an output file": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
     "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
-    "file that is not text": (("--file", "{tmp}/binary.txt"), [], "cannot read"),
+    "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
     "drafter of another type": (("--file", "{tmp}/drafter.jsonl"), [], "line 2: `drafter` must be text"),
