@@ -110,7 +110,7 @@ def predict(traffic: Traffic, profile: CostProfile, concurrency: int) -> Advice:
 
 def figures(plain: Run, drafted: Run, advice: Advice) -> dict[str, float]:
     """Return the figures of a round; the engine drafts paths of up to 16 tokens."""
-    [same] = [one for one in advice.lengths if one.max_draft == MAX_DRAFT]
+    [same] = [one for one in advice.lengths if (one.draft_shape, one.max_draft) == ("path", MAX_DRAFT)]
     measured = plain.seconds / drafted.seconds * drafted.tokens / plain.tokens
     return {
         "measured": measured,
