@@ -185,9 +185,9 @@ class StepCost:
         """Return the time of one more token in a step of `tokens`, as a fraction of the step's time per sequence, 0 to
         1.
 
-        A step produces one token per sequence, so this compares a draft token with a token decoded without drafts. It
-        is the mean over the draft length with the lowest one: the first token may be expensive and further ones cheap,
-        or its measurement may have been disturbed.
+        A step produces one token per sequence, so this compares a draft token with a token decoded without drafts. The
+        result is the lowest mean cost of a token among drafts of several lengths: the first token may be expensive and
+        further ones cheap, or the measurement of one size may have been disturbed.
         """
         now, *more = self.seconds(tokens + sequences * np.array(DRAFT_LENGTHS), sequences)
         cost = ((np.array(more) - now) / (now * np.array(DRAFT_LENGTHS[1:]))).min()

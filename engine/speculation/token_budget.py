@@ -29,7 +29,7 @@ STEPS_TO_PROBE = 20
 """Number of steps without draft tokens after which a likely draft is verified as a probe; otherwise an overestimated
 cost would never be corrected."""
 PROBE_COST = 0.02
-"""Largest cost of one more token that the drafter is told when a probe is due; at a high one it would not draft."""
+"""Maximum cost of one more token that is passed to the drafter when a probe is due; at a high cost it may not draft."""
 MIN_PROBE_GAIN = 2.0
 """Minimum expected number of accepted tokens of a probe."""
 RECORD_EVERY = 8
@@ -76,7 +76,7 @@ class TokenBudget:
         return min(1.0, (self._accepted + PRIOR_ACCEPTED) / (self._expected + PRIOR_ACCEPTED))
 
     def cost_of_one_more(self, tokens: int, sequences: int) -> float:
-        """Return the cost that the drafter is told, see `StepCost.of_one_more`."""
+        """Return the cost to pass to the drafter; see `StepCost.of_one_more`. It is limited while a probe is due."""
         cost = self._cost.of_one_more(tokens, sequences)
         return min(cost, PROBE_COST) if self._is_probe_due else cost
 
