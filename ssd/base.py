@@ -5,8 +5,9 @@ A subclass decides what to draft: `SuffixDrafter` and `ClassicDrafter`.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, KeysView, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import ClassVar, Self
@@ -19,7 +20,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
-from ssd.sequences.tables import NODES, OWNER, Sequences
+from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
 from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
 
@@ -293,9 +294,9 @@ class CorpusDrafter(ABC):
                 if running.row >= 0:
                     self.corpus.hide_running(self._owner_of(running))
 
-    def end_sessions_before(self, time: float) -> None:
-        """End sessions that have been idle since before `time`, by the corpus's clock."""
-        self._idle.drop(lambda idle: idle.since < time)
+    def end_sessions_before(self, moment: float) -> None:
+        """End sessions that have been idle since before `moment`, by the corpus's clock."""
+        self._idle.drop(lambda idle: idle.since < moment)
 
     def accepted(self, sequence_id: int, tokens: np.ndarray, verified: int) -> int:
         """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft contained.
@@ -317,10 +318,22 @@ class CorpusDrafter(ABC):
         at = np.array(rows, np.int64)
         return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
 
+    def note_use(self) -> None:
+        """Record that the sequences of the last batch were used now."""
+        self._sequences.used[self._last_rows] = time.monotonic_ns()
+
+    def last_use(self, sequence_id: int) -> int:
+        """Return when a running sequence began or `note_use` last recorded its use, in ns of a monotonic clock."""
+        return int(self._sequences.used[self._running[sequence_id].row])
+
+    def size_of(self, sequence_id: int) -> int:
+        """Return the number of tokens of a running sequence, prompt included."""
+        return int(self._sequences.state[self._running[sequence_id].row, SIZE])
+
     @property
-    def running(self) -> int:
-        """Number of running sequences."""
-        return len(self._running)
+    def sequence_ids(self) -> KeysView[int]:
+        """The running sequences, in the order of their starts."""
+        return self._running.keys()
 
     @property
     def own_bytes(self) -> int:

@@ -130,11 +130,12 @@ class RunningSequences:
         batch, ids_as_bytes = self._last, progress.sequence_ids.tobytes()
         if batch is None or ids_as_bytes != batch.ids_as_bytes:
             ids = progress.sequence_ids.tolist()
-            if len({*ids}) < len(ids) or not self.row_of.keys() >= {*ids}:
+            if len({*ids}) < len(ids):
                 self._refuse(progress)
             rows = self.rows(ids)
-            wire_ids = pack(self._table[WIRE_ID, rows], "u8")
-            batch = KnownBatch(ids_as_bytes, rows, wire_ids, self._table[OFFERED, rows], self.are_current(rows))
+            table = self._table.take(rows, axis=1)
+            are_current = bool(0 < len(ids) == np.count_nonzero(table[IS_CURRENT]))
+            batch = KnownBatch(ids_as_bytes, rows, pack(table[WIRE_ID], "u8"), table[OFFERED], are_current)
         if np.count_nonzero(progress.verified > batch.offered):
             self._refuse(progress)
         check_tokens(progress.tokens, self._vocab_size)
@@ -146,7 +147,7 @@ class RunningSequences:
     def rows(self, sequence_ids: list[int]) -> np.ndarray:
         """Return the rows of sequences, int64 [B]. Raises ValueError for one that was not started."""
         try:
-            return np.array([self.row_of[sequence_id] for sequence_id in sequence_ids], np.int64)
+            return np.array([*map(self.row_of.__getitem__, sequence_ids)], np.int64)
         except KeyError as missing:
             raise ValueError(f"sequence {missing.args[0]} was not started") from None
 
@@ -215,10 +216,6 @@ class RunningSequences:
         """Return whether each sequence is registered, bool [B]."""
         registered: np.ndarray = self._table[IS_REGISTERED, rows] != 0
         return registered
-
-    def are_current(self, rows: np.ndarray) -> bool:
-        """Return whether all sequences are current."""
-        return bool(0 < len(rows) == np.count_nonzero(self._table[IS_CURRENT, rows]))
 
     def is_current(self, rows: np.ndarray) -> np.ndarray:
         """Return whether each sequence is current, bool [B]."""

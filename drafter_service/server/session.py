@@ -41,16 +41,10 @@ class Indexing:
     committed: list[np.ndarray] = field(default_factory=list)
     """Tokens that were committed since indexing began, one run for each step."""
 
-
-@dataclass(frozen=True, eq=False)
-class LastBatch:
-    """A batch of sequences that all have drafts. The next batch usually has the same sequences."""
-
-    ids: np.ndarray
-    """uint64 [B]."""
-    ids_as_bytes: bytes
-    committed: np.ndarray
-    """int64 [B]: number of tokens that were committed since, and are not in `Session._sizes` yet."""
+    @property
+    def size(self) -> int:
+        """Number of tokens, prompt included."""
+        return len(self.opening.text) + sum(len(run) for run in self.committed)
 
 
 class Session:
@@ -69,12 +63,8 @@ class Session:
         self._withheld: set[int] = set()
         """Sequences whose drafts are withheld."""
         self._indexing: dict[int, Indexing] = {}
-        self._sizes: dict[int, int] = {}
-        """Tokens of each sequence, prompt included, the least recently used sequence first."""
         self._tokens = 0
-        """Sum of `_sizes` and of the counts of `_last`."""
-        self._last: LastBatch | None = None
-        """The last batch; None if a sequence has started or finished since."""
+        """Number of tokens of all sequences, prompts included."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
 
@@ -108,10 +98,8 @@ class Session:
             self.namespace.release(self._shadow.drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
-        last = self._last
-        if last is not None and request.batch.sequence_ids == last.ids_as_bytes and _has_only_batch(request):
-            return pb.DraftResponse(step=request.step, drafts=drafts_message(self._draft_again(request.batch, last)))
-        self._end_repetition()
+        if _has_only_batch(request) and (ready := self._draft_ready(request.batch)) is not None:
+            return pb.DraftResponse(step=request.step, drafts=drafts_message(ready))
         vocab_size = self.namespace.model.vocab_size
         starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
         new = {start.sequence_id for start in starts}
@@ -147,28 +135,21 @@ class Session:
             step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
         )
 
-    def _draft_again(self, message: pb.Batch, last: LastBatch) -> DraftBatch:
-        """Return drafts for the sequences of the last batch. Raises WireError."""
-        batch = read_batch(message, self.namespace.model.vocab_size, last.ids)
+    def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
+        """Return drafts for a batch if all its sequences can have drafts, the usual case. Raises WireError."""
+        if self._indexing or self._withheld or self.namespace.passages is not None:
+            return None
+        _check_count(message.sequence_ids, "batch")
+        batch = read_batch(message, self.namespace.model.vocab_size)
         try:
             drafts = self._drafter.draft(batch)
-        except ValueError:
-            self._check_batch(batch, set())
-            raise
-        self._use.committed += len(batch.tokens)
-        self._use.steps += _steps_of(batch)
+        except ValueError:  # A sequence is unknown, or a count is wrong; the drafter has changed nothing.
+            return None
+        self._drafter.note_use()
+        self._count_use(batch)
         self._tokens += len(batch.tokens)
-        np.add(last.committed, batch.offsets[1:], out=last.committed)
-        np.subtract(last.committed, batch.offsets[:-1], out=last.committed)
         self._make_room()
         return drafts
-
-    def _end_repetition(self) -> None:
-        """Add what the last batch's sequences have committed to their sizes."""
-        if self._last is not None:
-            for sequence_id, committed in zip(self._last.ids.tolist(), self._last.committed.tolist(), strict=True):
-                self._sizes[sequence_id] += committed
-            self._last = None
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
@@ -185,10 +166,10 @@ class Session:
 
     def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
         """Check that sequences are new and that there is room. Sequences being indexed cannot be dropped."""
-        if len(new) < len(starts) or not new.isdisjoint(self._sizes):
+        if len(new) < len(starts) or any(self._has(sequence_id) for sequence_id in new):
             raise WireError("starts contains a sequence that is already running")
         tokens = sum(len(start.hints) + len(start.prompt) + len(start.committed) for start in starts)
-        tokens += sum(self._sizes[sequence_id] for sequence_id in self._indexing)
+        tokens += sum(indexing.size for indexing in self._indexing.values())
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
@@ -219,21 +200,20 @@ class Session:
             request_id=start.request_id,
             learn=start.learn and self._may_learn,
         )
-        self._sizes[sequence_id] = len(opening.text)
         self._tokens += len(opening.text)
-        self._make_room()
         if len(opening.text) < LONG_PROMPT:
             self._drafter_of(sequence_id).begin(sequence_id, opening)
         else:
             task = asyncio.get_running_loop().create_task(self._index(sequence_id, opening))
             self._indexing[sequence_id] = Indexing(task, opening)
+        self._make_room()
 
     async def _index(self, sequence_id: int, opening: Opening) -> None:
         try:
             await asyncio.to_thread(opening.index)
         except MemoryError:
-            del self._indexing[sequence_id]
             self._remove(sequence_id)
+            del self._indexing[sequence_id]
             return
         indexing = self._indexing.pop(sequence_id)
         drafter = self._drafter_of(sequence_id)
@@ -247,7 +227,7 @@ class Session:
 
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it existed."""
-        if finish.sequence_id not in self._sizes:
+        if not self._has(finish.sequence_id):
             return False
         drafter = self._drafter_of(finish.sequence_id)
         self._remove(finish.sequence_id)
@@ -293,7 +273,7 @@ class Session:
         """Score the withheld drafts against the tokens of a batch, and make the next ones."""
         assert self._shadow is not None
         ids, bounds = batch.sequence_ids.tolist(), batch.offsets.tolist()
-        self._update_sizes(ids, batch)
+        self._tokens += len(batch.tokens)
         for index, sequence_id in enumerate(ids):
             if (indexing := self._indexing.get(sequence_id)) is not None:
                 indexing.committed.append(batch.tokens[bounds[index] : bounds[index + 1]].copy())
@@ -301,52 +281,30 @@ class Session:
         self._shadow.advance(_part(batch, ready))
 
     def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Return drafts, and the sequences that are unknown."""
+        """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
         if self.namespace.passages is not None:
             self._note_passages(batch, self.namespace.passages)
-        self._use.committed += len(batch.tokens)
-        self._use.steps += _steps_of(batch)
-        are_known = self._update_sizes(ids, batch)
-        if are_known and not self._indexing:
-            drafts = self._drafter.draft(batch)
-            if ids and self.namespace.passages is None:
-                self._last = LastBatch(batch.sequence_ids, batch.sequence_ids.tobytes(), np.zeros(len(ids), np.int64))
-            return drafts, []
-        return self._draft_some(batch, ids)
-
-    def _update_sizes(self, ids: list[int], batch: Progress) -> bool:
-        """Add committed tokens and mark sequences as recently used; return whether all of them exist."""
-        sizes, are_known = self._sizes, True
-        bounds = batch.offsets.tolist()
-        for index, sequence_id in enumerate(ids):
-            tokens = sizes.pop(sequence_id, None)
-            if tokens is None:
-                are_known = False
-            else:
-                committed = bounds[index + 1] - bounds[index]
-                sizes[sequence_id] = tokens + committed
-                self._tokens += committed
-        return are_known
-
-    def _draft_some(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
+        self._count_use(batch)
+        running, bounds = self._drafter.sequence_ids, batch.offsets.tolist()
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
-            indexing = self._indexing.get(sequence_id)
-            if indexing is not None:
-                indexing.committed.append(batch.tokens[batch.offsets[index] : batch.offsets[index + 1]].copy())
-            elif sequence_id in self._sizes:
+            if sequence_id in running:
                 ready.append(index)
+            elif (indexing := self._indexing.get(sequence_id)) is not None:
+                indexing.committed.append(batch.tokens[bounds[index] : bounds[index + 1]].copy())
             else:
                 lost.append(sequence_id)
-        return self._drafter.draft(_part(batch, ready)).scatter(np.array(ready, np.int64), len(ids)), lost
+                continue
+            self._tokens += bounds[index + 1] - bounds[index]
+        drafts = self._drafter.draft(_part(batch, ready))
+        self._drafter.note_use()
+        return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
         """Return drafts for possible outcomes, and the unknown sequences. Changes nothing. Raises WireError."""
         ids = outcomes.sequence_ids.tolist()
-        lost = [sequence_id for sequence_id in ids if sequence_id not in self._sizes]
-        unready = self._indexing.keys() | self._withheld
-        is_ready = np.array([each in self._sizes and each not in unready for each in ids], bool)
+        lost = [sequence_id for sequence_id in ids if not self._has(sequence_id)]
+        is_ready = np.array([sequence_id in self._drafter.sequence_ids for sequence_id in ids], bool)
         counts = np.diff(outcomes.offsets)
         is_kept = is_ready.repeat(counts)
         kept = Outcomes(
@@ -370,22 +328,38 @@ class Session:
         assert self._shadow is not None
         return self._shadow
 
+    def _has(self, sequence_id: int) -> bool:
+        """Return whether a sequence runs."""
+        return any(sequence_id in each for each in (self._drafter.sequence_ids, self._withheld, self._indexing))
+
     def _remove(self, sequence_id: int) -> None:
-        self._end_repetition()
+        """Stop counting a sequence, before its drafter ends it."""
+        indexing = self._indexing.get(sequence_id)
+        self._tokens -= self._drafter_of(sequence_id).size_of(sequence_id) if indexing is None else indexing.size
         self._withheld.discard(sequence_id)
-        self._tokens -= self._sizes.pop(sequence_id)
 
     def _make_room(self) -> None:
         """Drop the least recently used sequences until the others are within the limits."""
-        limits = self._limits
-        if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
+        if self._is_within_limits():
             return
-        for sequence_id in [sequence_id for sequence_id in self._sizes if sequence_id not in self._indexing]:
+        running = [each for each in (*self._drafter.sequence_ids, *self._withheld) if each not in self._indexing]
+        for sequence_id in sorted(running, key=lambda each: self._drafter_of(each).last_use(each)):
             drafter = self._drafter_of(sequence_id)
             self._remove(sequence_id)
             drafter.finish(sequence_id, NO_TOKENS, learn=False)
-            if len(self._sizes) <= limits.sequences and self._tokens <= limits.stream_tokens:
+            if self._is_within_limits():
                 return
+
+    def _is_within_limits(self) -> bool:
+        sequences = len(self._drafter.sequence_ids)
+        if self._withheld or self._indexing:
+            sequences += len(self._withheld.union(self._indexing))
+        return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
+
+    def _count_use(self, batch: Progress) -> None:
+        """Count the tokens and steps of a batch for the client."""
+        self._use.committed += len(batch.tokens)
+        self._use.steps += _steps_of(batch)
 
     def _note_passages(self, batch: Progress, passages: Passages) -> None:
         bounds, verified = batch.offsets.tolist(), batch.verified.tolist()
@@ -414,7 +388,8 @@ def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.Draft
 
 
 def _has_only_batch(request: pb.DraftRequest) -> bool:
-    return not (request.starts or request.finishes or request.HasField("counters"))
+    others = request.starts or request.finishes or request.HasField("counters")
+    return request.HasField("batch") and not others
 
 
 def _check_count(sequence_ids: bytes, owner: str) -> None:

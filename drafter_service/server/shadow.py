@@ -89,6 +89,14 @@ class ShadowDrafter:
         verified = self._offered(sequence_id) if len(rest) else 0
         self.drafter.finish(sequence_id, rest, verified=verified, learn=learn)
 
+    def last_use(self, sequence_id: int) -> int:
+        """Return when a sequence was last used, see `CorpusDrafter.last_use`."""
+        return self.drafter.last_use(sequence_id)
+
+    def size_of(self, sequence_id: int) -> int:
+        """Return the number of tokens of a sequence, prompt included."""
+        return self.drafter.size_of(sequence_id) + len(self._sequences[sequence_id].tokens)
+
     def _next_step(self, sequence_id: int) -> Step | None:
         """Return the next step of a sequence, without tokens before its first draft; None if it is not decided yet."""
         sequence = self._sequences[sequence_id]
@@ -115,6 +123,7 @@ class ShadowDrafter:
             steps=np.array([step.steps for step in steps.values()], np.uint32),
         )
         self.drafter.draft(progress)
+        self.drafter.note_use()
         for each, size in zip(sequences, sizes, strict=True):
             each.tokens, each.has_draft = each.tokens[size:], True
 

@@ -78,12 +78,9 @@ def batch_message(progress: Progress, sequence_ids: bytes | None = None) -> pb.B
     )
 
 
-def read_batch(message: pb.Batch, vocab_size: int = 0, known_ids: np.ndarray | None = None) -> Progress:
-    """Return a step's progress. Raises WireError for inconsistent arrays, and for token ids as `unpack_tokens`.
-
-    known_ids: the ids of the message, if they have been read before.
-    """
-    sequence_ids = _read_ids(message.sequence_ids, "batch") if known_ids is None else known_ids
+def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
+    """Return a step's progress. Raises WireError for inconsistent arrays, and for token ids as `unpack_tokens`."""
+    sequence_ids = _read_ids(message.sequence_ids, "batch")
     sequences = len(sequence_ids)
     tokens = unpack_tokens(message.tokens, "batch.tokens", vocab_size)
     return Progress(

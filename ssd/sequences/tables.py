@@ -6,6 +6,8 @@ candidates that were considered at each node, so that probabilities can be learn
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from ssd.kernels.probabilities import CHANCE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
@@ -52,6 +54,8 @@ class Sequences:
         self._locals: list[LocalIndex | None] = []
         self._free: list[int] = []
         self.state = np.zeros((0, STATE_COLUMNS), np.int64)
+        self.used = np.zeros(0, np.int64)
+        """int64 [rows]: when each sequence began, or was used last, by `time.monotonic_ns`."""
         self._tables: tuple[np.ndarray, ...] = ()
         self._grow(MIN_ROWS)
 
@@ -71,6 +75,7 @@ class Sequences:
         local.reserve(local.size + self.max_draft + SPARE_TOKENS)
         self._locals[row] = local
         self.state[row] = 0
+        self.used[row] = time.monotonic_ns()
         self.state[row, OWNER] = owner
         self.state[row, [POINTERS, POINTERS + 3]] = NO_POINTER
         if is_predicted:
@@ -154,6 +159,7 @@ class Sequences:
         state = np.zeros((rows, STATE_COLUMNS), np.int64)
         state[:before] = self.state
         self.state = state
+        self.used = np.pad(self.used, (0, rows - before))
         # Zeroed memory of the tables is not allocated until it is written.
         fresh = (
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),

@@ -167,11 +167,16 @@ def test_verified_tokens_and_steps_are_counted_exactly(limit):
 def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
     monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
     _, forwarded, forwarded_drafts = run_requests(4, seed=5)
-    are_current = RunningSequences.are_current
+    batch_of = RunningSequences.batch_of
     taken = []
-    monkeypatch.setattr(
-        RunningSequences, "are_current", lambda running, rows: taken.append(are_current(running, rows)) and False
-    )
+
+    def without_the_fast_path(running, progress):
+        batch = batch_of(running, progress)
+        taken.append(batch.are_current)
+        batch.are_current = False
+        return batch
+
+    monkeypatch.setattr(RunningSequences, "batch_of", without_the_fast_path)
     _, general, general_drafts = run_requests(4, seed=5)
     assert sum(taken) > 10
     assert forwarded_drafts == general_drafts

@@ -59,6 +59,16 @@ def ask(session, *, may_learn=True, **fields):
     return session.answer(pb.DraftRequest(**fields), may_learn=may_learn)
 
 
+def sizes_of(session):
+    """Return the number of tokens of each sequence."""
+    drafter, shadow, indexing = session._drafter, session._shadow, session._indexing
+    sizes = {sequence_id: drafter.size_of(sequence_id) for sequence_id in drafter.sequence_ids}
+    sizes |= {sequence_id: each.size for sequence_id, each in indexing.items()}
+    sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld - indexing.keys()}
+    assert session._tokens == sum(sizes.values())
+    return sizes
+
+
 def refused(response, message):
     assert response.error.code == INVALID_ARGUMENT
     assert message in response.error.message
@@ -125,7 +135,7 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
     assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
     # Sequence 1 still runs, and the others were not started.
-    assert session._sizes == {1: 3}
+    assert sizes_of(session) == {1: 3}
     response = ask(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
 
@@ -142,7 +152,7 @@ def test_unknown_sequences_are_reported_and_the_others_served(session):
 def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
     response = ask(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
     assert lost(response) == []
-    assert session._sizes == {}
+    assert sizes_of(session) == {}
     namespace.corpus.refresh()
     assert drafted(ask(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
 
@@ -166,9 +176,9 @@ def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shar
         request = pb.DraftRequest.FromString(bytes(message))
     except DecodeError:
         request = whole
-    sizes = dict(session._sizes)
+    sizes = sizes_of(session)
     if session.answer(request, may_learn=False).HasField("error"):
-        assert session._sizes == sizes
+        assert sizes_of(session) == sizes
     another = 1 << 60  # Far from any damaged small id.
     response = ask(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
     # Requests that were accepted although damaged teach that drafts fail, so the next ones may be shorter.
@@ -201,7 +211,7 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
             assert lost(response) == ([] if was_running else [sequence_id])
             if was_running:
                 sent[sequence_id] += tokens
-        assert session._sizes == {key: len(text) for key, text in sent.items()}
+        assert sizes_of(session) == {key: len(text) for key, text in sent.items()}
     session.close()
 
 
@@ -287,10 +297,10 @@ def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace):
     ask(session, starts=[start(1, [1]), start(2, [2])])
     ask(session, batch=batch({1: [1]}))
     ask(session, starts=[start(3, [3])])
-    assert session._sizes == {1: 2, 3: 1}
+    assert sizes_of(session) == {1: 2, 3: 1}
     assert lost(ask(session, batch=batch({1: (), 2: ()}))) == [2]
     ask(session, starts=[start(sequence_id, [1]) for sequence_id in range(4, 40)])
-    assert session._sizes == {38: 1, 39: 1}
+    assert sizes_of(session) == {38: 1, 39: 1}
     assert namespace.sequences == 2
 
 
@@ -298,10 +308,10 @@ def test_the_tokens_of_a_stream_are_bounded(namespace):
     session = Session(namespace, Limits(stream_tokens=100))
     ask(session, starts=[start(1, range(60)), start(2, range(30))])
     ask(session, batch=batch({2: range(20)}))
-    assert session._sizes == {2: 50}
+    assert sizes_of(session) == {2: 50}
     assert refused(ask(session, starts=[start(3, range(101))]), "starts has 101 tokens; a stream may have 100")
     ask(session, batch=batch({2: range(51)}))
-    assert session._sizes == {}
+    assert sizes_of(session) == {}
     assert namespace.corpus.appended == 0
 
 
@@ -318,7 +328,7 @@ def test_batches_of_the_same_sequences_are_counted_and_checked(namespace):
     assert drafted(ask(session, batch=batch({1: [], 2: []}, limit=2)), 2, 1) == [6, 5]
     # The tokens of all these batches count: 13 of sequence 1, the newer one, and 9 of sequence 2.
     ask(session, starts=[start(3, range(79))])
-    assert session._sizes == {2: 9, 3: 79}
+    assert sizes_of(session) == {2: 9, 3: 79}
     assert lost(ask(session, batch=batch({1: [], 2: []}))) == [1]
 
 
@@ -353,11 +363,11 @@ async def test_a_long_prompt_is_indexed_while_others_are_served(session):
     response = ask(session, batch=batch({2: [6], 1: [9002]}, limit=1))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
     assert lost(response) == []
-    assert session._sizes == {1: len(prompt) + 1, 2: 4}
+    assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
     assert refused(ask(session, starts=[start(1, [1])]), "already running")
     await indexed(session)
     assert drafted(ask(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
-    assert session._sizes == {1: len(prompt) + 1, 2: 4}
+    assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
 
 
 @run
@@ -365,7 +375,7 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
     namespace = session.namespace
     ask(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
     assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
-    assert session._sizes == {}
+    assert sizes_of(session) == {}
     # The id can be reused at once.
     ask(session, starts=[start(1, LONG, learn=False)])
     await indexed(session)
@@ -409,7 +419,7 @@ async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
     ask(session, starts=[start(1, LONG), start(2, [1])])
     assert refused(ask(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
     ask(session, starts=[start(3, [1])])
-    assert session._sizes == {1: LONG_PROMPT, 3: 1}
+    assert sizes_of(session) == {1: LONG_PROMPT, 3: 1}
     await indexed(session)
 
 
