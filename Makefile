@@ -36,7 +36,7 @@ run: $(READY) ## serve one workload with and without drafts and compare them (ab
 
 COMPARE_ARGS ?=
 
-compare: $(READY) ## compare all drafters on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
+compare: $(READY) ## compare the drafters that need no further files on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
 	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 64 $(COMPARE_ARGS)
 
 LIBRARY := build/library.npz
@@ -132,7 +132,7 @@ peers: $(READY) ## install the other drafters that benchmarks/replay.py compares
 	@$(PIP) cmake nanobind==2.9.2 ninja setuptools wheel
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
 
-evidence: $(READY) ## replay build/traces with all installed drafters, and write the tables of README.md and docs/drafting.md
+evidence: $(READY) ## replay build/traces with drafters that need no model, and write the tables of README.md and docs/drafting.md
 	@$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
 lint: $(READY) ## check style, types, and that the protocol is compatible with its baseline

@@ -38,7 +38,7 @@ class DrafterConfig:
     idle_tokens: int = 4_000_000
     """Maximum number of tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
     refresh_interval_s: float = 0.005
-    """Seconds between two updates of the index with finished requests; the rebuild interval of `classic`."""
+    """Seconds between two updates of the index with finished requests."""
     classic_context: int = 10
     """Policy `classic`: context tokens that are searched for first, then one token fewer each time."""
     classic_matches: int = 32

@@ -327,7 +327,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--in-flight",
             type=click.IntRange(0, 1),
             hidden=True,
-            help="Number of steps in flight while the next one is planned, instead of deciding at run time.",
+            help="Number of steps in flight while the next one is planned (default: chosen at run time).",
         ),
     )
 
@@ -382,7 +382,12 @@ SAMPLING_OPTIONS = (
         callback=_biases,
         help="Add -100 to 100 to the logits of a token id; may be given again.",
     ),
-    click.option("--seed", type=int, default=0, help="The same seed gives the same text, with any drafter."),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of sampling; with exact verification, outputs do not depend on the drafter.",
+    ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text; may be given again."),
     click.option(
         "--stop-token-id",

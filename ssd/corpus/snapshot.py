@@ -90,7 +90,7 @@ def load(
     if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
             f"{path}: its index was made for a match depth of {facts[DEPTH]}, not {depth}; "
-            f"start with --match-depth {facts[DEPTH]}, or without the snapshot"
+            f"set match_depth to {facts[DEPTH]}, or start without the snapshot"
         )
     if capacity is None:
         capacity = int(facts[CAPACITY]) if len(facts) > CAPACITY else max(int(facts[SIZE]), DrafterConfig.capacity)

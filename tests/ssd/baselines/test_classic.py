@@ -72,7 +72,7 @@ def test_a_repeated_request_takes_far_fewer_steps():
     assert stats.committed == stats.accepted + stats.steps == 500
 
 
-def test_new_text_is_found_after_the_next_rebuild():
+def test_new_text_is_found_after_the_next_refresh():
     with ClassicDrafter(DrafterConfig(policy="classic", capacity=10_000, refresh_interval_s=0.01)) as drafter:
         drafter.corpus.append(array([1, 2, 3]))
         deadline = time.monotonic() + 30
