@@ -1,6 +1,7 @@
 """Chat templates, rendered in a sandbox as transformers does, from a model's folder.
 
-Engines and the `warm` command use the same module, so that the text that is learned equals the text that is served.
+Messages are brought into the form that templates expect here as well (`normalized`). The engine and the `warm` command
+both use this module, so that the text that is learned equals the text that is served.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from ssd.errors import UserError
 
+Message = Mapping[str, Any]
+
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 DEFAULT = "default"
@@ -21,7 +24,7 @@ WITH_TOOLS = "tool_use"
 
 
 class RefusedMessagesError(ValueError):
-    """A template refuses messages. The text may quote them."""
+    """Messages that are invalid, or that a template refuses. The text may quote them."""
 
 
 class JsonObject(dict[str, Any]):
@@ -53,7 +56,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
@@ -61,21 +64,36 @@ class ChatTemplate:
     ) -> str:
         """Return the text of the model's input. Raises RefusedMessagesError.
 
-        messages: as in OpenAI's API, but with arguments of tool calls as objects. arguments: further variables of the
-        template, such as `enable_thinking`.
+        messages: as in OpenAI's API. arguments: further variables of the template, such as `enable_thinking`.
         """
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
         known = {
             **self._tokens,
             **(arguments or {}),
-            "messages": [_with_json_arguments(message) for message in messages],
+            "messages": [normalized(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
             return str(self._templates[name].render(known))
         except Exception as problem:  # Templates may raise anything.
-            raise RefusedMessagesError(str(problem)) from None
+            reason = " ".join(str(problem).split()) or type(problem).__name__
+            raise RefusedMessagesError(f"the model's chat template refuses the messages: {reason}") from None
+
+
+def normalized(message: Message) -> dict[str, Any]:
+    """Return a message with its content as one string, and with arguments of tool calls as objects.
+
+    Templates expect both. Raises RefusedMessagesError for parts that are not text and arguments that are not JSON.
+    """
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "\n".join(map(_text_of, content))
+    fields = {**message, "content": content}
+    calls = fields.pop("tool_calls", None)
+    if calls:
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+    return fields
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
@@ -116,16 +134,26 @@ def _token_text(value: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_json(call) for call in calls]} if isinstance(calls, list) else message
+def _text_of(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RefusedMessagesError("a message has a part that is not text; only text is supported")
 
 
-def _with_json(call: Any) -> Any:
+def _with_parsed_arguments(call: object) -> object:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), dict):
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
-    return {**call, "function": {**function, "arguments": JsonObject(function["arguments"])}}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            message = "the arguments of a tool call are not JSON; send them as the model produced them"
+            raise RefusedMessagesError(message) from None
+    if isinstance(arguments, dict):
+        arguments = JsonObject(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _environment() -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
+
+from drafter_service.client.chat_template import RefusedMessagesError, normalized
 
 Message = dict[str, Any]
 
@@ -16,6 +19,8 @@ class Chat(NamedTuple):
 
     messages: list[Message]
     tools: list[Any] | None = None
+    template_arguments: Message | None = None
+    """Further variables of the chat template (`chat_template_kwargs` of a request)."""
 
 
 class Reply(NamedTuple):
@@ -24,13 +29,18 @@ class Reply(NamedTuple):
     message: Message
 
 
-def chat_of(messages: object, tools: object = None) -> Chat | None:
-    """Return a list of messages as a chat; None if it is not one."""
+def chat_of(messages: object, request: Mapping[str, Any] | None = None) -> Chat | None:
+    """Return a list of messages as a chat; None if it is not one. `request`: the object that may have its tools."""
     if not isinstance(messages, list) or not messages:
         return None
     read = [_message(message) for message in messages]
     known = [message for message in read if message is not None]
-    return Chat(known, tools if isinstance(tools, list) else None) if len(known) == len(read) else None
+    if len(known) < len(read):
+        return None
+    fields = request or {}
+    tools, arguments = fields.get("tools"), fields.get("chat_template_kwargs")
+    offered = tools if isinstance(tools, list) and tools else None
+    return Chat(known, offered, arguments if isinstance(arguments, dict) else None)
 
 
 def reply_of(message: object) -> str | Reply | None:
@@ -48,52 +58,38 @@ def plain_text(message: Message) -> str:
     return "\n\n".join(filter(None, [message.get("reasoning_content", ""), message["content"], *arguments]))
 
 
-def text_of(content: object) -> str | None:
-    """Return the text of a message's content, a string or a list of parts; None for anything else."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return None
-    texts = [part.get("text") for part in content]
-    return "\n".join(text for text in texts if isinstance(text, str))
-
-
 def _message(message: object) -> Message | None:
+    """Return a message in the form of `normalized`, after removing what only logs have; None if it is not one."""
     if not isinstance(message, dict):
         return None
-    if "from" in message and "value" in message:
-        role, content = SHAREGPT_ROLES.get(str(message["from"])), text_of(message["value"])
-    else:
-        role, content = message.get("role", "assistant"), text_of(message.get("content"))
+    read = {name: value for name, value in message.items() if value is not None}
+    if "from" in read and "value" in read:
+        read |= {"role": SHAREGPT_ROLES.get(str(read.pop("from"))), "content": read.pop("value")}
+    role, content = read.get("role", "assistant"), _readable_content(read.get("content", ""))
     if not isinstance(role, str) or content is None:
         return None
-    read: Message = {"role": role, "content": content}
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    other_name = read.pop("reasoning", None)
+    reasoning = read.pop("reasoning_content", other_name)
     if isinstance(reasoning, str):
         read["reasoning_content"] = reasoning
-    for key in ("name", "tool_call_id"):
-        if isinstance(message.get(key), str):
-            read[key] = message[key]
-    calls = message.get("tool_calls")
-    if isinstance(calls, list) and (known := [call for call in map(_tool_call, calls) if call]):
-        read["tool_calls"] = known
-    return read
+    calls = read.pop("tool_calls", None)
+    if isinstance(calls, list):
+        read["tool_calls"] = [call for call in calls if _is_call(call)]
+    try:
+        return normalized({**read, "role": role, "content": content})
+    except RefusedMessagesError:
+        return None
 
 
-def _tool_call(call: object) -> Message | None:
-    """Return a call with its arguments as an object, because templates convert them to JSON themselves."""
-    if not isinstance(call, dict):
+def _readable_content(content: object) -> str | list[Message] | None:
+    """Return a content without parts that are not text; None if it is neither a string nor a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return None
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return None
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            return None
-    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return [{"type": "text", "text": part["text"]} for part in content if isinstance(part.get("text"), str)]
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)

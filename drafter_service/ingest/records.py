@@ -25,7 +25,7 @@ WHOLE_IDS = ("tokens", "input_ids")
 PROMPTS = ("prompt", "question", "input")
 OUTPUTS = ("completion", "response", "output", "answer")
 CONVERSATIONS = ("messages", "conversations")
-EXCHANGE = ("request", "response", "body", "choices", "id", "request_id", "tools")
+EXCHANGE = ("request", "response", "body", "choices", "id", "request_id", "tools", "chat_template_kwargs")
 KNOWN = frozenset(
     (*PROMPT_IDS, *OUTPUT_IDS, *WHOLE_IDS, *PROMPTS, *OUTPUTS, *CONVERSATIONS, *EXCHANGE, "text", "messages", *FIELDS)
 )
@@ -109,7 +109,7 @@ def _prompt_of(request: Record, answer: Record, choice: Record, index: int, choi
     for source in (choice, answer, request):
         if (ids := _ids(source.get("prompt_token_ids"))) is not None:
             return ids
-    chat = chat_of(request.get("messages"), request.get("tools"))
+    chat = chat_of(request.get("messages"), request)
     if chat is not None:
         return chat
     prompt = request.get("prompt")
@@ -141,7 +141,7 @@ def _text_columns(record: Record) -> Iterator[Found]:
 def _conversation(record: Record) -> Iterator[Found]:
     """Yield each message of the assistant as an output, with all messages before it as its prompt."""
     for name in CONVERSATIONS:
-        chat = chat_of(record.get(name), record.get("tools"))
+        chat = chat_of(record.get(name), record)
         if chat is None:
             continue
         for index, message in enumerate(chat.messages):

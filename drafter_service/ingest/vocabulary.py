@@ -110,6 +110,11 @@ class ChatFormatter:
     def _render(self, chat: Chat, for_answer: bool) -> str:
         assert self._template is not None
         try:
-            return self._template.render(chat.messages, tools=chat.tools, add_generation_prompt=for_answer)
+            return self._template.render(
+                chat.messages,
+                tools=chat.tools,
+                add_generation_prompt=for_answer,
+                arguments=chat.template_arguments,
+            )
         except RefusedMessagesError:  # Its message may contain text of users.
             raise RecordError(REFUSED) from None

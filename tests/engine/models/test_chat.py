@@ -202,9 +202,12 @@ MISTRAL_TOOLS = """{{ tools | tojson }}{% for message in messages %}{% if messag
 {{ raise_exception('ids must have nine characters') }}{% endif %}
 {{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]
 {%- else %}{{ message.role }} {{ message.content | tojson }} {{ message.tool_call_id }}{% endif %}{% endfor %}"""
+EVERYTHING = (
+    "{% for message in messages %}{{ message | dictsort }}{% endfor %}{{ tools | tojson }}{{ enable_thinking }}"
+)
 
 
-@pytest.mark.parametrize("template", [QWEN, DEEPSEEK, MISTRAL_TOOLS])
+@pytest.mark.parametrize("template", [QWEN, DEEPSEEK, MISTRAL_TOOLS, EVERYTHING])
 def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template):
     function = CALL["tool_calls"][0]["function"] | {"arguments": '{"at": "<é>", "n": 1}'}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -214,13 +217,14 @@ def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template)
             SYSTEM, USER, CALL | {"tool_calls": [{"id": "a1B2c3D4e", "type": "function", "function": function}]},
             {"role": "tool", "tool_call_id": "a1B2c3D4e", "content": "found"}, {"role": "user", "content": parts},
         ],
-        "tools": TOOLS,
+        "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
     body = ChatRequest.model_validate(asked)
     served = prompts_of(folder, template).text(
         [message.model_dump(exclude_none=True) for message in body.messages],
         [tool.as_sent() for tool in body.offered_tools],
+        body.chat_template_kwargs,
     )
     assert "look" in served
-    chat = chat_of(asked["messages"], asked["tools"])
+    chat = chat_of(asked["messages"], asked)
     assert ChatFormatter(folder).prompt_text(chat) == served
