@@ -39,7 +39,7 @@ COMPARE_ARGS ?=
 compare: $(READY) ## compare the drafters that need no further files on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
 	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 64 $(COMPARE_ARGS)
 
-LIBRARY := build/library.npz
+LIBRARY := build/library.ssd
 COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
 compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)

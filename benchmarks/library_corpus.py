@@ -1,6 +1,6 @@
-"""Write a corpus for `--drafter rest`: the files that the shipped model was trained on, as its tokens.
+"""Write a snapshot for `--drafter rest`: the files that the shipped model was trained on.
 
-    python -m benchmarks.library_corpus build/library.npz
+    python -m benchmarks.library_corpus build/library.ssd
 
 Held-out files, from which the shipped prompts are taken, are left out.
 """
@@ -11,11 +11,11 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.training.sources import read_files, stdlib_root
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
 
 
 def main() -> None:
@@ -28,7 +28,11 @@ def main() -> None:
     texts = [file.text for file in read_files(stdlib_root()) if file.path in trained_on]
     documents = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, tokens=np.concatenate(documents), offsets=np.cumsum([0, *map(len, documents)]))
+    corpus = Corpus(sum(len(tokens) + 1 for tokens in documents))  # with a separator each
+    for tokens in documents:
+        corpus.append(tokens)
+    snapshot.save(corpus, path)
+    corpus.close()
     print(f"wrote {path}: {len(documents):,} files, {sum(map(len, documents)):,} tokens")
 
 

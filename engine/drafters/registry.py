@@ -32,8 +32,8 @@ REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
 DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
-CORPUS_PATH = "path"
-"""Option of `rest`: the file of its corpus."""
+SNAPSHOT_PATH = "path"
+"""Option of `rest`: the snapshot of its corpus."""
 GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 
@@ -156,26 +156,27 @@ def _check_lookahead(config: DrafterConfig, _target: Path) -> None:
 
 
 def _rest(config: DrafterConfig, resources: Resources) -> AnyDrafter:
-    from engine.drafters.model_free.rest import RestDrafter
-    from engine.drafters.model_free.rest_corpus import load_corpus
+    from engine.drafters.model_free.rest import RestDrafter, load_corpus
 
     if resources.target is None:
         raise ValueError("it needs the target's vocabulary")
-    target = resources.target
-    return RestDrafter(config, load_corpus(_corpus_path(config), target.vocab_size, target.folder, config))
+    return RestDrafter(config, load_corpus(_snapshot_path(config), resources.target.vocab_size))
 
 
 def _check_rest(config: DrafterConfig, target: Path) -> None:
-    from engine.drafters.model_free.rest_corpus import check_corpus
+    from engine.drafters.model_free.rest import check_snapshot
     from engine.models.loader import load_config
 
-    check_corpus(_corpus_path(config), load_config(target).vocab_size)
+    check_snapshot(_snapshot_path(config), load_config(target).vocab_size)
 
 
-def _corpus_path(config: DrafterConfig) -> Path:
-    if CORPUS_PATH not in config.options:
-        raise ValueError(f"it needs a corpus; give --drafter-option {CORPUS_PATH}=FILE")
-    return Path(config.options[CORPUS_PATH])
+def _snapshot_path(config: DrafterConfig) -> Path:
+    if SNAPSHOT_PATH not in config.options:
+        raise ValueError(
+            f"it needs a corpus; give --drafter-option {SNAPSHOT_PATH}=SNAPSHOT, "
+            "which `ssd-drafter warm --tokenizer MODEL --from FILES --snapshot SNAPSHOT` makes"
+        )
+    return Path(config.options[SNAPSHOT_PATH])
 
 
 def _running(kind: str) -> Callable[[DrafterConfig, Resources], AnyDrafter]:
@@ -226,10 +227,10 @@ KINDS: Mapping[str, Kind] = {
     ),
     "recycle": Kind("a table of the target's most likely successors of each token", _recycle, remembers=True),
     "rest": Kind(
-        "a read-only corpus, --drafter-option path=FILE, and the request's own text",
+        "a read-only corpus, --drafter-option path=SNAPSHOT, and the request's own text",
         _rest,
         has_settings=True,
-        options=(CORPUS_PATH,),
+        options=(SNAPSHOT_PATH,),
         check=_check_rest,
     ),
 }

@@ -8,13 +8,18 @@ the original, the drafter also searches the request's own text, as the suffix dr
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from engine.drafters.sources import DraftSource
 from ssd.config import DrafterConfig
+from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.sections import read_sections
 from ssd.drafter import SuffixDrafter
+from ssd.errors import UserError
 from ssd.types import DraftBatch, Progress
 
 
@@ -38,3 +43,20 @@ class RestDrafter(SuffixDrafter):
         batch = super()._step(rows, progress)
         source = np.where(batch.source == DraftSource.CORPUS, np.uint8(DraftSource.REST), batch.source)
         return replace(batch, source=source)
+
+
+def check_snapshot(path: Path, vocab_size: int) -> None:
+    """Raise UserError for a file that is not a snapshot, or that has token ids of `vocab_size` or more."""
+    text = read_sections(path)["text"]
+    largest = int(text[text != SEPARATOR].max(initial=0))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{path} has the token id {largest}, but the target's vocabulary ends at {vocab_size - 1}; "
+            "make it again with the target's tokenizer"
+        )
+
+
+def load_corpus(path: Path, vocab_size: int) -> Corpus:
+    """Return the corpus of a snapshot. Raises UserError for a file that cannot be used."""
+    check_snapshot(path, vocab_size)
+    return snapshot.load(path).corpus
