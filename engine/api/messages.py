@@ -43,6 +43,8 @@ class EngineReady:
     page_size: int
     """Tokens per page of the KV cache."""
     pages: int
+    end_tokens: tuple[int, ...]
+    """Ids of the model's tokens that end an output."""
 
 
 @dataclass(frozen=True)

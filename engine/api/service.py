@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError
+from engine.api.grammar_checker import GrammarChecker
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run, prompt_only
@@ -23,6 +24,7 @@ from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
 from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Request, SamplingParams, parse_drafters
 
@@ -108,6 +110,7 @@ class Service:
         collector = EngineCollector(served.name, lambda: engine.stats, lambda: admission.refused, kv_cache)
         self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
         self._cache = cache
+        self._grammars = GrammarChecker(GrammarCompiler(served.tokenizer, ready.vocab_size, ready.end_tokens))
         self.max_tokens = ready.max_tokens
         """Largest number of tokens of a prompt plus its output."""
 
@@ -138,6 +141,7 @@ class Service:
         """Return the function that runs the requests of a body. Deterministic requests may use the response cache."""
         is_deterministic = body.seed is not None or not any(request.sampling.is_sampled for request in requests)
         run = partial(self._cache.run, self.engine) if self._cache is not None and is_deterministic else self.engine.run
+        run = partial(self._grammars.run, run)
         return prompt_only(run) if body.max_tokens == 0 else run
 
     def check_model(self, name: str) -> None:

@@ -71,7 +71,8 @@ class Worker:
         """Serve until a `Shutdown` arrives. Raises EOFError and BrokenPipeError if the other process has ended."""
         model, pages = self._engine.model, self._engine.scheduler.pages
         max_tokens = min(model.max_positions, pages.count * pages.page_size)
-        self._connection.send([EngineReady(model.vocab_size, max_tokens, pages.page_size, pages.count)])
+        ready = EngineReady(model.vocab_size, max_tokens, pages.page_size, pages.count, model.eos_token_ids)
+        self._connection.send([ready])
         while not self._is_stopping:
             self._receive_commands()
             if self._engine.scheduler.has_work:

@@ -6,6 +6,9 @@ of it; a copy takes 2 us. Does not import PyTorch, because the HTTP process uses
 The library builds the automaton of a grammar as it is needed, up to limits. All states that began with one compiled
 grammar share the automaton, and once a limit is reached, none of them can continue. A state that cannot continue is
 therefore built again with an automaton of its own and a larger limit, and fails only if that one is reached, too.
+
+The library's limits do not bound the time of compiling. Servers first compile a grammar in another process
+(`engine.api.grammar_checker`). The time of masks is bounded here.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from engine.sampling.grammar_limits import MAX_TEXT, check_limits
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,15 +37,22 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 """JSON is written on one line, as by Python's `json.dumps`. With free whitespace almost nothing would be forced, and a
 weak model could produce spaces without end. A schema may choose otherwise in its field `x-guidance`."""
 MAX_COMPILED = 64
-"""Number of compiled grammars and of refused ones to keep, because most requests use one of a few schemas."""
-MAX_SYMBOLS = 20_000
-"""Largest number of symbols of a grammar, because compiling takes up to 10 us for each of them."""
+"""Number of compiled grammars to keep, because most requests use one of a few schemas."""
+MAX_TEXT = 1 << 17
+"""Largest number of characters of a grammar, because recent grammars are kept."""
+MAX_REQUIRED = 1 << 14
+"""Largest number of bytes that an output may be required to contain in a row. The library splits them into tokens for
+each mask, which takes up to 0.4 us for each byte, and does not limit their number."""
+MAX_MASK_S, MAX_DELAY_S = 0.005, 0.25
+"""Processor time in seconds that each mask of an output may take, and what all of its masks may take in addition."""
 MAX_STATES = 50_000
 """Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
 NOTHING_ALLOWED = "NoExtensionBias"
 """The library's message where no token is allowed."""
 SHARED_FUEL, OWN_FUEL = 100_000, 400_000
 """Maximum work for a mask with a shared automaton, and with one of a state's own. The unit is about 0.1 us."""
+COMPILE_FUEL = 250_000
+"""Maximum work for the expressions of a grammar and for text that an output must begin with."""
 MAX_MESSAGE = 300
 """Maximum number of characters of the library's message in an error."""
 
@@ -60,6 +69,10 @@ class Grammar:
     text: str = ""
     """The JSON schema, the regular expression, the list of choices as JSON, or the grammar of tool calls in the
     library's variant of Lark; empty for `json_object`."""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT:
+            raise UserError(f"{self.kind}: it has {len(self.text):,} characters; at most {MAX_TEXT:,} are allowed")
 
 
 class GrammarState:
@@ -82,6 +95,8 @@ class GrammarState:
         self._matcher = matcher
         self._tokens = tokens
         self._has_ended = has_ended
+        self._delay_s = 0.0
+        """Processor time of all masks beyond `MAX_MASK_S` for each."""
 
     def copy(self) -> GrammarState:
         """Return an independent state."""
@@ -135,7 +150,7 @@ class GrammarState:
     def allowed(self) -> np.ndarray:
         """Return which tokens may follow, bool [V]: at least one. End tokens may follow a complete output.
 
-        Raises GrammarError if no token may follow, or if the library has reached a limit.
+        Raises GrammarError if no token may follow, if too much text must follow, or if the library has reached a limit.
         """
         mask = self._mask()
         if mask is None:
@@ -143,6 +158,11 @@ class GrammarState:
             mask = self._mask()
         if mask is None:
             raise GrammarError(_cannot_continue(self._grammar, self._matcher.get_error()))
+        if mask.sum() == 1 and len(self._matcher.compute_ff_bytes()) > MAX_REQUIRED:
+            raise GrammarError(
+                f"{self._grammar.kind}: it requires more than {MAX_REQUIRED:,} bytes in a row, with repetitions "
+                "written out, which is the limit"
+            )
         return mask
 
     def allowed_along(
@@ -152,13 +172,14 @@ class GrammarState:
 
         draft: uint32 [k]. tree: its shape, None for a path. needed: bool [k + 1], the rows to return. All tokens
         are allowed after a forbidden draft token, because that row is not used, and after tokens that the grammar
-        cannot continue. The second value has the errors of the latter rows, by index.
+        cannot continue. The second value has the errors of the latter rows, by index. If the masks of the output have
+        taken too long, all rows have an error.
         """
         parents = [-1, *(range(-1, len(draft) - 1) if tree is None else tree.parents.tolist())]
         rows = np.ones((len(parents), self._compiler.vocab_size), np.bool_)
         errors: dict[int, GrammarError] = {}
         states: list[GrammarState | None] = []
-        began = perf_counter()
+        began, cpu_began = perf_counter(), thread_time()
         for row, (token, parent) in enumerate(zip([-1, *draft.tolist()], parents, strict=True)):
             before = states[1 + parent] if row else None
             is_known = row > 0 and bool(needed[1 + parent])
@@ -171,6 +192,14 @@ class GrammarState:
                     state = None
             states.append(state)
         self.mask_s = (perf_counter() - began) / len(parents)
+        # Other processes must not end an output, so this is processor time.
+        self._delay_s += max(0.0, thread_time() - cpu_began - MAX_MASK_S * len(parents))
+        if self._delay_s > MAX_DELAY_S:
+            late = GrammarError(
+                f"{self._grammar.kind}: the output cannot be continued, because finding the allowed tokens takes too "
+                f"long: {self._delay_s:.2g} s more than {1000 * MAX_MASK_S:g} ms for each token; use a simpler grammar"
+            )
+            errors = dict.fromkeys(np.flatnonzero(needed).tolist(), late)
         return rows[needed], errors
 
     def _mask(self) -> np.ndarray | None:
@@ -219,8 +248,6 @@ class GrammarCompiler:
         self._hub_tokenizer = tokenizer
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         """The most recently used last."""
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
-        """Messages for grammars that cannot be used, the most recently used last."""
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -231,19 +258,16 @@ class GrammarCompiler:
         size = max(self.vocab_size, max(self._hub_tokenizer.tokens()) + 1)
         return LLTokenizer(self._hub_tokenizer.to_json(), size, self.end_tokens)
 
+    def prepare(self) -> None:
+        """Read the library's tokenizer, which is otherwise read for the first grammar. Raises ImportError."""
+        _ = self.tokenizer
+
     def start(self, grammar: Grammar) -> GrammarState:
         """Return the state before the first token. Raises UserError for a grammar that cannot be used."""
-        if grammar in self._refused:
-            self._refused.move_to_end(grammar)
-            raise UserError(self._refused[grammar])
         if grammar not in self._compiled:
-            try:
-                matcher = self._checked(grammar)
-            except UserError as problem:
-                if len(grammar.text) <= MAX_TEXT:
-                    _keep(self._refused, grammar, str(problem))
-                raise
-            _keep(self._compiled, grammar, matcher)
+            self._compiled[grammar] = self._checked(grammar)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return GrammarState(self, grammar, self._compiled[grammar].deep_copy())
 
@@ -265,7 +289,6 @@ class GrammarCompiler:
         return self._compile(grammar, OWN_FUEL)
 
     def _compile(self, grammar: Grammar, fuel: int) -> LLMatcher:
-        check_limits(grammar.kind, grammar.text)
         try:
             import llguidance
         except ImportError:
@@ -276,7 +299,7 @@ class GrammarCompiler:
         if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
         limits = llguidance.LLParserLimits(
-            step_lexer_fuel=fuel, max_lexer_states=MAX_STATES, max_grammar_size=MAX_SYMBOLS
+            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=fuel, max_lexer_states=MAX_STATES
         )
         try:
             matcher = llguidance.LLMatcher(self.tokenizer, _definition(grammar), log_level=0, limits=limits)
@@ -285,13 +308,6 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
         return matcher
-
-
-def _keep(recent: OrderedDict[Grammar, Any], grammar: Grammar, value: Any) -> None:
-    """Add a value, and drop the least recently used one if there are too many."""
-    recent[grammar] = value
-    if len(recent) > MAX_COMPILED:
-        recent.popitem(last=False)
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

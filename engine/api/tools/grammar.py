@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 from engine.api.tools.definitions import Tool
 from engine.api.tools.formats import ToolFormat
 from engine.sampling.grammar import JSON_STYLE, Grammar
-from engine.sampling.grammar_limits import check_limits, check_together
 from ssd.errors import UserError
-
-LOG = logging.getLogger(__name__)
 
 
 def tool_grammar(
@@ -30,30 +26,23 @@ def tool_grammar(
     token_ids: ids of the tokens that the tokenizer has for markers of the format. answer: JSON schema of outputs that
     are allowed in place of calls.
 
-    Raises UserError for a schema that is too large or nested too deep, and for schemas that are together too large.
+    Raises UserError for a schema that is nested too deep.
     """
 
     def literal(text: str) -> str:
         return _literal(text, form.markers, token_ids)
 
     calls = f"call ({literal(form.separator)} call)*" if parallel else "call"
-    schemas = [
-        _schema(tool.function.parameters | {"type": "object"}, f"tools: the schema of {tool.name}") for tool in tools
-    ]
     lines = ["start: calls" if answer is None else "start: calls | answer"]
     lines.append(f"calls: {literal(form.opening)} {calls} {literal(form.closing)}")
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         before = literal(form.before_arguments.replace("NAME", tool.name))
         lines.append(f"call_{index}: {before} arguments_{index} {literal(form.after_arguments)}")
-        lines.append(f"arguments_{index}: %json {schemas[index]}")
+        schema = _schema(tool.function.parameters | {"type": "object"}, f"tools: the schema of {tool.name}")
+        lines.append(f"arguments_{index}: %json {schema}")
     if answer is not None:
-        schemas.append(_schema(answer, "response_format: the schema"))
-        lines.append(f"answer: %json {schemas[-1]}")
-    try:
-        check_together(schemas)
-    except UserError as problem:
-        raise UserError(f"tools: their schemas together cannot be used: {problem}") from None
+        lines.append(f"answer: %json {_schema(answer, 'response_format: the schema')}")
     return Grammar("tools", "\n".join(lines))
 
 
@@ -68,13 +57,6 @@ def _schema(definition: dict[str, Any], name: str) -> str:
     style = definition.get("x-guidance", {})
     style = JSON_STYLE | style if isinstance(style, dict) else style
     try:
-        schema = json.dumps(definition | {"x-guidance": style})
-        check_limits("json_schema", schema)
+        return json.dumps(definition | {"x-guidance": style})
     except RecursionError:
         raise UserError(f"{name} is nested too deep") from None
-    except UserError as problem:
-        raise UserError(f"{name} cannot be used: {problem}") from None
-    except Exception as problem:
-        LOG.exception("%s failed with %s", name, type(problem).__name__)
-        raise UserError(f"{name} cannot be used: {type(problem).__name__}") from None
-    return schema

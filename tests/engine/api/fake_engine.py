@@ -25,7 +25,7 @@ class FakeEngine:
     """Uses one page per request. Runs only while `gate` is set, and fails after `fail_after` steps."""
 
     max_draft = 2
-    model = SimpleNamespace(vocab_size=1000, max_positions=100)
+    model = SimpleNamespace(vocab_size=1000, max_positions=100, eos_token_ids=(0,))
     drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
 
     def __init__(self, fail_after=None):

@@ -79,7 +79,7 @@ def test_requests_run_to_their_end(pipe):
     ours.send(Shutdown())
     running.join(TIMEOUT_S)
     assert not running.is_alive()
-    assert events[0] == EngineReady(1000, 100, 16, 64)
+    assert events[0] == EngineReady(1000, 100, 16, 64, (0,))
     produced = [event for event in events if isinstance(event, TokensProduced)]
     assert {event.request_id for event in produced} == {7}
     assert np.concatenate([event.tokens for event in produced]).tolist() == [1, 2, 3, 4, 5]
@@ -97,7 +97,7 @@ def test_requests_run_to_their_end(pipe):
 
 def test_the_kv_cache_bounds_the_length_of_requests(pipe):
     engine = FakeEngine()
-    engine.model = SimpleNamespace(vocab_size=1000, max_positions=5000)
+    engine.model = SimpleNamespace(vocab_size=1000, max_positions=5000, eos_token_ids=(0,))
     assert run_commands(pipe, engine, [])[0].max_tokens == PAGES * PAGE_SIZE
 
 

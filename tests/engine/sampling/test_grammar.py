@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import grammar as module
-from engine.sampling.grammar import Grammar, GrammarCompiler, GrammarError, GrammarState, choice_grammar
-from engine.sampling.grammar_limits import check_limits
+from engine.sampling.grammar import (
+    MAX_REQUIRED,
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarState,
+    choice_grammar,
+)
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -129,8 +135,6 @@ def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_fo
     for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
         with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
             compiler.start(grammar)
-    with pytest.raises(UserError, match="regex: it has 40,000 characters; at most 32,768 are allowed"):
-        compiler.start(Grammar("regex", "a" * 40_000))
     with pytest.raises(UserError, match="needs a model with an end token"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, ()).start(GRAMMARS[0])
 
@@ -164,25 +168,58 @@ SCHEMAS = st.recursive(
 )
 def test_any_grammar_is_compiled_or_refused(compiler, grammar):
     with suppress(UserError):
-        check_limits(grammar.kind, grammar.text)
-    with suppress(UserError):
         compiler.start(grammar).allowed()
 
 
-def test_other_errors_refuse_the_grammar_and_refusals_are_remembered(model_folder, monkeypatch, caplog):
+def test_other_errors_refuse_the_grammar(model_folder, monkeypatch, caplog):
     compiler = GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,))
-    calls = []
 
-    def fail(*arguments):
-        calls.append(arguments)
+    def fail(grammar):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(module, "check_limits", fail)
-    for _ in range(2):
-        with pytest.raises(UserError, match="regex: it cannot be used: OverflowError: too large"):
-            compiler.start(GRAMMARS[1])
-    assert len(calls) == 1
+    monkeypatch.setattr(module, "_definition", fail)
+    with pytest.raises(UserError, match="regex: it cannot be used: OverflowError: too large"):
+        compiler.start(GRAMMARS[1])
     assert "OverflowError" in caplog.text
+
+
+def test_long_grammars_are_refused():
+    with pytest.raises(UserError, match="regex: it has 140,000 characters; at most 131,072 are allowed"):
+        Grammar("regex", "a" * 140_000)
+
+
+LONG = "a" * (MAX_REQUIRED + 100)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar("regex", "(a{1000}){17}"), ""),
+        (Grammar("json_schema", '{"type": "array", "items": {"const": "a"}, "minItems": 4000}'), ""),
+        (Grammar("json_schema", json.dumps({"enum": ["a", LONG]})), '"aa'),
+        (choice_grammar(["b", LONG]), "a"),
+    ],
+    ids=["at the start", "items", "in a value", "after a token"],
+)
+def test_text_that_is_required_in_a_row_is_limited(compiler, model_folder, grammar, text):
+    with pytest.raises(UserError, match=f"{grammar.kind}: it requires more than 16,384 bytes in a row"):
+        state_after(compiler, grammar, Tokenizer(model_folder).encode(text).tolist()).allowed()
+    assert state_after(compiler, Grammar("regex", f"a{{{MAX_REQUIRED}}}"), []).allowed().sum() == 1
+
+
+def test_masks_that_take_long_end_the_output(compiler, monkeypatch):
+    """The clock makes each mask take 10 ms, 5 ms more than it may."""
+    times = iter(range(110))
+    monkeypatch.setattr(module, "thread_time", lambda: 0.01 * next(times))
+    state = compiler.start(GRAMMARS[1])
+    draft, needed = array([]), np.ones(1, bool)
+    for _ in range(49):
+        _, errors = state.allowed_along(draft, None, needed)
+        assert not errors
+    state.allowed_along(draft, None, needed)
+    _, errors = state.allowed_along(draft, None, needed)
+    assert list(errors) == [0]
+    assert "regex: the output cannot be continued, because finding the allowed tokens takes too long" in str(errors[0])
 
 
 def test_without_the_library_requests_are_told_what_to_install(model_folder, monkeypatch):

@@ -154,19 +154,3 @@ def test_a_schema_that_the_library_refuses_is_named(model_folder):
     with pytest.raises(UserError, match="tools: it cannot be used: ") as refused:
         GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(grammar)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"properties": {"a": {"multipleOf": 10**400}}}, "the schema of f0 cannot be used: .* is not finite"),
-        ({"properties": {"a": {"multipleOf": float("inf")}}}, "the schema of f0 cannot be used: .* is not finite"),
-        ({"properties": {"a": {"allOf": [{"anyOf": [{}] * 7}] * 2}}}, "together cannot be used: .* 64 alternatives"),
-    ],
-)
-def test_schemas_that_take_long_to_compile_are_refused(schema, message):
-    tools = [
-        Tool.model_validate({"type": "function", "function": {"name": f"f{n}", "parameters": schema}}) for n in range(2)
-    ]
-    with pytest.raises(UserError, match=message):
-        tool_grammar(FORMATS["hermes"], tools, {}, parallel=False)

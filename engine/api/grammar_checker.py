@@ -1,0 +1,125 @@
+"""Compile new grammars in another process before the engine does, because some take minutes or crash the library.
+
+Compiling cannot be interrupted, and the library's limits do not bound its time: a few dozen characters are enough for
+minutes and gigabytes. Here each new grammar is compiled by a process of its own with a limit of processor time. The
+engine compiles the grammar again, in about the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from multiprocessing.connection import Connection
+
+from engine.api.messages import RequestEnded, TokensProduced
+from engine.api.outputs import Run
+from engine.sampling.grammar import Grammar, GrammarCompiler
+from engine.scheduling.request import Request
+from ssd.errors import UserError
+
+MAX_COMPILE_S = 0.2
+"""Processor time in seconds that a grammar may take until its first mask, because the engine's steps wait for it."""
+MAX_STACK = 4 << 20
+"""Largest stack in bytes, half of the usual one, so that a grammar that passes cannot overflow the engine's stack."""
+MAX_RESULTS = 256
+"""Number of results to keep."""
+
+
+class GrammarChecker:
+    """Checks grammars for one model. Starts its process for the first grammar. Use it from a single event loop."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        """compiler: one that has not compiled anything; the process has a copy of it."""
+        self._compiler = compiler
+        self._connection: Connection | None = None
+        self._results: dict[Grammar, str] = {}
+        """Reasons why grammars cannot be used, empty for those that can; the oldest first."""
+        self._thread = ThreadPoolExecutor(1, "grammar-checker")
+        """Checks one grammar after another, and finishes a check whose request was cancelled."""
+
+    async def run(self, run: Run, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+        """Yield the events of a request like `run`, after its grammar has been checked.
+
+        Raises UserError for a grammar that cannot be used.
+        """
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            reason = self._results.get(grammar)
+            if reason is None:
+                reason = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
+            if reason:
+                raise UserError(reason)
+        async with aclosing(run(request)) as events:
+            async for event in events:
+                yield event
+
+    def _check(self, grammar: Grammar) -> str:
+        """Return the reason why a grammar cannot be used; runs in the thread."""
+        if grammar in self._results:
+            return self._results[grammar]
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, other_end = context.Pipe()
+            context.Process(target=_serve, args=(other_end, self._compiler), name="ssd-grammars", daemon=True).start()
+            other_end.close()
+        try:
+            self._connection.send(grammar)
+            reason: str = self._connection.recv()
+        except (EOFError, OSError):
+            self._connection = None
+            return f"{grammar.kind}: it was not checked, because the process that compiles grammars ended; try again"
+        self._results[grammar] = reason
+        if len(self._results) > MAX_RESULTS:
+            del self._results[next(iter(self._results))]
+        return reason
+
+
+def _serve(connection: Connection, compiler: GrammarCompiler) -> None:
+    """Check grammars until the connection is closed; runs in the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group.
+    os.nice(10)
+    with suppress(Exception):  # Each check reports it.
+        compiler.prepare()
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(refusal(compiler, connection.recv()))
+
+
+def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    """Compile a grammar in a fork of this process; return the reason why it cannot be used, empty if it can."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # Ends the process.
+            os.write(writing, _reason(compiler, grammar).encode(errors="backslashreplace"))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as results:
+        reason = results.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGPROF:
+        return (
+            f"{grammar.kind}: it takes more than {MAX_COMPILE_S:g} s of processor time to compile, which is the limit; "
+            "use smaller repetitions, fewer alternatives, or fewer schemas that are combined"
+        )
+    if status:
+        return f"{grammar.kind}: it cannot be used: llguidance fails with status {status}; it may be nested too deep"
+    return reason
+
+
+def _reason(compiler: GrammarCompiler, grammar: Grammar) -> str:
+    try:
+        compiler.start(grammar)
+    except UserError as problem:
+        return str(problem)
+    return ""

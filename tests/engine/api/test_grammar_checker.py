@@ -1,0 +1,85 @@
+"""Grammars are checked in a process of their own; what takes long or crashes there does not reach the engine."""
+
+import json
+import re
+from contextlib import aclosing
+
+import pytest
+
+from engine.api import grammar_checker as module
+from engine.api.grammar_checker import GrammarChecker, refusal
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.grammar import Grammar, GrammarCompiler
+from engine.scheduling.request import Request, SamplingParams
+from ssd.errors import UserError
+from tests.strategies import array
+
+pytestmark = pytest.mark.anyio
+DIGITS = Grammar("regex", "[0-9]{3}")
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    compiler = GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,))
+    compiler.prepare()
+    return compiler
+
+
+def chain(length):
+    """Schema of references that each contain the next, which the library follows by recursion."""
+    definitions = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(length)}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": definitions | {str(length): {}}})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (DIGITS, ""),
+        (Grammar("json_schema", chain(300)), ""),
+        (Grammar("regex", "("), "regex: it cannot be used: .*unclosed group"),
+        (Grammar("regex", "\ud800"), "regex: it cannot be used: .*surrogates not allowed"),
+        (Grammar("regex", r"\w*" * 5_000), "regex: it takes more than 0.2 s of processor time to compile"),
+        (Grammar("json_schema", '{"type": "integer", "multipleOf": 123456789}'), "json_schema: it takes more than"),
+    ],
+    ids=["digits", "references", "invalid", "surrogate", "many expressions", "multiple"],
+)
+def test_reasons_of_refusals(compiler, grammar, message):
+    assert re.fullmatch(f"{message}.*" if message else "", refusal(compiler, grammar))
+
+
+async def run(request):
+    """In place of the engine: an event for each request."""
+    yield request.sampling.grammar
+
+
+async def events(checker, grammar):
+    request = Request(array([1]), SamplingParams(grammar=grammar))
+    async with aclosing(checker.run(run, request)) as received:
+        return [event async for event in received]
+
+
+async def test_the_process_starts_for_the_first_grammar_and_after_its_end():
+    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
+    assert await events(checker, None) == [None]
+    assert checker._connection is None
+    assert await events(checker, DIGITS) == [DIGITS]
+    first = checker._connection
+    with pytest.raises(UserError, match="json_schema: it cannot be used: llguidance fails with status -"):
+        await events(checker, Grammar("json_schema", chain(2_500)))
+    with pytest.raises(UserError, match="unclosed group"):
+        await events(checker, Grammar("regex", "("))
+    first.send(None)  # Not a grammar, so that the process fails.
+    with pytest.raises(UserError, match="regex: it was not checked"):
+        await events(checker, Grammar("regex", "a"))
+    assert await events(checker, DIGITS) == [DIGITS]
+    assert checker._connection is None
+    assert await events(checker, Grammar("regex", "a")) == [Grammar("regex", "a")]
+
+
+async def test_a_bounded_number_of_results_is_kept(monkeypatch):
+    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
+    monkeypatch.setattr(module, "MAX_RESULTS", 2)
+    for text in "abc":
+        await events(checker, Grammar("regex", text))
+    assert [grammar.text for grammar in checker._results] == ["b", "c"]
