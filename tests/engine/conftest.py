@@ -12,6 +12,7 @@ from engine.drafters import guard
 from engine.models.heads.formats import save_head
 from engine.models.loader import load_model
 from tests.engine.drafters.heads import make_head
+from tests.engine.drafters.snapshots import saved_snapshot
 
 VOCAB = 300
 TEXT = "def add(left, right):\n    return left + right\n\nclass Pair:\n    pass\n" * 20
@@ -95,10 +96,9 @@ def draft_folders(model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus_file(tmp_path_factory):
-    """A corpus of token ids from 1 to 7."""
-    file = tmp_path_factory.mktemp("corpora") / "tokens.npy"
-    np.save(file, np.random.default_rng(3).integers(1, 8, (20, 50)).astype(np.uint32))
-    return file
+    """A snapshot with token ids from 1 to 7."""
+    requests = np.random.default_rng(3).integers(1, 8, (20, 50))
+    return saved_snapshot(tmp_path_factory.mktemp("corpora") / "corpus.ssd", requests)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.drafters.registry import CORPUS_PATH, DEPTH, KINDS, check_kind, configure, parse_kinds
+from engine.drafters.registry import DEPTH, KINDS, SNAPSHOT_PATH, check_kind, configure, parse_kinds
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
 
@@ -91,7 +91,7 @@ def unusable(row: Row, draft_models: Mapping[str, Path], target: Path) -> str | 
         try:
             check_kind(kind, config, draft_models.get(kind), target)
         except UserError as problem:
-            if kind in draft_models or CORPUS_PATH in row.options:
+            if kind in draft_models or SNAPSHOT_PATH in row.options:
                 raise
             return f"no weights: {problem}" if KINDS[kind].runs_model else str(problem)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import CORPUS_PATH, KINDS
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH
 from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, PAGE_SIZE
 
@@ -14,7 +14,7 @@ EMBEDDED = [name for name in WITHOUT_WEIGHTS if name != "ssd-remote"]
 
 def config_of(kind, corpus_file, **settings):
     """Settings of a drafter, with the options that its kind cannot do without."""
-    return DrafterConfig(options={CORPUS_PATH: str(corpus_file)} if kind == "rest" else {}, **settings)
+    return DrafterConfig(options={SNAPSHOT_PATH: str(corpus_file)} if kind == "rest" else {}, **settings)
 
 
 def target_of(model=MODEL):

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import CORPUS_PATH, KINDS, build_drafter, configure
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.engine import build_engine
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
@@ -25,6 +25,7 @@ from engine.speculation import verify
 from engine.training.heads.features import Windows
 from engine.training.heads.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
 from ssd.config import DrafterConfig
+from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.drafters.toy import attend_densely
 from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
 from tests.engine.speculation.test_distribution import residual_is_p
@@ -62,8 +63,8 @@ def folders(tmp_path_factory):
         (root / name).mkdir()
         save_model(model, root / name, dtype=torch.float32)
     outputs = run(target, {"target": root / "target"}, "none", "path", sampled_requests(2000, "exact", 10**6))
-    np.save(root / "corpus.npy", np.stack(outputs))
-    return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": root / "corpus.npy"}
+    corpus = saved_snapshot(root / "corpus.ssd", outputs)
+    return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": corpus}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def run(target, folders, kind, shape, requests):
     kinds = [KINDS[each] for each in kind.split("+")]
     options = {"depth": str(DEPTH)} if any(each.runs_model for each in kinds) else {}
     if kind == "rest":
-        options[CORPUS_PATH] = str(folders["rest"])
+        options[SNAPSHOT_PATH] = str(folders["rest"])
     settings = DrafterConfig(draft_shape=shape, max_draft=CONFIG.max_draft, capacity=20_000)
     info = TargetInfo.from_model(target, config, folders["target"])
     drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=folders)

@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.model_free.none import NoDrafter
-from engine.drafters.registry import CORPUS_PATH, KINDS, build_drafter, configure
+from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
 from engine.models.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def test_random_drafts_do_not_change_outputs(model, compiler, plain, shape):
 def test_no_drafter_changes_outputs(model, model_folder, draft_folders, corpus_file, compiler, plain, kind, shape):
     config = replace(CONFIG, draft_shape=shape)
     settings = DrafterConfig(draft_shape=shape, max_draft=6, capacity=20_000)
-    options = {CORPUS_PATH: str(corpus_file)} if kind == "rest" else {}
+    options = {SNAPSHOT_PATH: str(corpus_file)} if kind == "rest" else {}
     info = TargetInfo.from_model(model, config, model_folder)
     drafter = build_drafter(kind, configure(kind, settings, options), info, draft_models=draft_folders)
     engine = build_engine(model, config, drafter, grammars=compiler)

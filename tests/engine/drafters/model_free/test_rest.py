@@ -15,11 +15,10 @@ from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from ssd.corpus import snapshot
-from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB
+from tests.engine.drafters.snapshots import saved_snapshot
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=9)
 DOCUMENTS = [np.arange(start, start + 40, dtype=np.uint32) for start in (10, 60, 110)]
@@ -33,20 +32,14 @@ def texts_of(corpus):
     return [text[start:end].tolist() for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
 
 
-def saved_snapshot(path, documents=DOCUMENTS, depth=16):
-    with closing(Corpus(10_000, depth)) as corpus:
-        for each in documents:
-            corpus.append(each)
-        snapshot.save(corpus, path)
-    return path
-
-
 class SHAPE:
     vocab_size = VOCAB
 
 
 def test_snapshots_keep_their_capacity_and_match_depth(tmp_path):
-    config = configure("rest", DrafterConfig(), {"path": str(saved_snapshot(tmp_path / "corpus.ssd"))})
+    config = configure(
+        "rest", DrafterConfig(), {"path": str(saved_snapshot(tmp_path / "corpus.ssd", DOCUMENTS, 10_000, 16))}
+    )
     with closing(build_drafter("rest", config, TargetInfo(SHAPE, 4, 9, 16))) as drafter:
         assert (drafter.config.capacity, drafter.config.match_depth) == (10_000, 16)
         assert texts_of(drafter.corpus) == [each.tolist() for each in DOCUMENTS]
@@ -73,7 +66,7 @@ def test_unusable_files_are_refused_before_the_target_is_loaded(tmp_path, model_
 
 
 def test_a_snapshot_of_another_vocabulary_is_refused(tmp_path, model_folder):
-    path = saved_snapshot(tmp_path / "corpus.ssd", [np.array([5, VOCAB], np.uint32)])
+    path = saved_snapshot(tmp_path / "corpus.ssd", [[5, VOCAB]])
     with pytest.raises(UserError, match=f"has the token id {VOCAB}"):
         check_kind("rest", configure("rest", DrafterConfig(), {"path": str(path)}), None, model_folder)
 
