@@ -127,54 +127,87 @@ def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _look_up(kind, node, counted, levels, candidate):  # type: ignore[no-untyped-def]
-    """Record the cells of a candidate's matches and pointers, and where it was found."""
-    token = counted.tokens[kind]
-    candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
-    for source in range(SOURCES):
-        for level in range(LEVELS):
-            row = source * LEVELS + level
-            cell = NO_CELL
-            if levels.totals[row] > 0:
-                votes = counted.votes[kind, row]
-                is_newest = 1 if counted.newest[row] == token else 0
-                cell = match_cell(levels.cells[row], votes, counted.alive[row], is_newest)
-                if votes > 0 and levels.lengths[row] > candidate[FOUND_LENGTH]:
-                    candidate[FOUND_IN], candidate[FOUND_LENGTH] = row, levels.lengths[row]
-                    candidate[FOUND_AGE] = bit_length(max(0, counted.youngest[row]))
-            candidate[CELLS + row] = cell
-        cell = NO_CELL
-        if counted.predicted[source] != SEPARATOR:
-            agrees = 1 if counted.predicted[source] == token else 0
-            cell = pointer_cell(source, node[RUNS + source], node[MISSES + source], agrees)
-        candidate[CELLS + ROWS + source] = cell
+def _add_match(row, candidates, chances, kinds, counted, levels, logits, weight):  # type: ignore[no-untyped-def]
+    """Add the inputs of a row of the evidence, and record where candidates were found."""
+    cells, alive, newest, length = levels.cells[row], counted.alive[row], counted.newest[row], levels.lengths[row]
+    age = bit_length(max(0, counted.youngest[row]))
+    for kind in range(kinds):
+        candidate, votes = candidates[kind], counted.votes[kind, row]
+        cell = match_cell(cells, votes, alive, 1 if newest == counted.tokens[kind] else 0)
+        candidate[CELLS + row] = cell
+        chances[kind, MIXED] += weight * logits[cell]
+        if votes > 0 and length > candidate[FOUND_LENGTH]:
+            candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = row, length, age
 
 
 @inline
-def _mix(candidate, chances, kind, counted, levels, logits, weights, before, depth):  # type: ignore[no-untyped-def]
-    """Compute a candidate's probability: the weighted sum of its inputs' logits, corrected by the last table."""
-    value = np.float32(0.0)
-    for index in range(TOKEN_INPUT):
-        cell = candidate[CELLS + index]
-        if cell != NO_CELL:
-            value += weights[index] * logits[cell]
-    for source in range(SOURCES):
+def _add_pointer(source, candidates, chances, kinds, node, counted, logits, weight):  # type: ignore[no-untyped-def]
+    """Add the inputs of a source's pointer."""
+    run, misses, predicted = node[RUNS + source], node[MISSES + source], counted.predicted[source]
+    for kind in range(kinds):
+        cell = pointer_cell(source, run, misses, 1 if predicted == counted.tokens[kind] else 0)
+        candidates[kind, CELLS + ROWS + source] = cell
+        chances[kind, MIXED] += weight * logits[cell]
+
+
+@inline
+def _add_blend(source, chances, kinds, counted, levels, weight):  # type: ignore[no-untyped-def]
+    """Add the inputs of a source's blend."""
+    for kind in range(kinds):
         blended = np.float32(0.0)
         if levels.longest[source] > 0:
             blended = quick_logit(_blend(kind, source, counted, levels))
-        chances[BLENDS + source] = blended
-        value += weights[BLEND_INPUT + source] * blended
-    cell = token_cells(counted.tokens[kind]) + token_share(quick_chance(value))
-    candidate[CELLS + TOKEN_INPUT] = cell
-    value += weights[TOKEN_INPUT] * logits[cell]
-    cell = pair_cells(before, counted.tokens[kind]) + token_share(quick_chance(value))
-    candidate[CELLS + PAIR_INPUT] = cell
-    value += weights[PAIR_INPUT] * logits[cell]
-    chances[MIXED] = quick_chance(value)
+        chances[kind, BLENDS + source] = blended
+        chances[kind, MIXED] += weight * blended
+
+
+@inline
+def _add_cell(index, cells, kind, candidates, chances, logits, weight):  # type: ignore[no-untyped-def]
+    """Add the input of one of the cells of a token or a pair of tokens, chosen by the mixture so far."""
+    cell = cells + token_share(quick_chance(chances[kind, MIXED]))
+    candidates[kind, CELLS + index] = cell
+    chances[kind, MIXED] += weight * logits[cell]
+
+
+@inline
+def _mix(node, candidates, chances, kinds, counted, levels, logits, weights, before):  # type: ignore[no-untyped-def]
+    """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `chances`.
+
+    Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
+    """
+    for kind in range(kinds):
+        candidate = candidates[kind]
+        candidate[CELLS : CELLS + TOKEN_INPUT] = NO_CELL
+        candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
+        chances[kind, MIXED] = 0.0
+    for row in range(ROWS):
+        if levels.totals[row] > 0:
+            _add_match(row, candidates, chances, kinds, counted, levels, logits, weights[row])
+    for source in range(SOURCES):
+        if counted.predicted[source] != SEPARATOR:
+            _add_pointer(source, candidates, chances, kinds, node, counted, logits, weights[ROWS + source])
+    for source in range(SOURCES):
+        _add_blend(source, chances, kinds, counted, levels, weights[BLEND_INPUT + source])
+    token_weight, pair_weight = weights[TOKEN_INPUT], weights[PAIR_INPUT]
+    for kind in range(kinds):
+        _add_cell(TOKEN_INPUT, token_cells(counted.tokens[kind]), kind, candidates, chances, logits, token_weight)
+    for kind in range(kinds):
+        _add_cell(PAIR_INPUT, pair_cells(before, counted.tokens[kind]), kind, candidates, chances, logits, pair_weight)
+
+
+@inline
+def _correct(candidates, chances, kinds, levels, logits, depth):  # type: ignore[no-untyped-def]
+    """Compute the candidates' probabilities: the mixtures, corrected by the last table; return their sum."""
     sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
-    cell, part = final_cell(depth, sources, value)
-    candidate[CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
-    chances[FINAL] = quick_chance((1.0 - part) * logits[cell] + part * logits[cell + 1])
+    total = np.float32(0.0)
+    for kind in range(kinds):
+        value = chances[kind, MIXED]
+        chances[kind, MIXED] = quick_chance(value)
+        cell, part = final_cell(depth, sources, value)
+        candidates[kind, CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
+        chances[kind, FINAL] = quick_chance((1.0 - part) * logits[cell] + part * logits[cell + 1])
+        total += chances[kind, FINAL]
+    return total
 
 
 @outline
@@ -187,13 +220,9 @@ def estimate(node, candidates, chances, depth, before, evidence, counted, levels
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
     weight_set = local * SET_LENGTHS + shared
     node[WEIGHT_SET] = weight_set
-    total = np.float32(0.0)
     for kind in range(kinds):
-        candidate = candidates[kind]
-        candidate[0] = np.int32(counted.tokens[kind])
+        candidates[kind, 0] = np.int32(counted.tokens[kind])
         for row in range(ROWS):
-            candidate[CANDIDATE_MASKS + row] = counted.masks[kind, row]
-        _look_up(kind, node, counted, levels, candidate)
-        _mix(candidate, chances[kind], kind, counted, levels, logits, weights[weight_set], before, depth)
-        total += chances[kind, FINAL]
-    return max(np.float32(1.0), total)
+            candidates[kind, CANDIDATE_MASKS + row] = counted.masks[kind, row]
+    _mix(node, candidates, chances, kinds, counted, levels, logits, weights[weight_set], before)
+    return max(np.float32(1.0), _correct(candidates, chances, kinds, levels, logits, depth))
