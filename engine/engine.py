@@ -6,9 +6,9 @@
                      host    draft 2, launch | commit 1, draft 3, launch | ...
 
 With a step in flight the host plans with upper bounds of the number of tokens that it commits, and drafts for its
-likely outcomes; the device selects a draft by the outcome, or makes it itself. A sequence that has ended, was cancelled
-or was preempted may be part of one more step; its results are dropped. That step's writes to the KV cache precede all
-writes of later owners of the same pages.
+predicted outcome; the device drops a draft whose outcome did not occur, or makes drafts itself. A sequence that has
+ended, was cancelled or was preempted may be part of one more step; its results are dropped. That step's writes to the
+KV cache precede all writes of later owners of the same pages.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class Engine:
             report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         watch.lap("commit")
         if self._in_flight:
-            self._in_flight[0].plan.select_drafts()
+            self._in_flight[0].plan.drop_mispredicted()
         watch.lap("commit")
         report.times = watch.times()
         if report.results:

@@ -214,13 +214,39 @@ class Drafts:
         return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
 
 
+@dataclass(frozen=True, eq=False)
+class PredictedDrafts:
+    """Drafts for B sequences, each for the predicted outcome of the step in flight.
+
+    The outcome of a sequence without a step in flight is known; its `accepted` and `bonus` are not read.
+    """
+
+    batch: DraftBatch
+    """One path per entry of `StepPlan.producing`, in that order."""
+    accepted: np.ndarray
+    """int32 [B]: predicted number of accepted tokens of `SequencePlan.in_flight_draft`."""
+    bonus: np.ndarray
+    """uint32 [B]: predicted bonus token after them."""
+
+    @classmethod
+    def empty(cls, sequences: int) -> PredictedDrafts:
+        """Return no draft for any of `sequences`."""
+        return cls(DraftBatch.empty(sequences), np.zeros(sequences, np.int32), np.zeros(sequences, np.uint32))
+
+    def scatter(self, indices: np.ndarray, count: int) -> PredictedDrafts:
+        """See `Drafts.scatter`."""
+        scattered = PredictedDrafts.empty(count)
+        scattered.accepted[indices], scattered.bonus[indices] = self.accepted, self.bonus
+        return replace(scattered, batch=self.batch.scatter(indices, count))
+
+
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
     Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
-    `propose_after(plan: StepPlan) -> OutcomeTable` returns drafts for likely outcomes of the step in flight, one row
-    per entry of `plan.producing`. `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's
-    part of the graph executor's steps, for which `propose` and `observe` are not called.
+    `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
+    `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
+    for which `propose` and `observe` are not called.
     """
 
     needs: TargetOutputs

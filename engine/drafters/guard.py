@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
-from engine.drafters.outcomes import OutcomeTable
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, PredictedDrafts, TargetOutputs
+from engine.speculation.draft_tree import straight_lengths
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
@@ -31,16 +31,6 @@ DTYPES: Mapping[str, type[np.generic]] = {
     "source": np.uint8,
     "offsets": np.uint32,
 }
-
-TABLE_ARRAYS = {
-    "accepted": (np.int32, 2),
-    "bonus": (np.uint32, 2),
-    "lengths": (np.int32, 2),
-    "tokens": (np.uint32, 3),
-    "accept_prob": (np.float32, 3),
-    "source": (np.uint8, 3),
-}
-"""Dtype and number of dimensions of the arrays of `OutcomeTable`."""
 Q_TOLERANCE = 1e-3
 """Largest deviation of the sum of a row of `q` from 1; float32 sums over 150,000 entries have smaller errors."""
 
@@ -64,9 +54,9 @@ class GuardedDrafter:
         return self.inner.needs
 
     @property
-    def proposes_after(self) -> bool:
-        """Whether the drafter has the optional method `propose_after`."""
-        return hasattr(self.inner, "propose_after")
+    def can_propose_ahead(self) -> bool:
+        """Whether the drafter has the optional method `propose_ahead`."""
+        return hasattr(self.inner, "propose_ahead")
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
@@ -86,15 +76,15 @@ class GuardedDrafter:
             return drafts
         return Drafts.empty(len(plan.producing))
 
-    def propose_after(self, plan: StepPlan) -> OutcomeTable | None:
-        """See `Drafter`; None if the drafter does not have the method or fails."""
-        if self.proposes_after:
-            rooms = [entry.draft_room for entry in plan.producing]
-            with self._contained():
-                table: OutcomeTable = self.inner.propose_after(plan)  # type: ignore[attr-defined]
-                check_table(table, rooms, self._vocab_size)
-                return table
-        return None
+    def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
+        """See `Drafter`."""
+        rooms = [entry.draft_room for entry in plan.producing]
+        in_flight = [0 if entry.in_flight_draft is None else len(entry.in_flight_draft) for entry in plan.producing]
+        with self._contained():
+            drafts: PredictedDrafts = self.inner.propose_ahead(plan)  # type: ignore[attr-defined]
+            check_predicted(drafts, rooms, in_flight, self._vocab_size)
+            return drafts
+        return PredictedDrafts.empty(len(plan.producing))
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -147,27 +137,23 @@ def check_extra_rows(extra: ExtraRows, rooms: list[int], vocab_size: int) -> Non
     _check_tokens(extra.tokens, vocab_size)
 
 
-def check_table(table: OutcomeTable, rooms: list[int], vocab_size: int) -> None:
-    """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length for each sequence."""
-    if not isinstance(table, OutcomeTable):
-        raise DraftsError(f"propose_after returned {type(table).__name__}, not OutcomeTable")
-    outcomes = np.shape(table.accepted)[1:2]
-    for name, (dtype, dimensions) in TABLE_ARRAYS.items():
-        array = getattr(table, name)
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != dimensions:
-            raise DraftsError(f"{name} is not an array of {np.dtype(dtype).name} with {dimensions} dimensions")
-        if array.shape[:2] != (len(rooms), *outcomes):
-            raise DraftsError(f"{name} has the shape {array.shape}, not {len(rooms)} sequences and equal outcomes")
-    width = table.tokens.shape[2]
-    if table.accept_prob.shape[2] != width or table.source.shape[2] != width:
-        raise DraftsError(f"accept_prob and source must have room for {width} tokens, as tokens has")
-    is_used = table.accepted >= 0
-    limits = np.minimum(rooms, width)[:, None]
-    if (is_used & ((table.lengths < 0) | (table.lengths > limits))).any():
-        raise DraftsError("a draft for an outcome is longer than can be verified, or has a negative length")
-    is_token = is_used[:, :, None] & (np.arange(width) < table.lengths[:, :, None])
-    _check_tokens(table.tokens[is_token], vocab_size)
-    _check_accept_prob(table.accept_prob[is_token])
+def check_predicted(drafts: PredictedDrafts, rooms: list[int], in_flight: list[int], vocab_size: int) -> None:
+    """Raise DraftsError unless a step can verify these drafts.
+
+    rooms: largest length of each. in_flight: number of draft tokens that the step in flight verifies for each sequence.
+    """
+    if not isinstance(drafts, PredictedDrafts):
+        raise DraftsError(f"propose_ahead returned {type(drafts).__name__}, not PredictedDrafts")
+    check_drafts(Drafts(drafts.batch), rooms, vocab_size)
+    if (straight_lengths(drafts.batch.parents, drafts.batch.offsets) < np.diff(drafts.batch.offsets)).any():
+        raise DraftsError("a draft for a predicted outcome has a branch")
+    for name, dtype in (("accepted", np.int32), ("bonus", np.uint32)):
+        array = getattr(drafts, name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (len(rooms),):
+            raise DraftsError(f"{name} is not an array of {len(rooms)} elements of {np.dtype(dtype).name}")
+    if ((drafts.accepted < 0) | (drafts.accepted > in_flight)).any():
+        raise DraftsError("accepted is not a number of tokens of the draft in flight")
+    _check_tokens(drafts.bonus, vocab_size)
 
 
 def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.generic]]) -> None:

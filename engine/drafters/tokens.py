@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, TargetOutputs
-from engine.drafters.outcomes import OutcomeTable
+from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
 from engine.speculation.draft_tree import straight_length
 from ssd import types
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import ROOT, DraftBatch, Progress, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -108,27 +107,25 @@ class TokenDrafter:
         )
         return batch.scatter(np.array(started), len(entries))
 
-    def propose_after(self, plan: StepPlan) -> OutcomeTable:
-        """Report committed tokens, and return drafts for one outcome of the step in flight: the most likely one.
+    def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
+        """Report committed tokens, and return drafts for the most likely outcome of the step in flight.
 
         The new draft continues the committed text and covers the tokens that the step in flight verifies. The predicted
         outcome is where it diverges from the draft in flight: their common prefix is accepted, and the next token of
         the new draft is the bonus token.
         """
-        started = [entry for entry in plan.producing if entry.sequence.sequence_id in self._reported]
-        width = max((entry.draft_room for entry in plan.producing), default=0)
-        table = OutcomeTable.empty(len(plan.producing), 1, width)
-        if not started or not width:
-            return table
+        entries = plan.producing
+        at = [index for index, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
+        if not at or not any(entry.draft_room for entry in entries):
+            return PredictedDrafts.empty(len(entries))
+        started = [entries[index] for index in at]
         limits = [_in_flight_tokens(entry) + entry.draft_room if entry.draft_room else 0 for entry in started]
         batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.cost))
-        rows = {id(entry): row for row, entry in enumerate(plan.producing)}
-        for index, entry in enumerate(started):
-            start = int(batch.offsets[index])
-            path = slice(start, start + straight_length(batch.parents_of(index)))
-            self._reported[entry.sequence.sequence_id].path = batch.tokens[path]
-            _fill_outcome(table, rows[id(entry)], entry, batch, path)
-        return table
+        paths = [batch.tokens_of(row)[: straight_length(batch.parents_of(row))] for row in range(len(at))]
+        for entry, path in zip(started, paths, strict=True):
+            self._reported[entry.sequence.sequence_id].path = path
+        predicted = _predicted_drafts(started, batch, paths)
+        return predicted if len(started) == len(entries) else predicted.scatter(np.array(at), len(entries))
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
@@ -203,19 +200,27 @@ def _in_flight_tokens(entry: SequencePlan) -> int:
     return 0 if entry.in_flight_draft is None else len(entry.in_flight_draft) + 1
 
 
-def _fill_outcome(table: OutcomeTable, row: int, entry: SequencePlan, batch: DraftBatch, path: slice) -> None:
-    """Write the outcome that a drafted path predicts, and the part of the path that follows it."""
-    tokens, shared = batch.tokens[path], -1
-    if entry.in_flight_draft is None:
-        table.accepted[row], table.bonus[row] = 0, entry.sequence.tokens[-1]
-    else:
-        shared = shared_length(tokens, entry.in_flight_draft)
-        if shared == len(tokens):
-            return
-        table.accepted[row], table.bonus[row] = shared, tokens[shared]
-    rest = slice(path.start + shared + 1, min(path.stop, path.start + shared + 1 + entry.draft_room))
-    size = max(0, rest.stop - rest.start)
-    table.lengths[row] = size
-    table.tokens[row, 0, :size] = batch.tokens[rest]
-    table.accept_prob[row, 0, :size] = batch.accept_prob[rest]
-    table.source[row, 0, :size] = batch.source[rest]
+def _predicted_drafts(
+    entries: SequenceOf[SequencePlan], batch: DraftBatch, paths: SequenceOf[np.ndarray]
+) -> PredictedDrafts:
+    """Return the outcomes that drafted paths predict, and the part of each path that follows its outcome.
+
+    batch: the drafts of the entries. paths: their first tokens, uint32, up to a branch.
+    """
+    count = len(entries)
+    accepted, bonus = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+    starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for row, (entry, path) in enumerate(zip(entries, paths, strict=True)):
+        if entry.in_flight_draft is not None:
+            shared = shared_length(path, entry.in_flight_draft)
+            if shared == len(path):
+                continue
+            accepted[row], bonus[row] = shared, path[shared]
+            starts[row] = shared + 1
+        sizes[row] = min(len(path) - starts[row], entry.draft_room)
+    offsets = offsets_of(sizes)
+    places = np.arange(int(offsets[-1])) - offsets[:-1].repeat(sizes)
+    rest = (batch.offsets[:-1] + starts).repeat(sizes) + places
+    parents = (places + ROOT).astype(np.int32)
+    drafts = DraftBatch(batch.tokens[rest], parents, batch.accept_prob[rest], batch.source[rest], offsets)
+    return PredictedDrafts(drafts, accepted, bonus)

@@ -17,7 +17,6 @@ from engine.drafters.model_based.device_chain import FixedChain
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import FixedForward
@@ -28,12 +27,9 @@ MemoryPool = Any
 
 WARM_UPS = 2
 """Number of runs before a capture, in which kernels are compiled and libraries allocate."""
-OUTCOMES = 4
-"""Largest number of outcomes of the previous step for which a sequence may have a draft."""
-SEQUENCE_COLUMNS = 2
-"""Number of input columns of a sequence before its outcomes: request slot, number of rows."""
-OUTCOME_COLUMNS = 3
-"""Number of input columns of an outcome before its draft: length of the text, its last token, size of the draft."""
+INPUT_COLUMNS = 4
+"""Number of input columns of a sequence before its draft: request slot, number of rows, and the length and last token
+of the text that the draft follows."""
 RESULT_COLUMNS = 2
 """Number of result columns of a sequence before its tokens: number of tokens, number of verified draft tokens."""
 
@@ -53,7 +49,7 @@ class HostInputs(NamedTuple):
     """Inputs of a step from the host. Each of B sequences runs its last token and a draft."""
 
     table: np.ndarray
-    """int32 [B, SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)]: the data that is copied to the device."""
+    """int32 [B, INPUT_COLUMNS + max_draft]: the data that is copied to the device."""
     contexts: list[int]
     """Upper bound of each sequence's number of tokens in the cache."""
 
@@ -82,7 +78,7 @@ class FixedStep:
         self._shape = shape
         self._page_size = page_size
         self._copies = copies
-        self._idle = np.zeros((shape.sequences, table_columns(shape.width - 1)), np.int32)
+        self._idle = np.zeros((shape.sequences, INPUT_COLUMNS + shape.width - 1), np.int32)
         self._idle[:, 0] = state.idle
         self._table = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._pool: MemoryPool | None = None
@@ -161,19 +157,21 @@ class FixedStep:
         return torch.cat((results, drafts.tokens), dim=1)
 
     def _drafts(self, slots: Tensor) -> Drafts:
-        """Return the drafts for the outcome of the previous step."""
+        """Return the drafts of the step."""
         table, width = self._table, self._shape.width - 1
         if self._chain is not None:
             return Drafts(self._chain.drafts(slots), table[:, 1] - 1)
         if self._shape.rows == self._shape.sequences:
             none = torch.zeros_like(table[:, 0])
             return Drafts(none[:, None].expand(-1, width), none)
-        outcomes = table[:, SEQUENCE_COLUMNS:].view(len(table), OUTCOMES, OUTCOME_COLUMNS + width)
-        lengths, last_tokens, sizes = (outcomes[:, :, column] for column in range(OUTCOME_COLUMNS))
-        drafts = OutcomeTensors(lengths, last_tokens, sizes, outcomes[:, :, OUTCOME_COLUMNS:])
-        return select_drafts(self._state, slots, drafts, width)
+        return following_drafts(self._state, slots, table)
 
 
-def table_columns(max_draft: int) -> int:
-    """Return the number of columns of `HostInputs.table`."""
-    return SEQUENCE_COLUMNS + OUTCOMES * (OUTCOME_COLUMNS + max_draft)
+def following_drafts(state: DeviceState, request_slots: Tensor, table: Tensor) -> Drafts:
+    """Return the drafts of a step's inputs; those that do not follow the state's text are empty.
+
+    The length of a text and its last token determine the outcome of the previous step: the number of accepted tokens
+    and the bonus token. request_slots: int64 [B]. table: int32 [B, INPUT_COLUMNS + K], see `HostInputs`.
+    """
+    follows = (table[:, 2] == state.lengths[request_slots]) & (table[:, 3] == state.last_tokens[request_slots])
+    return Drafts(table[:, INPUT_COLUMNS:], torch.where(follows, table[:, 1] - 1, 0))

@@ -1,7 +1,7 @@
 """Graph executor: launches steps of fixed shapes before the results of the step in flight are known.
 
-The device holds the state of running sequences in request slots, selects each sequence's draft by the outcome of the
-previous step, or makes it with a head, and commits what it accepts.
+The device holds the state of running sequences in request slots, drops drafts that do not follow the outcome of the
+previous step, or makes drafts with a head, and commits what it accepts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ import numpy as np
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import build_batch
 from engine.executor.device_state import RequestSlots
-from engine.executor.fixed_step import (
-    OUTCOME_COLUMNS,
-    OUTCOMES,
-    RESULT_COLUMNS,
-    SEQUENCE_COLUMNS,
-    HostInputs,
-    table_columns,
-)
+from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs
 from engine.executor.runner import Runner
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
@@ -91,11 +84,14 @@ class GraphExecutor:
     def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
         slots = [self._slots.of(entry.sequence) for entry in producing]
         self._slots.add_pages([entry.sequence for entry in producing])
-        table = np.zeros((len(producing), table_columns(self._max_draft)), np.int32)
+        table = np.zeros((len(producing), INPUT_COLUMNS + self._max_draft), np.int32)
         table[:, 0] = slots
         table[:, 1] = [1 + entry.max_verified for entry in producing]
-        if self._max_draft and self.chain is None:
-            _fill_outcomes(table[:, SEQUENCE_COLUMNS:].reshape(len(producing), OUTCOMES, -1), plan, producing)
+        for row, entry in zip(table, producing, strict=True):
+            size = len(entry.draft)
+            if size:
+                row[2:INPUT_COLUMNS] = entry.predicted_end or entry.text_end
+                row[INPUT_COLUMNS : INPUT_COLUMNS + size] = entry.draft
         contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
         kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
         return self.grid.run(HostInputs(table, contexts), kind._replace(drafts=plan.asked and self.chain is not None))
@@ -134,25 +130,3 @@ class GraphStep:
             results.append(SequenceResult(entry, tokens[index, :produced], np.arange(produced - 1)))
             index += 1
         return StepResult(self.plan, results)
-
-
-def _fill_outcomes(outcomes: np.ndarray, plan: StepPlan, producing: list[SequencePlan]) -> None:
-    """Write the drafts of a plan to a view [B, OUTCOMES, OUTCOME_COLUMNS + max_draft]."""
-    table = plan.outcomes
-    if table is None:
-        # The text is known, so there is one outcome.
-        for row, entry in zip(outcomes, producing, strict=True):
-            size = len(entry.draft)
-            if size:
-                row[0, :OUTCOME_COLUMNS] = len(entry.sequence), entry.sequence.tokens[-1], size
-                row[0, OUTCOME_COLUMNS : OUTCOME_COLUMNS + size] = entry.draft
-        return
-    assert plan.known_lengths is not None
-    count = min(table.accepted.shape[1], OUTCOMES)
-    width = min(table.tokens.shape[2], outcomes.shape[2] - OUTCOME_COLUMNS)
-    known = plan.known_lengths[:, None]
-    exists = table.accepted[:, :count] >= 0
-    outcomes[:, :count, 0] = np.where(exists, known + table.accepted[:, :count] + 1, 0)
-    outcomes[:, :count, 1] = table.bonus[:, :count]
-    outcomes[:, :count, 2] = np.where(exists, np.minimum(table.lengths[:, :count], width), 0)
-    outcomes[:, :count, OUTCOME_COLUMNS : OUTCOME_COLUMNS + width] = table.tokens[:, :count, :width]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import FixedStep, HostInputs, Kind, table_columns
+from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
@@ -141,7 +141,7 @@ class StepGrid:
 
     def _run_empty(self, shape: tuple[int, int], kind: Kind) -> None:
         """Run a step without sequences and wait for it."""
-        nothing = HostInputs(np.zeros((0, table_columns(self._max_draft)), np.int32), [])
+        nothing = HostInputs(np.zeros((0, INPUT_COLUMNS + self._max_draft), np.int32), [])
         self.step_of(*shape).run(nothing, kind).read()
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:

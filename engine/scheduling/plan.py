@@ -18,7 +18,6 @@ from engine.drafters.sources import NO_SOURCES
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
 
-    from engine.drafters.outcomes import OutcomeTable
     from engine.sampling.grammar import GrammarError
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
@@ -63,9 +62,16 @@ class SequencePlan:
 
     in_flight_draft: np.ndarray | None = None
     """uint32 [k]: the draft that a step in flight verifies for the sequence; None if no such step is in flight."""
+    predicted_end: tuple[int, int] | None = None
+    """Predicted `text_end` after the step in flight, which `draft` follows; None if `draft` follows the known text."""
 
     max_verified: int = 0
-    """Largest number of draft tokens that the step verifies; with a step in flight, the length of the longest draft."""
+    """Largest number of draft tokens that the step verifies; none of them if the predicted outcome does not occur."""
+
+    @property
+    def text_end(self) -> tuple[int, int]:
+        """Number of committed tokens, and the last of them."""
+        return len(self.sequence), int(self.sequence.tokens[-1])
 
     @property
     def scored(self) -> range:
@@ -94,10 +100,6 @@ class StepPlan:
     """Cost of verifying one more draft token, as a fraction of the step; None if it is not measured."""
     seconds: float | None = None
     """Expected duration of the step without drafts; None if it is not measured."""
-    outcomes: OutcomeTable | None = None
-    """Drafts of the producing entries for outcomes of the step in flight; None if no step is in flight."""
-    known_lengths: np.ndarray | None = None
-    """int64 [producing entries]: lengths before the accepted tokens and the bonus token of `outcomes`."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     extra_rows: int = 0
@@ -123,21 +125,11 @@ class StepPlan:
         """Number of committed tokens that run."""
         return sum(entry.scheduled for entry in self.entries)
 
-    def select_drafts(self) -> None:
-        """Set the drafts that the device selected from `outcomes`; the previous step's tokens must be committed."""
-        table = self.outcomes
-        if table is None or not self.producing:
-            return
-        sequences = [entry.sequence for entry in self.producing]
-        assert self.known_lengths is not None
-        added = np.array([len(sequence) for sequence in sequences]) - self.known_lengths - 1
-        last_tokens = np.array([sequence.tokens[-1] for sequence in sequences])
-        is_outcome = (table.accepted == added[:, None]) & (table.bonus == last_tokens[:, None])
-        rows, found = is_outcome.argmax(axis=1).tolist(), is_outcome.any(axis=1).tolist()
-        for index, entry in enumerate(self.producing):
-            if found[index]:
-                own = index, rows[index], slice(int(table.lengths[index, rows[index]]))
-                entry.draft, entry.sources = table.tokens[own], table.source[own]
+    def drop_mispredicted(self) -> None:
+        """Remove drafts for outcomes that did not occur, as the device does; the previous step must be committed."""
+        for entry in self.producing:
+            if entry.predicted_end is not None and entry.predicted_end != entry.text_end:
+                entry.draft, entry.sources = NO_TOKENS, NO_SOURCES
 
     @property
     def tokens(self) -> int:

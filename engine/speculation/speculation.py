@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts, ExtraRows
+from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts
 from engine.drafters.guard import GuardedDrafter
-from engine.drafters.outcomes import OutcomeTable
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
@@ -22,7 +21,7 @@ from engine.speculation.grammar_drafts import follow_grammars, has_grammar_draft
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
 from engine.speculation.token_budget import TokenBudget
 from engine.speculation.verify import uses_rejection
-from ssd.types import ROOT, DraftBatch, offsets_of
+from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
     from engine.drafters.registry import AnyDrafter
@@ -91,30 +90,26 @@ class Speculation:
             plan.asked = not plan.is_backing_off
 
     def propose_ahead(self, plan: StepPlan) -> None:
-        """Set the producing entries' drafts for likely outcomes of the step in flight."""
+        """Set the producing entries' drafts for the predicted outcomes of the step in flight."""
         if not self._prepare(plan):
             return
-        table = self._ask_ahead(plan)
+        predicted = self._ask_ahead(plan)
         plan.asked = True
-        if table is None or table.tokens.size == 0:
-            return
-        lengths = np.where(table.accepted >= 0, table.lengths, 0).astype(np.int64)
+        drafts = Drafts(predicted.batch)
+        lengths = np.diff(drafts.batch.offsets).astype(np.int64)
         if self._budget is not None:
-            drafts = likely_drafts(table, lengths)
-            limits, plan.is_probe = self._budget.select(drafts, lengths.max(axis=1), plan.scheduled)
-            lengths = np.minimum(lengths, limits[:, None])
-        plan.outcomes = replace(table, lengths=lengths)
-        # A sequence without a step in flight has its last token as the bonus token.
-        plan.known_lengths = np.array(
-            [len(entry.sequence) - (entry.in_flight_draft is None) for entry in plan.producing], np.int64
-        )
-        for entry, longest in zip(plan.producing, lengths.max(axis=1).tolist(), strict=True):
-            entry.max_verified = longest
+            # The budget's calibration accounts for the probabilities of the outcomes.
+            lengths, plan.is_probe = self._budget.select(drafts.batch, lengths, plan.scheduled)
+        ends = zip(predicted.accepted.tolist(), predicted.bonus.tolist(), strict=True)
+        for index, (entry, (accepted, bonus)) in enumerate(zip(plan.producing, ends, strict=True)):
+            self._assign(entry, drafts, index, int(lengths[index]), by_depth=False)
+            if entry.in_flight_draft is not None:
+                entry.predicted_end = len(entry.sequence) + accepted + 1, bonus
 
     @property
     def can_propose_ahead(self) -> bool:
         """Whether the drafter can draft while a step is in flight."""
-        return self._drafter.proposes_after
+        return self._drafter.can_propose_ahead
 
     def observe(self, result: StepResult) -> None:
         """Pass the results of a step to the drafter, once its tokens are committed."""
@@ -155,11 +150,11 @@ class Speculation:
         drafts = self._drafter.propose(part)
         return drafts if at is None else drafts.scatter(at, len(plan.producing))
 
-    def _ask_ahead(self, plan: StepPlan) -> OutcomeTable | None:
-        """Return the drafter's drafts for likely outcomes; requests without drafts have none."""
+    def _ask_ahead(self, plan: StepPlan) -> PredictedDrafts:
+        """Return the drafter's drafts for predicted outcomes; those of requests without drafts are empty."""
         part, at = drafted_part(plan)
-        table = self._drafter.propose_after(part)
-        return table if table is None or at is None else table.scatter(at, len(plan.producing))
+        drafts = self._drafter.propose_ahead(part)
+        return drafts if at is None else drafts.scatter(at, len(plan.producing))
 
     def _start(self, plan: StepPlan) -> None:
         for entry in plan.entries:
@@ -224,21 +219,3 @@ def _own_result(result: SequenceResult) -> SequenceResult:
     own = result.plan.proposed
     # Deeper tokens of the own draft were neither accepted nor rejected.
     return result if own is None else result.of_draft(own.until(len(result.tokens)))
-
-
-def likely_drafts(table: OutcomeTable, lengths: np.ndarray) -> DraftBatch:
-    """Return one path per sequence with the largest path_prob at each depth over its outcomes.
-
-    The budget's calibration accounts for the probabilities of the outcomes.
-    """
-    places = np.arange(table.tokens.shape[2])
-    exists = places < lengths[:, :, None]
-    likely = np.where(exists, np.cumprod(np.where(exists, table.accept_prob, 1.0), axis=2), 0.0).max(axis=1)
-    accept_prob = likely.copy()
-    accept_prob[:, 1:] /= np.maximum(likely[:, :-1], 1e-30)
-    sizes = lengths.max(axis=1)
-    taken = places < sizes[:, None]
-    tokens = np.zeros(int(sizes.sum()), np.uint32)
-    parents = np.broadcast_to(places + ROOT, taken.shape)[taken].astype(np.int32)
-    probabilities = np.minimum(accept_prob[taken], 1.0).astype(np.float32)
-    return DraftBatch(tokens, parents, probabilities, tokens.astype(np.uint8), offsets_of(sizes))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters.base import Drafts, ExtraRows, TargetOutputs
-from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_table
-from engine.drafters.outcomes import OutcomeTable
+from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts, TargetOutputs
+from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_predicted
 from ssd.types import DraftBatch
 
 VOCAB = 10
@@ -120,38 +119,49 @@ def test_sampled_siblings_must_be_different_tokens_of_one_distribution(tokens, r
             check_drafts(drafts, [3, 1], VOCAB)
 
 
-def table_of(**changes):
-    """Return drafts of 2 tokens for the first of two sequences, with one used outcome of two."""
-    table = OutcomeTable.empty(2, 2, 3)
-    table.accepted[0, 0], table.lengths[0, 0], table.tokens[0, 0] = 1, 2, (4, 5, VOCAB)
-    return replace(table, **changes)
+def predicted(**changes):
+    """Return drafts of 2 tokens and 1 token for two sequences, the first of which has a step in flight."""
+    drafts = PredictedDrafts(
+        batch_of(parents=(-1, 0, -1)), np.array([1, 0], np.int32), np.array([VOCAB - 1, 0], np.uint32)
+    )
+    return replace(drafts, **changes)
 
 
-def test_a_valid_outcome_table_passes():
-    check_table(table_of(), [2, 0], VOCAB)
-    check_table(OutcomeTable.empty(0, 1, 0), [], VOCAB)
+def test_valid_predicted_drafts_pass():
+    check_predicted(predicted(), [2, 1], [1, 0], VOCAB)
+    check_predicted(PredictedDrafts.empty(0), [], [], VOCAB)
 
 
-TABLES = {
-    "not a table": (lambda: [1], "returned list"),
-    "lists": (lambda: table_of(lengths=[[2]]), "lengths is not an array of int32"),
-    "no sources": (lambda: table_of(source=None), "source is not an array of uint8"),
-    "signed tokens": (lambda: table_of(tokens=np.zeros((2, 2, 3), np.int64)), "tokens is not an array of uint32"),
-    "one sequence too few": (lambda: table_of(accepted=np.zeros((1, 2), np.int32)), "accepted has the shape"),
-    "different outcomes": (lambda: table_of(bonus=np.zeros((2, 3), np.uint32)), "bonus has the shape"),
-    "different widths": (lambda: table_of(source=np.zeros((2, 2, 2), np.uint8)), "room for 3 tokens"),
-    "negative lengths": (lambda: table_of(lengths=np.full((2, 2), -1, np.int32)), "negative length"),
-    "too long": (lambda: table_of(lengths=np.full((2, 2), 3, np.int32)), "longer than can be verified"),
-    "not a probability": (lambda: table_of(accept_prob=np.full((2, 2, 3), np.nan, np.float32)), "not a probability"),
-    "out-of-vocabulary token": (lambda: table_of(tokens=np.full((2, 2, 3), VOCAB, np.uint32)), "out of vocabulary"),
+PREDICTED = {
+    "not drafts": (lambda: [1], "returned list"),
+    "not a path": (lambda: predicted(batch=batch_of(parents=(-1, -1, -1))), "has a branch"),
+    "too long": (lambda: predicted(batch=batch_of(lengths=(3, 0))), "at most 2 can be verified"),
+    "a list": (lambda: predicted(accepted=[1, 0]), "accepted is not an array of 2 elements of int32"),
+    "one sequence too few": (lambda: predicted(bonus=np.zeros(1, np.uint32)), "bonus is not an array of 2 elements"),
+    "signed tokens": (lambda: predicted(bonus=np.zeros(2, np.int64)), "bonus is not an array of 2 elements of uint32"),
+    "negative": (lambda: predicted(accepted=np.array([-1, 0], np.int32)), "tokens of the draft in flight"),
+    "longer than the draft": (lambda: predicted(accepted=np.array([2, 0], np.int32)), "tokens of the draft in flight"),
+    "out-of-vocabulary token": (lambda: predicted(bonus=np.array([VOCAB, 0], np.uint32)), "out of vocabulary"),
 }
 
 
-@pytest.mark.parametrize("fault", TABLES)
-def test_invalid_outcome_tables_are_refused(fault):
-    make, message = TABLES[fault]
+@pytest.mark.parametrize("fault", PREDICTED)
+def test_invalid_predicted_drafts_are_refused(fault):
+    make, message = PREDICTED[fault]
     with pytest.raises(DraftsError, match=message):
-        check_table(make(), [2, 0], VOCAB)
+        check_predicted(make(), [2, 1], [1, 0], VOCAB)
+
+
+@pytest.mark.parametrize("at", [[0, 2], [1], []])
+def test_scattered_predicted_drafts_keep_their_outcomes(at):
+    count = len(at)
+    batch = batch_of(tokens=range(count), parents=[-1] * count, lengths=[1] * count, accept_prob=[0.5] * count)
+    outcomes = np.arange(1, count + 1, dtype=np.int32), np.arange(7, 7 + count, dtype=np.uint32)
+    scattered = PredictedDrafts(batch, *outcomes).scatter(np.array(at, np.int64), 4)
+    check_predicted(scattered, [1] * 4, [4] * 4, VOCAB)
+    for row in range(4):
+        own = ([at.index(row)], at.index(row) + 1, at.index(row) + 7) if row in at else ([], 0, 0)
+        assert (scattered.batch.tokens_of(row).tolist(), scattered.accepted[row], scattered.bonus[row]) == own
 
 
 class Faulty:
@@ -165,7 +175,7 @@ class Faulty:
 
 
 class Plan:
-    producing = (SimpleNamespace(draft_room=1, extra_room=0), SimpleNamespace(draft_room=1, extra_room=0))
+    producing = (SimpleNamespace(draft_room=1, extra_room=0, in_flight_draft=None),) * 2
 
 
 def test_exceptions_are_contained_and_reported_once(caplog):
@@ -174,7 +184,7 @@ def test_exceptions_are_contained_and_reported_once(caplog):
     with caplog.at_level(logging.WARNING):
         guarded.start(None)
         assert len(guarded.propose(Plan).batch) == 2
-        assert guarded.propose_after(Plan) is None
+        assert len(guarded.propose_ahead(Plan).batch) == 2
         guarded.observe(None)
         guarded.finish(None, learn=True)
         guarded.close()

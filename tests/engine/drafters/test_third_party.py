@@ -16,11 +16,11 @@ from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
+from dataclasses import replace
 import numpy as np
 import torch
-from engine.drafters.base import Drafts, TargetOutputs
-from engine.drafters.outcomes import OutcomeTable
-from ssd.types import DraftBatch, offsets_of
+from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
+from ssd.types import DraftBatch, Path, offsets_of
 
 NEEDS = {
     "top_k": TargetOutputs(top_k=10**6), "hidden_layers": TargetOutputs(hidden_layers=(99,)),
@@ -70,28 +70,28 @@ class Repeater:
         return Drafts(batch)
 
 class Ahead(Repeater):
-    """Drafts for one outcome of the step in flight as well."""
+    """Drafts for the predicted outcome of the step in flight as well."""
 
-    def propose_after(self, plan):
+    def propose_ahead(self, plan):
         self.asked += 1
-        table = OutcomeTable.empty(len(plan.producing), 1, 2)
+        drafts, paths = PredictedDrafts.empty(len(plan.producing)), []
         for row, entry in enumerate(plan.producing):
-            if entry.in_flight_draft is None or len(entry.in_flight_draft) == 0:
-                continue
-            table.accepted[row] = 1
-            table.bonus[row] = table.tokens[row] = entry.in_flight_draft[0]
-            table.lengths[row] = min(2, entry.draft_room)
-        if self.fault == "table raises":
+            size = 0
+            if entry.in_flight_draft is not None and len(entry.in_flight_draft):
+                drafts.accepted[row], drafts.bonus[row] = 1, entry.in_flight_draft[0]
+                size = min(2, entry.draft_room)
+            tokens = np.full(size, drafts.bonus[row], np.uint32)
+            paths.append(Path(tokens, np.ones(size, np.float32)))
+        if self.fault == "prediction raises":
             raise RuntimeError("no idea")
-        if self.fault == "no table":
+        if self.fault == "no prediction":
             return None
-        if self.fault == "negative lengths":
-            table.lengths[:] = -1
-            table.accepted[:] = 0
+        if self.fault == "bad outcomes":
+            drafts.accepted[:] = -1
+        batch = DraftBatch.from_paths(paths)
         if self.fault == "bad tokens":
-            table.accepted[:], table.lengths[:] = 0, [[min(1, entry.draft_room)] for entry in plan.producing]
-            table.tokens[:] = self.vocab_size
-        return table
+            batch.tokens[:] = self.vocab_size
+        return replace(drafts, batch=batch)
 '''
 NAME = "repeating_drafter:Repeater"
 
@@ -135,8 +135,8 @@ def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, 
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("fault", [None, "table raises", "no table", "negative lengths", "bad tokens"])
-def test_faulty_drafts_for_outcomes_are_dropped_and_reported_once(model, fault, caplog):
+@pytest.mark.parametrize("fault", [None, "prediction raises", "no prediction", "bad outcomes", "bad tokens"])
+def test_faulty_predicted_drafts_are_dropped_and_reported_once(model, fault, caplog):
     drafter = drafter_of(model, "repeating_drafter:Ahead", **({} if fault is None else {"fault": fault}))
     engine = build_engine(model, replace(CONFIG, in_flight=1), drafter)
     assert outputs(engine, requests(6)) == outputs(build_engine(model, CONFIG, NoDrafter()), requests(6))

@@ -11,14 +11,7 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import (
-    OUTCOME_COLUMNS,
-    SEQUENCE_COLUMNS,
-    FixedStep,
-    HostInputs,
-    Kind,
-    table_columns,
-)
+from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
@@ -146,11 +139,10 @@ def test_lengths_are_read_from_the_device(wide, backend, monkeypatch):
 
 def host_inputs(sequences):
     """Inputs for sequences whose text the host knows; each has the slot of its index."""
-    rows = np.zeros((len(sequences), table_columns(MAX_DRAFT)), np.int32)
+    rows = np.zeros((len(sequences), INPUT_COLUMNS + MAX_DRAFT), np.int32)
     for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
-        size, end = len(entry.draft), SEQUENCE_COLUMNS + OUTCOME_COLUMNS
-        row[:end] = slot, 1 + size, len(entry.sequence), entry.sequence.tokens[-1], size
-        row[end : end + size] = entry.draft
+        size = len(entry.draft)
+        row[: INPUT_COLUMNS + size] = slot, 1 + size, *entry.text_end, *entry.draft
     return HostInputs(rows, [entry.computed for entry in sequences])
 
 
@@ -231,7 +223,7 @@ def test_a_step_runs_in_the_smallest_shape_that_holds_it():
     recorded = Recorded()
     grid = StepGrid(recorded.make, None, 12, 10)
     for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        rows = np.zeros((len(most), table_columns(10)), np.int32)
+        rows = np.zeros((len(most), INPUT_COLUMNS + 10), np.int32)
         rows[:, 1] = 1 + np.array(most)
         grid.run(HostInputs(rows, [0] * len(most)), GREEDY)
     runs = [run for run in recorded.runs if run[2] != "made"]

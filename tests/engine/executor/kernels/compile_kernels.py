@@ -4,7 +4,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.executor.kernels import inputs, sample, select, verify
+from engine.executor.kernels import inputs, sample, verify
 from engine.scheduling.request import GREEDY_BELOW
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -36,7 +36,6 @@ def compile_kernel(kernel, warps, constants, **types):
 
 
 compile_kernel(verify._verify, 1, {"BLOCK": 32}, tokens="*i64")
-compile_kernel(select._select, 1, {"ROWS": 32, "WIDTH": 16})
 compile_kernel(inputs._build, 1, {"BLOCK": inputs.BLOCK}, out_tokens="*i64")
 for has_floors in (False, True):
     constants = {"GREEDY_BELOW": GREEDY_BELOW, "HAS_FLOORS": has_floors, "BLOCK": sample.BLOCK}

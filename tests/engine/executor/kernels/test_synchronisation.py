@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine.executor.device_state import DeviceState
+from engine.executor.fixed_step import INPUT_COLUMNS, following_drafts
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
-from engine.executor.kernels.select import OutcomeTensors, select_drafts
 from engine.executor.kernels.verify import verify
 from tests.engine.executor.kernels.implementations import on
 
-SLOTS, BATCH, OUTCOMES, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 3, 5, 16, 100
+SLOTS, BATCH, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 5, 16, 100
 
 
 def arguments_of_a_step(device):
@@ -23,7 +23,7 @@ def arguments_of_a_step(device):
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
     integers = {"dtype": torch.int32, "device": device}
-    table = torch.full((BATCH, OUTCOMES, 3 + DRAFT), 10, **integers)
+    table = torch.full((BATCH, INPUT_COLUMNS + DRAFT), 10, **integers)
     logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
     slots = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
@@ -32,9 +32,8 @@ def arguments_of_a_step(device):
 
 def step(state, table, slots, starts, logits, read=lambda tensor: tensor):
     """Run steps, truncated or not."""
-    outcomes = OutcomeTensors(table[:, :, 0], table[:, :, 1], table[:, :, 2], table[:, :, 3:])
     for max_ranked in (None, 0, 30):
-        drafts = select_drafts(state, slots, outcomes, DRAFT)
+        drafts = following_drafts(state, slots, table)
         inputs = build_inputs(state, slots, drafts, read(starts), len(logits), PAGE_SIZE)
         tokens = sampled_tokens(state, inputs, logits, samples=True, max_ranked=max_ranked)
         verified = verify(state, slots, inputs, replayed(state, inputs, tokens), DRAFT + 1)
