@@ -33,9 +33,9 @@ class Source(IntEnum):
     """The running request's own prompt and output."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Progress:
-    """Progress of the B sequences of a batch since their last drafts."""
+    """Progress of the B sequences of a batch since their last drafts. Not frozen, as `DraftBatch`."""
 
     sequence_ids: np.ndarray
     """uint64 [B]."""

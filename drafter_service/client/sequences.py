@@ -103,7 +103,7 @@ class KnownBatch:
     wire_ids: bytes
     """u64 [B], as in messages: ids of the sequences at the service."""
     offered: np.ndarray
-    """int64 or uint32 [B]: number of tokens of the draft that the engine received last."""
+    """uint32 [B]: number of tokens of the draft that the engine received last."""
     are_current: bool
     """Whether all sequences are current."""
 
@@ -135,7 +135,9 @@ class RunningSequences:
             rows = self.rows(ids)
             table = self._table.take(rows, axis=1)
             are_current = bool(0 < len(ids) == np.count_nonzero(table[IS_CURRENT]))
-            batch = KnownBatch(ids_as_bytes, rows, pack(table[WIRE_ID], "u8"), table[OFFERED], are_current)
+            batch = KnownBatch(
+                ids_as_bytes, rows, pack(table[WIRE_ID], "u8"), table[OFFERED].astype(np.uint32), are_current
+            )
         if np.count_nonzero(progress.verified > batch.offered):
             self._refuse(progress)
         check_tokens(progress.tokens, self._vocab_size)

@@ -22,7 +22,7 @@ from drafter_service.server.requests import (
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes
+from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes, unpack_batch
 from ssd.base import CorpusDrafter, Opening
 from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
 
@@ -137,16 +137,19 @@ class Session:
 
     def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
         """Return drafts for a batch if all its sequences can have drafts, the usual case. Raises WireError."""
-        if self._indexing or self._withheld or self.namespace.passages is not None:
+        if message.steps or self._indexing or self._withheld or self.namespace.passages is not None:
             return None
         _check_count(message.sequence_ids, "batch")
-        batch = read_batch(message, self.namespace.model.vocab_size)
+        batch = unpack_batch(message, self.namespace.model.vocab_size)
+        stats = self.namespace.stats
+        steps = stats.steps
         try:
             drafts = self._drafter.draft(batch)
-        except ValueError:  # A sequence is unknown, or a count is wrong; the drafter has changed nothing.
+        except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
             return None
         self._drafter.note_use()
-        self._count_use(batch)
+        self._use.committed += len(batch.tokens)
+        self._use.steps += stats.steps - steps
         self._tokens += len(batch.tokens)
         self._make_room()
         return drafts
@@ -284,7 +287,8 @@ class Session:
         """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
         if self.namespace.passages is not None:
             self._note_passages(batch, self.namespace.passages)
-        self._count_use(batch)
+        self._use.committed += len(batch.tokens)
+        self._use.steps += _steps_of(batch)
         running, bounds = self._drafter.sequence_ids, batch.offsets.tolist()
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
@@ -340,26 +344,22 @@ class Session:
 
     def _make_room(self) -> None:
         """Drop the least recently used sequences until the others are within the limits."""
-        if self._is_within_limits():
+        if self._is_within_limits:
             return
         running = [each for each in (*self._drafter.sequence_ids, *self._withheld) if each not in self._indexing]
         for sequence_id in sorted(running, key=lambda each: self._drafter_of(each).last_use(each)):
             drafter = self._drafter_of(sequence_id)
             self._remove(sequence_id)
             drafter.finish(sequence_id, NO_TOKENS, learn=False)
-            if self._is_within_limits():
+            if self._is_within_limits:
                 return
 
+    @property
     def _is_within_limits(self) -> bool:
         sequences = len(self._drafter.sequence_ids)
         if self._withheld or self._indexing:
             sequences += len(self._withheld.union(self._indexing))
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
-
-    def _count_use(self, batch: Progress) -> None:
-        """Count the tokens and steps of a batch for the client."""
-        self._use.committed += len(batch.tokens)
-        self._use.steps += _steps_of(batch)
 
     def _note_passages(self, batch: Progress, passages: Passages) -> None:
         bounds, verified = batch.offsets.tolist(), batch.verified.tolist()

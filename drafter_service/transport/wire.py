@@ -94,6 +94,22 @@ def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
     )
 
 
+def unpack_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
+    """Return a step's progress without `steps`, for a drafter, which checks itself whether the arrays fit together.
+
+    Takes half the time of `read_batch`. Raises WireError for bytes that are not a whole number of elements, and for
+    token ids as `unpack_tokens`.
+    """
+    return Progress(
+        sequence_ids=unpack(message.sequence_ids, "u8", "batch.sequence_ids"),
+        tokens=unpack_tokens(message.tokens, "batch.tokens", vocab_size),
+        offsets=unpack(message.offsets, "u4", "batch.offsets"),
+        verified=unpack(message.verified, "u4", "batch.verified"),
+        max_draft=unpack(message.max_draft, "u4", "batch.max_draft"),
+        cost=message.cost if message.HasField("cost") else None,
+    )
+
+
 def outcomes_message(outcomes: Outcomes) -> pb.Outcomes:
     """Return possible outcomes as a message."""
     return pb.Outcomes(

@@ -33,7 +33,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int = 0) -> None:
     """
     if tokens.dtype != np.uint32 or tokens.ndim != 1:
         raise ValueError(f"token ids must be a 1-D uint32 array, not {tokens.dtype} {list(tokens.shape)}")
-    largest = int(tokens.max()) if len(tokens) else 0
+    largest = int(np.maximum.reduce(tokens, initial=0))
     if largest > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
     if vocab_size and largest >= vocab_size:

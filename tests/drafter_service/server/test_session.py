@@ -332,6 +332,37 @@ def test_batches_of_the_same_sequences_are_counted_and_checked(namespace):
     assert lost(ask(session, batch=batch({1: [], 2: []}))) == [1]
 
 
+def random_batches(rng):
+    """Return batches of five sequences, of which two are unknown; every third one is damaged."""
+    for number in range(60):
+        chosen = rng.permutation(5)[: rng.integers(0, 6)].tolist()
+        drawn = batch({key: rng.integers(0, 3, rng.integers(0, 4)) for key in chosen}, limit=4, verified=0)
+        if number % 3 == 0:
+            name = ("sequence_ids", "tokens", "offsets", "verified", "max_draft", "steps")[rng.integers(6)]
+            data = bytearray(getattr(drawn, name) or bytes(4))
+            data[rng.integers(len(data))] = rng.integers(256)
+            setattr(drawn, name, bytes(data[: rng.integers(len(data) + 1)]))
+        yield drawn
+
+
+def test_batches_are_answered_as_by_the_general_path(monkeypatch):
+    answers, sizes, uses = [], [], []
+    for is_general in (False, True):
+        if is_general:
+            monkeypatch.setattr(Session, "_draft_ready", lambda *_: None)
+        namespace = new_namespace()
+        session = Session(namespace, Limits())
+        ask(session, starts=[start(number, [0, 1, 2, 0, 1], learn=False) for number in range(3)])
+        answers.append([ask(session, batch=each) for each in random_batches(np.random.default_rng(0))])
+        sizes.append(sizes_of(session))
+        uses.append(namespace.facts().uses)
+        close(namespace)
+    assert answers[0] == answers[1]
+    assert len({answer.WhichOneof("result") for answer in answers[0]}) == 2
+    assert sizes[0] == sizes[1]
+    assert uses[0] == uses[1]
+
+
 def test_clients_counters_are_summed(namespace):
     def report(session, **totals):
         ask(session, counters=pb.ClientCounters(**totals))
