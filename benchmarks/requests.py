@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.traces import Trace
-from engine.commands.demo.workload import make_workload, read_prompts
+from engine.commands.demo.workload import make_workload
+from engine.commands.prompts import read_texts
 from engine.models.config import ModelConfig
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
@@ -75,15 +76,14 @@ def demo_items(model: Path | None, count: int, limits: Limits, *, repeats: bool,
 
     Without `repeats`, all prompts differ. Raises UserError if there are too few prompts.
     """
-    prompts = read_prompts(SHIPPED_MODEL / PROMPTS_FILE)
+    prompts = read_texts(SHIPPED_MODEL / PROMPTS_FILE)
     tokenizer = Tokenizer(model or SHIPPED_MODEL)
     if repeats:
         texts = [(item.prompt, item.seed) for item in make_workload(prompts, count, seed)]
     elif count > len(prompts):
         raise UserError(f"{count} requests without repeats need as many prompts; there are {len(prompts)}")
     else:
-        chosen = random.Random(seed).sample(prompts, count)
-        texts = [(text, number) for number, (_, text) in enumerate(chosen)]
+        texts = [(text, number) for number, text in enumerate(random.Random(seed).sample(prompts, count))]
     return [
         Item(Request(tokenizer.encode(text)[-limits.prompt_tokens :], _sampling(limits, own_seed)), session)
         for session, (text, own_seed) in enumerate(texts)

@@ -53,6 +53,14 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     return prompts
 
 
+def read_texts(path: Path) -> list[str]:
+    """Return the prompts of a file, all of which are text. Raises UserError."""
+    texts = [prompt.content for prompt in read_prompt_file(path)]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise UserError(f"{path} has a prompt that is empty or not text")
+    return [str(text) for text in texts]
+
+
 def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -17,7 +17,8 @@ from engine.commands.demo.measure import Measurement, Part, Summary, measure, su
 from engine.commands.demo.outputs import find_lengths
 from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, write_report
 from engine.commands.demo.sidecar import running_sidecar
-from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests, read_prompts
+from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests
+from engine.commands.prompts import read_texts
 from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
 from engine.drafters.model_free.none import NoDrafter
@@ -83,9 +84,9 @@ class Contest:
         }
         return [ended[item.prompt, item.seed] for item in items]
 
-    def probe(self, prompts: Sequence[tuple[str, str]]) -> float:
+    def probe(self, prompts: Sequence[str]) -> float:
         """Return the mean seconds per request, including the search for its end; also warms up both engines."""
-        items = [WorkItem("new", prompt, source, seed=0) for source, prompt in prompts]
+        items = [WorkItem("new", prompt, seed=0) for prompt in prompts]
         began = time.perf_counter()
         # Keep these requests out of the corpus and of the prefix cache of later requests.
         requests = [replace(request, learn=False, salt="probe") for request in self.requests(items)]
@@ -121,7 +122,7 @@ def demonstrate(options: DemoOptions) -> bool:
     prepare_reports(options.out, (JSON_FILE, PAGE_FILE))
     console = Console()
     folder = find_model(options.model)
-    prompts = read_prompts(folder / PROMPTS_FILE)
+    prompts = read_texts(folder / PROMPTS_FILE)
     if options.requests is not None:
         make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
     model = pack(load_model(folder))

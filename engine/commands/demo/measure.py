@@ -22,7 +22,6 @@ class Measurement:
     """One request, run without and with drafts."""
 
     kind: Kind
-    source: str
     prompt_tokens: int
     output_tokens: int
     corpus_tokens: int
@@ -58,7 +57,6 @@ def measure(
         (expected, plain_s), (completion, drafted_s) = timed[plain], timed[drafting]
         measurement = Measurement(
             kind=item.kind,
-            source=item.source,
             prompt_tokens=len(request.prompt),
             output_tokens=len(completion.tokens),
             corpus_tokens=corpus_tokens,

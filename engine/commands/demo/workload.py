@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, get_args
 
 from ssd.errors import UserError
@@ -16,8 +14,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 EXACT_SHARE = 0.3
 NEAR_SHARE = 0.3
-
-EXPECTED = "each line must be a JSON object with the texts `source` and `prompt`"
 
 EDITS = (
     "# Copyright of the authors; see the file LICENSE.",
@@ -36,25 +32,11 @@ class WorkItem:
 
     kind: Kind
     prompt: str
-    source: str
-    """Origin of the prompt."""
     seed: int
-    """Seed for sampling; a repeat has the seed of the original."""
+    """Seed for sampling, different for all new requests; a repeat has the seed of the original."""
 
 
-def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """Return (source, prompt) of every line of a JSON-lines file. Raises UserError if it cannot be used."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        prompts = [(line["source"], line["prompt"]) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is not a prompts file ({problem}); {EXPECTED}") from None
-    if not all(isinstance(prompt, str) and prompt.strip() for _, prompt in prompts):
-        raise UserError(f"{path} is not a prompts file (a prompt is empty or not text); {EXPECTED}")
-    return prompts
-
-
-def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> list[WorkItem]:
+def make_workload(prompts: Sequence[str], count: int, seed: int) -> list[WorkItem]:
     """Return `count` requests in a random order, with the shares of repeats above.
 
     Originals of repeats are sampled by Zipf's law: a few requests recur often, many never. In the shuffled order the
@@ -67,10 +49,7 @@ def make_workload(prompts: Sequence[tuple[str, str]], count: int, seed: int) -> 
     new = count - exact - near
     if new > len(prompts):
         raise UserError(f"{count} requests need {new} prompts; the file has {len(prompts)}; run fewer requests")
-    originals = [
-        WorkItem("new", prompt, source, seed=number)
-        for number, (source, prompt) in enumerate(rng.sample(list(prompts), new))
-    ]
+    originals = [WorkItem("new", prompt, seed) for seed, prompt in enumerate(rng.sample(list(prompts), new))]
     shares: dict[Kind, int] = {"exact repeat": exact, "near repeat": near}
     repeats = [kind for kind, share in shares.items() for _ in range(share)]
     rng.shuffle(repeats)

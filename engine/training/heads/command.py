@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from engine.commands.prompts import read_prompt_file
 from engine.models.decoder import Decoder
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
@@ -172,8 +172,7 @@ def _text(options: TrainingOptions, recipe: Recipe, target: Decoder, tokenizer: 
     with _bar("outputs", recipe.total_tokens, console) as (progress, task):
         return own_outputs(
             target,
-            tokenizer,
-            options.prompts,
+            [prompt.tokens(tokenizer) for path in options.prompts for prompt in read_prompt_file(path)],
             recipe.total_tokens,
             options.work / "outputs",
             lambda done: progress.update(task, completed=done),
@@ -185,8 +184,7 @@ def _held_out_prompts(target: Path, tokenizer: Tokenizer, windows: np.ndarray) -
     path = target / PROMPTS_FILE
     if not path.exists():
         return [window[: min(MAX_PROMPT_TOKENS, len(window) // 2)] for window in windows]
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[-PROMPTS:]]
+    return [prompt.tokens(tokenizer) for prompt in read_prompt_file(path)[-PROMPTS:]]
 
 
 def _train_until(run: Run, features: Features, work: Path, step: int, console: Console) -> None:

@@ -75,22 +75,20 @@ def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> T
 
 def own_outputs(
     target: Decoder,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Path],
+    prompts: Sequence[np.ndarray],
     total_tokens: int,
     work: Path,
     progress: Callable[[int], None],
 ) -> Text:
-    """Return prompts, each followed by what the target generates, sampled at `OUTPUT_TEMPERATURE`.
+    """Return prompts (uint32 [n] each), each followed by what the target generates at `OUTPUT_TEMPERATURE`.
 
     Prompts are repeated with other seeds until there are `total_tokens` tokens. All outputs of a prompt are on the same
     side of the split. Outputs are appended to a file in `work`, so that an interrupted call with the same target and
-    prompts continues. `progress` is called with the number of tokens so far. Raises UserError for files that cannot be
-    read, and for prompts that do not fit into the context window.
+    prompts continues. `progress` is called with the number of tokens so far. Raises UserError for prompts that do not
+    fit into the context window.
     """
-    encoded = [tokenizer.encode(document) for document in _documents(prompts)]
     work.mkdir(parents=True, exist_ok=True)
-    path = work / f"outputs-{fingerprint_of(target, np.concatenate(encoded))[:8]}.jsonl"
+    path = work / f"outputs-{fingerprint_of(target, np.concatenate(prompts))[:8]}.jsonl"
     documents = _read_outputs(path)
     engine = build_engine(target, EngineConfig(max_sequences=OUTPUT_BATCH, max_draft=0), NoDrafter())
     try:
@@ -98,14 +96,14 @@ def own_outputs(
             while (done := sum(map(len, documents))) < total_tokens:
                 progress(done)
                 seeds = range(len(documents), len(documents) + OUTPUT_BATCH)
-                requests = [_request(encoded[seed % len(encoded)], seed) for seed in seeds]
+                requests = [_request(prompts[seed % len(prompts)], seed) for seed in seeds]
                 for request, completion in zip(requests, engine.generate(requests, _ignore), strict=True):
                     documents.append(np.concatenate((request.prompt, completion.tokens)))
                     file.write(json.dumps(documents[-1].tolist()) + "\n")
                 file.flush()
     finally:
         engine.close()
-    return _split(documents, end_token(target.config), prompts=len(encoded))
+    return _split(documents, end_token(target.config), prompts=len(prompts))
 
 
 def end_token(config: ModelConfig) -> int | None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.plain import PlainAttention
-from engine.commands.demo.workload import read_prompts
+from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
 from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
@@ -152,11 +152,11 @@ def test_misplaced_keys_and_values_are_detected(packed, monkeypatch, fault):
 
 def test_trees_reduce_the_steps_of_the_shipped_model_without_changing_outputs():
     model, tokenizer = pack(load_model(SHIPPED_MODEL)), Tokenizer(SHIPPED_MODEL)
-    prompts = read_prompts(SHIPPED_MODEL / "prompts.jsonl")[:4]
+    prompts = read_texts(SHIPPED_MODEL / "prompts.jsonl")[:4]
     config = EngineConfig(max_sequences=4, draft_shape="tree")
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(max_tokens=48, temperature=temperature)
-        asked = [Request(tokenizer.encode(prompt), sampling) for _, prompt in prompts]
+        asked = [Request(tokenizer.encode(prompt), sampling) for prompt in prompts]
         plain = build_engine(model, config, NoDrafter()).generate(asked)
         with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=16, cost=0.001)) as drafter:
             engine = build_engine(model, config, drafter)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.commands.demo.workload import read_prompts
+from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
@@ -20,7 +20,7 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.forward import prompt_logits
 
-PROMPTS = read_prompts(SHIPPED_MODEL / "prompts.jsonl")
+PROMPTS = read_texts(SHIPPED_MODEL / "prompts.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_the_shipped_model_is_small_with_a_long_window():
 
 def test_the_shipped_models_logits_equal_those_of_transformers(shipped, tokenizer):
     reference = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
-    ids = tokenizer.encode("".join(prompt for _, prompt in PROMPTS[:4]))
+    ids = tokenizer.encode("".join(PROMPTS[:4]))
     assert len(ids) > 300
     with torch.inference_mode():
         expected = reference(torch.from_numpy(ids.astype("int64"))[None]).logits[0]
@@ -60,16 +60,17 @@ def test_the_model_card_compares_the_model_with_the_ngram_model():
 def test_prompts_come_only_from_held_out_files(tokenizer):
     files = json.loads((SHIPPED_MODEL / "files.json").read_text())
     assert not set(files["train"]) & set(files["held_out"])
-    assert {source.split(":")[0] for source, _ in PROMPTS} <= set(files["held_out"])
-    assert len({prompt for _, prompt in PROMPTS}) == len(PROMPTS) >= 120
-    assert all(len(tokenizer.encode(prompt)) <= 256 for _, prompt in PROMPTS)
+    lines = (SHIPPED_MODEL / "prompts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["source"].split(":")[0] for line in lines} <= set(files["held_out"])
+    assert len(set(PROMPTS)) == len(PROMPTS) >= 120
+    assert all(len(tokenizer.encode(prompt)) <= 256 for prompt in PROMPTS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", ["ngram", "ssd"])
 def test_drafts_change_only_the_number_of_steps(shipped, tokenizer, drafter, temperature):
     sampling = SamplingParams(max_tokens=64, temperature=temperature)
-    requests = [Request(tokenizer.encode(prompt), sampling) for _, prompt in PROMPTS[:6]]
+    requests = [Request(tokenizer.encode(prompt), sampling) for prompt in PROMPTS[:6]]
     config = EngineConfig(max_sequences=4)
     plain = build_engine(shipped, config, NoDrafter()).generate(requests)
     engine = build_engine(shipped, config, build_drafter(drafter, DrafterConfig(capacity=10_000), warn=pytest.fail))

@@ -20,7 +20,6 @@ from tests.engine.conftest import make_folder
 def measurement(**changes):
     fields = {
         "kind": "new",
-        "source": "a.py:f:1",
         "prompt_tokens": 10,
         "output_tokens": 100,
         "corpus_tokens": 0,
@@ -64,16 +63,14 @@ def test_one_differing_output_is_reported():
 def test_the_number_of_requests_depends_on_the_time_per_request(seconds, prompts, expected):
     count = command.choose_requests(seconds, prompts)
     assert count == expected
-    make_workload(
-        [("a.py", f"def f{number}():") for number in range(prompts)], count, 0
-    )  # raises if there are too few prompts
+    make_workload([f"def f{number}():" for number in range(prompts)], count, 0)  # raises if there are too few prompts
 
 
 @pytest.fixture(scope="module")
 def model_with_prompts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     make_folder(folder, num_hidden_layers=1)
-    prompts = [{"source": f"a.py:f{n}:1", "prompt": f"x{n} = [\n    left, right, {n}\n"} for n in range(10)]
+    prompts = [{"prompt": f"x{n} = [\n    left, right, {n}\n"} for n in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
 

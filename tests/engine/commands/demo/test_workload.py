@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.commands.demo.workload import edit_beginning, make_workload, read_prompts
+from engine.commands.demo.workload import edit_beginning, make_workload
+from engine.commands.prompts import read_texts
 from ssd.errors import UserError
 
-PROMPTS = [(f"file.py:f{number}", f"import os\n\n\ndef f{number}(x):\n    y = {number}\n") for number in range(130)]
+PROMPTS = [f"import os\n\n\ndef f{number}(x):\n    y = {number}\n" for number in range(130)]
 
 
 @given(st.integers(0, 20))
@@ -22,13 +23,13 @@ def test_shares_are_exact_and_repeats_follow_their_originals(seed):
     seen = {}
     for item in items:
         if item.kind == "new":
-            assert item.source not in seen
-            seen[item.source] = item.prompt
+            assert item.seed not in seen
+            seen[item.seed] = item.prompt
         elif item.kind == "exact repeat":
-            assert item.prompt == seen[item.source]
+            assert item.prompt == seen[item.seed]
         else:
-            assert item.prompt != seen[item.source]
-            assert item.prompt.splitlines()[-1] == seen[item.source].splitlines()[-1]
+            assert item.prompt != seen[item.seed]
+            assert item.prompt.splitlines()[-1] == seen[item.seed].splitlines()[-1]
 
 
 def test_the_share_of_repeats_grows():
@@ -39,7 +40,8 @@ def test_the_share_of_repeats_grows():
 
 def test_repeats_have_the_seed_of_their_original():
     items = make_workload(PROMPTS, 300, 0)
-    assert len({(item.source, item.seed) for item in items}) == len({item.seed for item in items}) == 120
+    assert sorted(item.seed for item in items if item.kind == "new") == list(range(120))
+    assert {item.seed for item in items if item.kind != "new"} <= set(range(120))
 
 
 def test_the_seed_determines_the_workload():
@@ -59,7 +61,7 @@ def test_too_few_prompts_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="need 40 prompts; the file has 5"):
         make_workload(PROMPTS[:5], 100, 0)
     path = tmp_path / "prompts.jsonl"
-    for text in ("{", "[]", json.dumps({"prompt": "x"}), json.dumps({"prompt": 5, "source": "x"})):
+    for text in ("{", "[]", json.dumps({"text": "x"}), json.dumps({"prompt": [5]}), json.dumps({"prompt": " "})):
         path.write_text(text + "\n")
-        with pytest.raises(UserError, match="not a prompts file"):
-            read_prompts(path)
+        with pytest.raises(UserError, match="prompt"):
+            read_texts(path)

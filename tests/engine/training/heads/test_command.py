@@ -85,10 +85,9 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
 def test_own_outputs_of_a_prompt_are_on_one_side_and_not_used_for_others(target, tmp_path):
     model, tokenizer = load_model(target), Tokenizer(target)
     texts = []
-    for name, prompts in (("first", [TEXT[:60], TEXT[20:90]]), ("second", [TEXT[5:65], TEXT[30:99]])):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        texts.append(data.own_outputs(model, tokenizer, [path], 500, tmp_path / "outputs", lambda _: None))
+    for prompts in ([TEXT[:60], TEXT[20:90]], [TEXT[5:65], TEXT[30:99]]):
+        tokens = [tokenizer.encode(prompt) for prompt in prompts]
+        texts.append(data.own_outputs(model, tokens, 500, tmp_path / "outputs", lambda _: None))
         held_out, trained = (tokenizer.decode(tokens) for tokens in (texts[-1].held_out, texts[-1].train))
         assert prompts[0] in held_out
         assert prompts[0] not in trained
