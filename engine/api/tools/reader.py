@@ -24,6 +24,7 @@ MAX_NAME = 100
 """Largest length of a name that ends with a marker: 64, and white space around it."""
 MEMBER = re.compile(r'[ \t\r\n]*[{,][ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*')
 """Matches the text before the value of a JSON object's member. Keys of calls need no escapes."""
+SPACE = re.compile(r"\s*")
 END_OF_MEMBERS = re.compile(r"[ \t\r\n]*\}")
 
 
@@ -84,9 +85,7 @@ class Reader:
         if self._follows_call:
             self._mark = yield from self._after_space(self._mark)
         while True:
-            self._text = self._text[self._mark :]
-            self._mark = 0
-            if marker is not None and (found := self._text.find(marker)) >= 0:
+            if marker is not None and (found := self._text.find(marker, self._mark)) >= 0:
                 self._pass_on(self._before_space(found))
                 self._position = found + len(marker)
                 return True
@@ -94,6 +93,8 @@ class Reader:
                 self._pass_on(len(self._text))
                 return False
             self._pass_on(self._certain_content(marker))
+            self._text = self._text[self._mark :]
+            self._mark = 0
             yield
 
     def attempt(self, steps: Steps[None]) -> Steps[None]:
@@ -107,7 +108,7 @@ class Reader:
         """Read white space; return whether `literal` follows."""
         self._position = yield from self._after_space(self._position)
         while not self._text.startswith(literal, self._position):
-            if self.has_ended or not literal.startswith(self._text[self._position :]):
+            if self.has_ended or not literal.startswith(self._text[self._position : self._position + len(literal)]):
                 return False
             yield
         return True
@@ -189,19 +190,20 @@ class Reader:
         if marker is None:
             return len(self._text)
         size = next(size for size in range(len(marker) - 1, -1, -1) if self._text.endswith(marker[:size]))
-        return self._before_space(len(self._text) - size)
+        return self._before_space(max(self._mark, len(self._text) - size))
 
     def _before_space(self, end: int) -> int:
-        """Return the index of the first of at most MAX_SPACE white-space characters before `end`."""
-        tail = self._text[max(end - MAX_SPACE, 0) : end]
+        """Return the index of the first of at most MAX_SPACE white-space characters before `end`, of the new text."""
+        tail = self._text[max(end - MAX_SPACE, self._mark) : end]
         return end - (len(tail) - len(tail.rstrip()))
 
     def _after_space(self, start: int) -> Steps[int]:
         """Return the index of the first character from `start` that is not white space; at the end, the length."""
         while True:
-            rest = self._text[start:].lstrip()
-            start = len(self._text) - len(rest)
-            if rest or self.has_ended:
+            space = SPACE.match(self._text, start)
+            assert space is not None
+            start = space.end()
+            if start < len(self._text) or self.has_ended:
                 return start
             yield
 

@@ -239,3 +239,12 @@ def test_long_outputs_without_calls_are_read_in_linear_time(form, text):
     started = time.process_time()
     assert collected(streamed(form, divided(text, range(0, len(text), 4)), NAMES)) == (text, [])
     assert time.process_time() - started < 5
+
+
+def test_many_calls_in_a_whole_output_are_read_in_linear_time():
+    form = FORMATS["deepseek_v3"]
+    text = written(form, [("weather", {})] * 12_000)
+    started = time.process_time()
+    _, calls = message_of(form, text, NAMES)
+    assert len(calls) == 12_000
+    assert time.process_time() - started < 4
