@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 STATS_INTERVAL_S = 0.25
+MAX_RECEIVING_S = 0.1
+"""Processor time after which a step runs before more commands are handled; a new grammar can take 0.2 s to compile."""
 INDEXING_DELAY_S = 0.5
 """Time by which the corpus contains the last output; an idle engine then sends its statistics once more."""
 
@@ -79,13 +81,14 @@ class Worker:
                 self._step()
 
     def _receive_commands(self) -> None:
-        """Handle all commands that have arrived; wait for one if the engine is idle."""
+        """Handle commands that have arrived; wait for one if the engine is idle."""
+        until = time.thread_time() + MAX_RECEIVING_S
         if not self._engine.scheduler.has_work and not self._connection.poll():
             self._connection.send([self._totals.snapshot()])
             if not self._connection.poll(INDEXING_DELAY_S):
                 self._connection.send([self._totals.snapshot()])
             self._handle(self._connection.recv())
-        while not self._is_stopping and self._connection.poll():
+        while not self._is_stopping and self._connection.poll() and time.thread_time() < until:
             self._handle(self._connection.recv())
 
     def _handle(self, command: Command) -> None:

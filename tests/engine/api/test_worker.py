@@ -95,6 +95,20 @@ def test_requests_run_to_their_end(pipe):
     assert min(ended.times.queue, ended.times.prefill, ended.times.decode) >= 0
 
 
+def test_requests_that_take_long_to_add_are_added_between_steps(pipe, monkeypatch):
+    """The clock makes each request take 0.2 s to add."""
+    engine, add, steps = FakeEngine(), FakeEngine.add, []
+
+    def slow_add(self, added):
+        steps.append(self.steps)
+        return add(self, added)
+
+    monkeypatch.setattr(FakeEngine, "add", slow_add)
+    monkeypatch.setattr(worker.time, "thread_time", lambda: 0.2 * len(steps))
+    run_commands(pipe, engine, [SubmitRequest(number, request(100)) for number in range(3)])
+    assert steps == [0, 1, 2]
+
+
 def test_the_kv_cache_bounds_the_length_of_requests(pipe):
     engine = FakeEngine()
     engine.model = SimpleNamespace(vocab_size=1000, max_positions=5000, eos_token_ids=(0,))
