@@ -95,7 +95,7 @@ def traffic_of(prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> 
 
 
 def predict(traffic: Traffic, profile: CostProfile, concurrency: int) -> Advice:
-    """Return the advice for a number of requests in flight."""
+    """Return the advice for a number of requests at once."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokens"
         traffic.tokens.tofile(path)

@@ -56,7 +56,7 @@ def generation_seconds(prompts: Path, setting: str) -> float:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "engine.commands.main", "generate"),
-            *("--file", str(prompts), "--output", os.devnull),
+            *("--file", str(prompts), "--out", os.devnull),
             *("--max-tokens", str(MAX_TOKENS), "--max-sequences", str(MAX_SEQUENCES)),
         ],
         env=clean | environment_of(setting),

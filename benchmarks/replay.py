@@ -1,6 +1,6 @@
 """Measure the tokens per step of each drafter on recorded traffic.
 
-    python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--inflight 1,16]
+    python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--concurrency 1,16]
 
 The recorded output replaces the target's greedy output. A step drafts for one sequence, accepts the longest path of the
 draft that agrees with the output, and adds the target's own next token. Draft tokens beyond the output's end count as
@@ -36,7 +36,7 @@ from ssd.config import MAX_DRAFT, DrafterConfig, check_cost
 PLAIN_WIDTH = 200
 """Width of the tables in characters if the output is not a terminal."""
 COLUMNS = (
-    *("inflight", "trace", "cost", "drafter", "setting", "S", "tokens_per_step", "drafted_per_step", "accept_rate"),
+    *("concurrency", "trace", "cost", "drafter", "setting", "S", "tokens_per_step", "drafted_per_step", "accept_rate"),
     *("ece", "draft_us_p50", "draft_us_p99", "insert_us_per_token", "bytes_per_token"),
 )
 
@@ -78,7 +78,7 @@ def entries_of(drafter: str, options: argparse.Namespace) -> list[Entry]:
 def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
     """Run all replays one after another, with progress on stderr."""
     rows: list[Row] = []
-    runs = [(inflight, trace, entry) for inflight in options.inflight for trace in traces for entry in entries]
+    runs = [(concurrency, trace, entry) for concurrency in options.concurrency for trace in traces for entry in entries]
     with Progress(console=Console(stderr=True)) as progress:
         times = 2 if options.warm else 1
         bar = progress.add_task("", total=times * sum(trace.output_tokens for _, trace, _ in runs))
@@ -86,14 +86,14 @@ def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argpa
         def advance(sequence: Running) -> None:
             progress.advance(bar, sequence.done)
 
-        for inflight, trace, entry in runs:
-            progress.update(bar, description=f"{trace.name} x{inflight}: {entry.drafter} {entry.setting}")
+        for concurrency, trace, entry in runs:
+            progress.update(bar, description=f"{trace.name} x{concurrency}: {entry.drafter} {entry.setting}")
             if options.warm:
-                tally = replay_known(entry, trace, inflight, options.refresh, advance)
+                tally = replay_known(entry, trace, concurrency, options.refresh, advance)
             else:
-                tally = replay(entry.build(trace), trace, inflight, options.refresh, advance)
+                tally = replay(entry.build(trace), trace, concurrency, options.refresh, advance)
             costs = options.cost if entry.cost is None else [entry.cost]
-            rows += [row_of(trace.name, entry, cost, inflight, tally) for cost in costs]
+            rows += [row_of(trace.name, entry, cost, concurrency, tally) for cost in costs]
     return rows
 
 
@@ -102,7 +102,7 @@ def print_best(console: Console, rows: Sequence[Row]) -> None:
     table = Table(title="best setting for each trace and cost")
     for name in COLUMNS:
         table.add_column(name.replace("_", " "), no_wrap=name in ("trace", "setting"))
-    for row in sorted(best_rows(rows), key=lambda row: (row["inflight"], row["trace"], row["cost"])):
+    for row in sorted(best_rows(rows), key=lambda row: (row["concurrency"], row["trace"], row["cost"])):
         table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
     console.print(table)
 
@@ -111,7 +111,7 @@ def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
     """Print the ratio of this project's drafters to each of the others."""
     if not comparison:
         return
-    who, traces = ("inflight", "cost", "ssd", "against"), comparison[0]["by_trace"]
+    who, traces = ("concurrency", "cost", "ssd", "against"), comparison[0]["by_trace"]
     table = Table(*who, *traces, "geometric mean", title="S of ssd / S of the other at its best")
     for line in comparison:
         ratios = (*line["by_trace"].values(), line["geometric_mean"])
@@ -155,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of ssd's drafts: path, tree or path,tree (both)",
     )
     add("--cost", type=list_of(share), default=[0.02], help="cost of one more token as a fraction of a step (0.02)")
-    add("--inflight", type=list_of(positive), default=[1], help="requests that run at once (1)")
+    add("--concurrency", type=list_of(positive), default=[1], help="requests that run at once (1)")
     add(
         "--refresh",
         type=refresh,

@@ -45,11 +45,11 @@ class Stopwatch:
 def replay(
     contestant: Contestant,
     trace: Trace,
-    inflight: int = 1,
+    concurrency: int = 1,
     refresh_every: int | None = None,
     on_finish: Callable[[Running], None] = lambda _sequence: None,
 ) -> Tally:
-    """Run a trace, `inflight` requests at a time.
+    """Run a trace, `concurrency` requests at a time.
 
     refresh_every: number of finished requests between refreshes; None: refresh before every draft. on_finish: called
     with each request that ends.
@@ -60,7 +60,7 @@ def replay(
     cold_until = COLD_SHARE * trace.output_tokens
     unrefreshed = 0
     while True:
-        while len(running) < inflight and (sequence := arrivals.next(running)):
+        while len(running) < concurrency and (sequence := arrivals.next(running)):
             with inserting:
                 contestant.start(sequence)
             tally.prompt_tokens += sequence.request.prompt_length
@@ -91,16 +91,16 @@ def replay(
 def replay_known(
     entry: Entry,
     trace: Trace,
-    inflight: int = 1,
+    concurrency: int = 1,
     refresh_every: int | None = None,
     on_finish: Callable[[Running], None] = lambda _sequence: None,
 ) -> Tally:
     """Replay a trace twice with one drafter, and return the tally of the second time, when all answers are known."""
     again = trace.again()
     contestant = entry.build(Trace(trace.name, trace.requests + again.requests))
-    replay(contestant, trace, inflight, refresh_every, on_finish)
+    replay(contestant, trace, concurrency, refresh_every, on_finish)
     contestant.refresh()
-    return replay(contestant, again, inflight, refresh_every, on_finish)
+    return replay(contestant, again, concurrency, refresh_every, on_finish)
 
 
 def verify(sequence: Running, draft: Draft, tally: Tally, is_cold: bool) -> None:

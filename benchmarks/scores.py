@@ -74,7 +74,7 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
     return round(float(np.abs(gaps).sum() / len(probs)), 4)
 
 
-def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -> Row:
+def row_of(trace: str, entry: Entry, cost: float, concurrency: int, tally: Tally) -> Row:
     """Return one line of the results."""
     return {
         "trace": trace,
@@ -83,7 +83,7 @@ def row_of(trace: str, entry: Entry, cost: float, inflight: int, tally: Tally) -
         "k": entry.k,
         "shape": entry.shape,
         "cost": cost,
-        "inflight": inflight,
+        "concurrency": concurrency,
         **figures(tally, cost),
     }
 
@@ -94,10 +94,10 @@ def contender(row: Row) -> str:
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return each contender's row with the largest S, for each number in flight, trace and cost."""
+    """Return each contender's row with the largest S, for each concurrency, trace and cost."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (row["inflight"], row["trace"], row["cost"], contender(row))
+        key = (row["concurrency"], row["trace"], row["cost"], contender(row))
         if key not in best or row["S"] > best[key]["S"]:
             best[key] = row
     return list(best.values())
@@ -105,18 +105,20 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 def compare(rows: Sequence[Row]) -> list[Row]:
     """Return S of each own setting divided by the best S of each other drafter, by trace, and the geometric mean."""
-    best = {(row["inflight"], row["cost"], contender(row), row["trace"]): row["S"] for row in best_rows(rows)}
-    inflights, costs, contenders, traces = (_distinct(values) for values in zip(*best, strict=True))
+    best = {(row["concurrency"], row["cost"], contender(row), row["trace"]): row["S"] for row in best_rows(rows)}
+    concurrencies, costs, contenders, traces = (_distinct(values) for values in zip(*best, strict=True))
     ours = [name for name in contenders if name.startswith("ssd ")]
     others = [name for name in contenders if name not in ours]
     compared = []
-    for inflight, cost, own, other in itertools.product(inflights, costs, ours, others):
-        ratios = {trace: best[inflight, cost, own, trace] / best[inflight, cost, other, trace] for trace in traces}
+    for concurrency, cost, own, other in itertools.product(concurrencies, costs, ours, others):
+        ratios = {
+            trace: best[concurrency, cost, own, trace] / best[concurrency, cost, other, trace] for trace in traces
+        }
         compared.append(
             {
                 "ssd": own.removeprefix("ssd "),
                 "against": other,
-                "inflight": inflight,
+                "concurrency": concurrency,
                 "cost": cost,
                 "by_trace": {trace: round(ratio, 4) for trace, ratio in ratios.items()},
                 "geometric_mean": round(float(np.exp(np.mean(np.log(list(ratios.values()))))), 4),

@@ -22,7 +22,7 @@ SHORT_COST = COSTS[0]
 CONCURRENT = 16
 CONCURRENT_DRAFTERS = ("ssd", "arctic", "sglang-ngram", "suffix-automata")
 KEPT = (
-    *("trace", "drafter", "setting", "shape", "k", "cost", "inflight", "output_tokens"),
+    *("trace", "drafter", "setting", "shape", "k", "cost", "concurrency", "output_tokens"),
     *("tokens_per_step", "drafted_per_step", "S", "ece"),
 )
 """Columns of the results. Durations are left out: `benchmarks.index` measures them under the same conditions."""
@@ -43,10 +43,10 @@ def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     at most `SHORT_K` tokens. `known`: the same after all requests were replayed before.
     """
 
-    def cold(entry: Entry, inflight: int = 1) -> list[Row]:
-        note(f"{trace.name} x{inflight}: {entry.drafter} {entry.setting}")
-        tally = replay(entry.build(trace), trace, inflight)
-        return [row_of(trace.name, entry, cost, inflight, tally) for cost in _costs(entry)]
+    def cold(entry: Entry, concurrency: int = 1) -> list[Row]:
+        note(f"{trace.name} x{concurrency}: {entry.drafter} {entry.setting}")
+        tally = replay(entry.build(trace), trace, concurrency)
+        return [row_of(trace.name, entry, cost, concurrency, tally) for cost in _costs(entry)]
 
     def known(entry: Entry) -> Row:
         note(f"{trace.name} again: {entry.drafter} {entry.setting}")

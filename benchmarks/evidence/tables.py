@@ -67,7 +67,7 @@ def by_cost(document: Document) -> str:
         (
             "One request at a time:\n",
             _costs(single),
-            f"{max(row['inflight'] for row in concurrent)} requests at once:\n",
+            f"{max(row['concurrency'] for row in concurrent)} requests at once:\n",
             _costs(concurrent),
             _calibration(single),
             "",

@@ -41,7 +41,7 @@ class GenerateOptions:
     """Parameters of the first prompt; each further prompt has the next seed."""
     samples: int
     """Outputs per prompt, each with a seed derived from the prompt's."""
-    output: Path | None
+    out: Path | None
     adapter: str | None = None
     """Adapter of prompts that name none."""
 
@@ -50,8 +50,8 @@ def run_generate(options: GenerateOptions) -> None:
     """Read the prompts, check all of them, complete them, and write the outputs. Raises UserError."""
     prompts = read_prompts(options)
     sampling = options.sampling
-    if options.output is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
-        raise UserError("log-probabilities are written to --output; give a file, or - for stdout")
+    if options.out is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+        raise UserError("log-probabilities are written to --out; give a file, or - for stdout")
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
     model = load(options.engine)
@@ -70,7 +70,7 @@ def run_generate(options: GenerateOptions) -> None:
             room, wanted = longest - len(request.prompt), request.sampling.max_tokens
             if room < wanted:
                 console.print(f"[yellow]note:[/] prompt {number} leaves room for {room:,} of {wanted:,} tokens")
-        with closing(CompletionWriter(prompts, requests, tokenizer, options.output)) as writer:
+        with closing(CompletionWriter(prompts, requests, tokenizer, options.out)) as writer:
             began = time.perf_counter()
             completions = _complete(engine, requests, writer, console)
             seconds = time.perf_counter() - began

@@ -41,7 +41,7 @@ def cli() -> None:
 @click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs per prompt.")
 @click.option("--adapter", help="Adapter of --lora for prompts that name none.  [default: none]")
 @click.option(
-    "--output",
+    "--out",
     type=click.Path(path_type=Path),
     help="Write completions as JSON lines instead of printing them; - is stdout.",
 )
@@ -50,7 +50,7 @@ def generate(
     path: Path | None,
     samples: int,
     adapter: str | None,
-    output: Path | None,
+    out: Path | None,
     **given: Any,
 ) -> None:
     """Complete prompts from arguments, a file or stdin."""
@@ -61,7 +61,7 @@ def generate(
         from engine.scheduling.request import SamplingParams
 
         engine = EngineOptions.take(given)
-        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, output, adapter))
+        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, out, adapter))
 
 
 @cli.command()

@@ -397,7 +397,7 @@ SAMPLING_OPTIONS = (
         help="End an output at this token; may be given again.",
     ),
     click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
-    click.option("--logprobs", type=int, help="With --output: number of alternatives to report per token, 0 to 20."),
+    click.option("--logprobs", type=int, help="With --out: number of alternatives to report per token, 0 to 20."),
     click.option("--prompt-logprobs", type=int, help="Like --logprobs, for the prompt's tokens after the first."),
 )
 """Options with the names of the fields of `SamplingParams`, which checks their ranges."""

@@ -11,7 +11,7 @@ from benchmarks.evidence.index_tables import index_summary, index_table
 from benchmarks.peers import PEERS
 
 
-def row(drafter, trace, s, *, shape="path", cost=0.02, inflight=1, drafted=4.0):
+def row(drafter, trace, s, *, shape="path", cost=0.02, concurrency=1, drafted=4.0):
     setting = f"{shape} k=16" if drafter in ("ssd", "arctic") else "k=16"
     return {
         "trace": trace,
@@ -20,7 +20,7 @@ def row(drafter, trace, s, *, shape="path", cost=0.02, inflight=1, drafted=4.0):
         "shape": shape,
         "k": 16,
         "cost": cost,
-        "inflight": inflight,
+        "concurrency": concurrency,
         "output_tokens": 10,
         "tokens_per_step": s + 0.5,
         "drafted_per_step": drafted,
@@ -46,7 +46,7 @@ def document():
         "versions": {"python": "3.11", "ssd-drafter": "0.1"},
         "sections": {
             "single": single,
-            "concurrent": [{**one, "inflight": 16} for one in single],
+            "concurrent": [{**one, "concurrency": 16} for one in single],
             "short": single[:1],
             "known": [{**single[0], "tokens_per_step": 9.0}],
         },

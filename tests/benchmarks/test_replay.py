@@ -92,10 +92,10 @@ def test_figures_equal_those_of_a_slow_replay(trace_path, drafter, shape):
 
 
 @pytest.mark.parametrize("drafter", OWN_DRAFTERS)
-@pytest.mark.parametrize("inflight", [1, 4])
-def test_every_replay_commits_the_whole_output(trace_path, drafter, inflight):
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_every_replay_commits_the_whole_output(trace_path, drafter, concurrency):
     trace = load_trace(trace_path)
-    tally = replay(entry_of(drafter).build(trace), trace, inflight)
+    tally = replay(entry_of(drafter).build(trace), trace, concurrency)
     assert tally.output_tokens == trace.output_tokens
     assert len(tally.draft_s) == tally.steps
     assert (tally.steps == trace.output_tokens) == (drafter == "none")
@@ -135,7 +135,7 @@ class Recorder:
 
 def test_a_turn_waits_for_the_previous_one_and_other_sessions_overtake_it(trace_path):
     recorder, trace = Recorder(), load_trace(trace_path)
-    replay(recorder, trace, inflight=4)
+    replay(recorder, trace, concurrency=4)
     # Sessions 0 0 0 1 2 1 2 1 0 2 1 0, all outputs equally long: three sessions run at once, each in its own order.
     rounds = list(dict.fromkeys(tuple(batch) for name, batch in recorder.calls if name == "draft"))
     assert rounds == [(0, 3, 4), (1, 5, 6), (2, 7, 9), (8, 10), (11,)]
@@ -143,11 +143,11 @@ def test_a_turn_waits_for_the_previous_one_and_other_sessions_overtake_it(trace_
 
 def test_requests_start_in_order_of_arrival_within_the_limit(trace_path):
     recorder, trace = Recorder(), load_trace(trace_path)
-    replay(recorder, trace, inflight=2)
+    replay(recorder, trace, concurrency=2)
     assert max(len(batch) for name, batch in recorder.calls if name == "draft") == 2
     assert [index for name, index in recorder.calls if name == "start"][:6] == [0, 3, 1, 4, 2, 5]
     one_by_one = Recorder()
-    replay(one_by_one, trace, inflight=1)
+    replay(one_by_one, trace, concurrency=1)
     assert [index for name, index in one_by_one.calls if name == "start"] == list(range(12))
 
 
@@ -279,13 +279,13 @@ def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkey
     monkeypatch.setattr(peers, "find_spec", lambda package: None)
     copy = tmp_path / "copy.json"
     arguments = ["--trace", str(trace_path), "--drafter", *OWN_DRAFTERS, "arctic", "pld", "--cost", "0.005,0.1"]
-    main([*arguments, "--inflight", "1,4", "--max-output-tokens", "300", "--json", str(copy)])
+    main([*arguments, "--concurrency", "1,4", "--max-output-tokens", "300", "--json", str(copy)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "skipped arctic: arctic_inference is not installed (make peers)"
     assert lines[1].startswith("skipped pld: ")
     document = json.loads(lines[-1])
     assert json.loads(copy.read_text()) == document
-    # Two costs and two numbers in flight; ssd as path and as tree.
+    # Two costs and two concurrencies; ssd as path and as tree.
     assert len(document["results"]) == 2 * 2 * (2 + 3)
     for row in document["results"]:
         assert row["output_tokens"] == 300
@@ -298,7 +298,7 @@ def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkey
 
 def test_a_comparison_uses_the_best_setting_of_others_for_each_trace():
     def row(drafter, setting, trace, s):
-        return {"inflight": 1, "trace": trace, "cost": 0.1, "drafter": drafter, "setting": setting, "S": s}
+        return {"concurrency": 1, "trace": trace, "cost": 0.1, "drafter": drafter, "setting": setting, "S": s}
 
     rows = [row("ssd", "tree k=8", "a", 4.0), row("ssd", "tree k=8", "b", 9.0)]
     rows += [row("arctic", "x", "a", 2.0), row("arctic", "y", "a", 1.0)]

@@ -17,7 +17,7 @@ from ssd.config import DrafterConfig, DraftShape
 from ssd.hardware.cost_profile import CostProfile
 
 CONCURRENCIES = (1, 4, 16, 64)
-"""Requests in flight for which the speed-up is predicted."""
+"""Requests at once for which the speed-up is predicted."""
 MAX_DRAFTS = (4, 8, 16)
 """Maximum lengths of drafts that are compared with the default."""
 SHAPES: tuple[DraftShape, ...] = ("path", "tree")
@@ -47,7 +47,7 @@ class Speedup:
     drafter: str
     draft_shape: DraftShape
     max_draft: int
-    in_flight: int
+    concurrency: int
     tokens_per_step: float
     drafted_per_step: float
     draft_ms: float
@@ -76,7 +76,7 @@ class Advice:
     best: Speedup
     """Over the whole log."""
     speedups: Sequence[Speedup]
-    """For each drafter, shape and number of requests in flight, over the first part of the log."""
+    """For each drafter, shape and number of requests at once, over the first part of the log."""
     lengths: Sequence[Speedup]
     """For several maximum lengths of drafts, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
@@ -97,41 +97,41 @@ class Advice:
     """Sentences about anything unusual in the log."""
 
 
-def cost_of(profile: CostProfile, in_flight: int) -> float:
+def cost_of(profile: CostProfile, concurrency: int) -> float:
     """Return the cost of one more token of a sequence, as a fraction of a step with this number of sequences."""
-    plain = profile.step(in_flight, in_flight)
-    more = profile.step(in_flight * (1 + TYPICAL_DRAFT), in_flight)
+    plain = profile.step(concurrency, concurrency)
+    more = profile.step(concurrency * (1 + TYPICAL_DRAFT), concurrency)
     return float(min(1.0, max(1e-3, (more / plain - 1) / TYPICAL_DRAFT)))
 
 
 def concurrency_of(traffic: Traffic, given: int | None) -> int:
-    """Return the number of requests in flight for which to advise: the given one, that of the log, or 1."""
-    recorded = traffic.in_flight()
+    """Return the number of requests at once for which to advise: the given one, that of the log, or 1."""
+    recorded = traffic.concurrency()
     return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
 
 
 def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
-    """Return the trials that compare settings on a part of the log. given: requests in flight; None: as in the log."""
+    """Return the trials that compare settings on a part of the log. given: requests at once; None: as in the log."""
     main = concurrency_of(traffic, given)
     capacity = needed_capacity(traffic, DrafterConfig.capacity)
     longest = DrafterConfig.max_draft
 
-    def trial(drafter: str, shape: DraftShape, max_draft: int, in_flight: int) -> Trial:
-        return Trial(drafter, shape, max_draft, in_flight, cost_of(profile, in_flight), capacity)
+    def trial(drafter: str, shape: DraftShape, max_draft: int, concurrency: int) -> Trial:
+        return Trial(drafter, shape, max_draft, concurrency, cost_of(profile, concurrency), capacity)
 
     # Durations of larger steps are not known.
     counts = {main, *(count for count in CONCURRENCIES if count <= profile.max_sequences)}
-    by_flight = [trial("ssd", shape, longest, count) for count in sorted(counts) for shape in SHAPES]
+    by_concurrency = [trial("ssd", shape, longest, count) for count in sorted(counts) for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
     if arctic.is_installed():
         others.append(trial("arctic", "tree", longest, main))
-    return by_flight + others + [trial("ssd", shape, count, main) for count in MAX_DRAFTS for shape in SHAPES]
+    return by_concurrency + others + [trial("ssd", shape, count, main) for count in MAX_DRAFTS for shape in SHAPES]
 
 
 def plan_whole(traffic: Traffic, profile: CostProfile, given: int | None, samples: Sequence[Outcome]) -> Trial:
     """Return the trial over the whole log: with the settings that are best in the outcomes of `plan_samples`."""
     main = concurrency_of(traffic, given)
-    alike = [one for one in _speedups(samples, profile) if (one.drafter, one.in_flight) == ("ssd", main)]
+    alike = [one for one in _speedups(samples, profile) if (one.drafter, one.concurrency) == ("ssd", main)]
     shape = max(alike, key=lambda one: one.speedup).draft_shape
     return Trial(
         "ssd",
@@ -176,7 +176,7 @@ def advise(
         tokens_per_hour=_tokens_per_hour(traffic),
         other_users=_foreign(whole.origins, traffic.users),
         other_sessions=_foreign(whole.origins, traffic.sessions),
-        notes=_notes(traffic, facts, whole.trial, profile, best.in_flight),
+        notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
     )
 
 
@@ -187,19 +187,19 @@ def _max_draft(compared: Sequence[Speedup]) -> int:
 
 
 def _speedups(samples: Sequence[Outcome], profile: CostProfile) -> list[Speedup]:
-    return [_speedup(outcome, profile, outcome.trial.in_flight) for outcome in samples]
+    return [_speedup(outcome, profile, outcome.trial.concurrency) for outcome in samples]
 
 
-def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
+def _speedup(outcome: Outcome, profile: CostProfile, concurrency: int) -> Speedup:
     trial, replay = outcome.trial, outcome.replay
     speedup = profile.speedup(
-        replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, in_flight, outcome.prompt_tokens
+        replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, concurrency, outcome.prompt_tokens
     )
     return Speedup(
         trial.drafter,
         trial.draft_shape,
         trial.max_draft,
-        in_flight,
+        concurrency,
         replay.tokens_per_step,
         replay.drafted_per_step,
         outcome.draft_ms,
@@ -209,7 +209,7 @@ def _speedup(outcome: Outcome, profile: CostProfile, in_flight: int) -> Speedup:
 
 
 def _verdict(best: Speedup, profile: CostProfile) -> str:
-    where = f"with {best.in_flight} in flight on {profile.label}"
+    where = f"with {best.concurrency} requests at once on {profile.label}"
     how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
     kind = "estimated" if profile.source == "roofline" else "predicted"
     if best.speedup < PAYS_FROM:
@@ -306,11 +306,11 @@ def _foreign(origins: Origins, owners: np.ndarray) -> float | None:
     return float(accepted[is_foreign].sum() / accepted.sum())
 
 
-def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, in_flight: int) -> list[str]:
+def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:
     notes = []
-    if in_flight > profile.max_sequences:
+    if concurrency > profile.max_sequences:
         notes.append(
-            f"the speed-up with {in_flight} in flight is extrapolated: the cost profile ends at "
+            f"the speed-up with {concurrency} requests at once is extrapolated: the cost profile ends at "
             f"{profile.max_sequences} sequences"
         )
     if (tokens := int(traffic.output_lengths.sum())) < ENOUGH_TOKENS:
@@ -325,6 +325,6 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
         notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
     if not traffic.has_times:
         notes.append("the log has no times, so its order was used")
-    if trial.in_flight == 0 and traffic.in_flight() is None:
-        notes.append("the log has no start and end times, so one request at a time was replayed; give --inflight")
+    if trial.concurrency == 0 and traffic.concurrency() is None:
+        notes.append("the log has no start and end times, so one request at a time was replayed; give --concurrency")
     return notes

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @source_options
 @click.option(
-    "--inflight",
+    "--concurrency",
     type=click.IntRange(1, 1024),
     help="Requests that run at once.  [default: by the log's start and end times, otherwise 1]",
 )
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 @click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page.")
 @click.option(
-    "--config",
+    "--write-config",
+    "config",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the recommended settings to this file, for `ssd-drafter serve --config`.",
 )
@@ -47,7 +48,7 @@ def advise(
     more_sources: tuple[str, ...],
     tokenizer: Path | None,
     fields: tuple[str, ...],
-    inflight: int | None,
+    concurrency: int | None,
     cost_profile: Path | None,
     gpu: str | None,
     model_size: str,
@@ -69,7 +70,7 @@ def advise(
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            advice, traffic, facts = _analyse(files, reading, Path(folder) / "tokens", profile, inflight)
+            advice, traffic, facts = _analyse(files, reading, Path(folder) / "tokens", profile, concurrency)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     toml = _settings_file(advice)
@@ -80,7 +81,7 @@ def advise(
 
 
 def _analyse(
-    files: list[File], reading: Reading, path: Path, profile: CostProfile, inflight: int | None
+    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None
 ) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -97,9 +98,9 @@ def _analyse(
             task = progress.add_task(what, total=size_of(traffic, trials))
             return run_trials(traffic, path, trials, lambda tokens: progress.advance(task, tokens))
 
-        samples = run("comparing settings", plan_samples(traffic, profile, inflight))
-        [whole] = run("replaying the log", [plan_whole(traffic, profile, inflight, samples)])
-    return advice_of(traffic, facts, profile, samples, whole, inflight), traffic, facts
+        samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
+        [whole] = run("replaying the log", [plan_whole(traffic, profile, concurrency, samples)])
+    return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
 
 
 def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:

@@ -19,7 +19,7 @@ COLORS = {
     ("arctic", "tree"): "gray",
 }
 NO_DRAFTS = (charts.DASHED, "no drafts, 1")
-HEADS = ("drafter", "shape", "longest", "in flight", "output tokens", "tokens per step", "drafted", "speed-up")
+HEADS = ("drafter", "shape", "longest", "concurrency", "output tokens", "tokens per step", "drafted", "speed-up")
 
 
 def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
@@ -27,7 +27,7 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
     best = advice.best
     over = f"over {units.count(best.output_tokens)} output tokens"
     cards = [
-        charts.card("predicted speed-up", f"{best.speedup:.2f}x", f"{best.in_flight} in flight", kind="green"),
+        charts.card("predicted speed-up", f"{best.speedup:.2f}x", f"{best.concurrency} requests at once", kind="green"),
         charts.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
         charts.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
     ]
@@ -43,30 +43,30 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
 
 
 def _by_concurrency(advice: Advice) -> str:
-    """Chart the speed-up of each drafter and shape against requests in flight."""
+    """Chart the speed-up of each drafter and shape against requests at once."""
     lines: dict[tuple[str, str], list[Speedup]] = {}
-    for one in sorted(advice.speedups, key=lambda one: one.in_flight):
+    for one in sorted(advice.speedups, key=lambda one: one.concurrency):
         lines.setdefault((one.drafter, one.draft_shape), []).append(one)
-    flights = sorted({one.in_flight for one in advice.speedups})
+    numbers = sorted({one.concurrency for one in advice.speedups})
     marks = charts.ticks(max(one.speedup for one in advice.speedups))
     y = FRAME.y_scale(0, marks[-1])
-    x = FRAME.x_scale(0, max(1, len(flights) - 1))
+    x = FRAME.x_scale(0, max(1, len(numbers) - 1))
     parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}x")
-    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(flights)])
-    parts += [charts.x_title(FRAME, "requests in flight"), charts.y_title(FRAME, "speed-up")]
+    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(numbers)])
+    parts += [charts.x_title(FRAME, "requests at once"), charts.y_title(FRAME, "speed-up")]
     parts.append(charts.reference_line(FRAME, y(1)))
     for key, line in lines.items():
-        points = [(x(flights.index(one.in_flight)), y(one.speedup)) for one in line]
+        points = [(x(numbers.index(one.concurrency)), y(one.speedup)) for one in line]
         parts.append(charts.polyline(points, kind=f"line {COLORS[key]}"))
         for (left, top), one in zip(points, line, strict=True):
-            words = f"{' '.join(key)}, {one.in_flight} in flight: {one.speedup:.2f}x"
+            words = f"{' '.join(key)}, {one.concurrency} requests at once: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
     legend = charts.legend([*((COLORS[key], " ".join(key)) for key in lines), NO_DRAFTS])
     rows = [cells_of(one) for one in [advice.best, *advice.speedups, *advice.lengths]]
     replayed = units.count(advice.speedups[0].output_tokens)
     note = f"Predicted from the cost profile and the acceptance on the first {replayed} output tokens of this log."
-    chart = charts.chart(FRAME, "Predicted speed-up by requests in flight", parts)
-    return charts.panel("Speed-up by requests in flight", note, legend + chart, charts.table(HEADS, rows))
+    chart = charts.chart(FRAME, "Predicted speed-up by concurrency", parts)
+    return charts.panel("Speed-up by concurrency", note, legend + chart, charts.table(HEADS, rows))
 
 
 def cells_of(one: Speedup) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def cells_of(one: Speedup) -> tuple[str, ...]:
         one.drafter,
         one.draft_shape,
         str(one.max_draft),
-        str(one.in_flight),
+        str(one.concurrency),
         units.count(one.output_tokens),
         f"{one.tokens_per_step:.2f}",
         f"{one.drafted_per_step:.1f}",

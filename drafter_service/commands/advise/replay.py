@@ -169,7 +169,7 @@ def replay(
     traffic: Traffic,
     drafter: ReplayedDrafter,
     *,
-    in_flight: int | np.ndarray,
+    concurrency: int | np.ndarray,
     max_draft: int,
     cost: float,
     accept: Callable[[int, int, int, bool], None] | None = None,
@@ -177,13 +177,13 @@ def replay(
 ) -> Replay:
     """Replay all requests.
 
-    in_flight: largest number of requests that run at once; int64 [R]: at most this number run when the request begins.
+    concurrency: largest number of requests that run at once, for all requests or when each one begins (int64 [R]).
     accept: called for each accepted draft with the arguments of `provenance.Tracer.accept`. watch: called with the
     number of output tokens of each request that ended.
     """
     outputs, lengths = traffic.outputs, traffic.output_lengths
     steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
-    limits = np.broadcast_to(in_flight, len(traffic))
+    limits = np.broadcast_to(concurrency, len(traffic))
     arrivals, running = Arrivals(traffic), Running(traffic)
     upcoming = arrivals.next()
     while True:

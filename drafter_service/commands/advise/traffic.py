@@ -53,7 +53,7 @@ class Traffic:
         """Return the requests in the order of their arrival, int64 [R]; in that of the log if times are missing."""
         return np.argsort(self.began_s, kind="stable") if self.has_times else np.arange(len(self))
 
-    def in_flight(self) -> np.ndarray | None:
+    def concurrency(self) -> np.ndarray | None:
         """Return the number of requests that were running when each of them began, itself included, int64 [R].
 
         None if the log does not have the times of both ends of all requests.

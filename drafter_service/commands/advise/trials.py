@@ -46,7 +46,7 @@ class Trial:
     """`ssd`, `classic`, `ngram` or `arctic`."""
     draft_shape: DraftShape
     max_draft: int
-    in_flight: int
+    concurrency: int
     """Largest number of requests that run at once; 0: as many as in the log."""
     cost: float
     """Cost of verifying one more token, as a fraction of a step."""
@@ -133,11 +133,17 @@ def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> O
         inner = make_drafter(config, corpus=corpus)
     tracer = Tracer(traffic, corpus) if trial.is_whole and corpus is not None else None
     drafter = TimedDrafter(inner, tracer, corpus)
-    recorded = traffic.in_flight()
-    in_flight = trial.in_flight or (1 if recorded is None else recorded)
+    recorded = traffic.concurrency()
+    concurrency = trial.concurrency or (1 if recorded is None else recorded)
     accept = None if tracer is None else tracer.accept
     result = replay(
-        traffic, drafter, in_flight=in_flight, max_draft=trial.max_draft, cost=trial.cost, accept=accept, watch=watch
+        traffic,
+        drafter,
+        concurrency=concurrency,
+        max_draft=trial.max_draft,
+        cost=trial.cost,
+        accept=accept,
+        watch=watch,
     )
     drafter.close()
     draft_ms = 1e3 * drafter.seconds / max(1, drafter.calls)

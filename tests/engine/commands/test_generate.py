@@ -79,10 +79,10 @@ def test_prompts_from_files_and_stdin_are_the_same_prompts(run, model_folder, tm
         ("text", ("--file", tmp_path / "prompts.txt"), None),
         ("jsonl", ("--file", tmp_path / "prompts.jsonl"), None),
     ):
-        assert run(*base, *arguments, "--output", tmp_path / name, stdin=stdin)[0] == 0
+        assert run(*base, *arguments, "--out", tmp_path / name, stdin=stdin)[0] == 0
         outputs.append([line["tokens"] for line in completions(tmp_path / name)])
-    assert run(*base, "--output", tmp_path / "stdin", stdin=PROMPT)[0] == 0
-    assert run(*base, "--output", tmp_path / "dash", "--file", "-", stdin=PROMPT)[0] == 0
+    assert run(*base, "--out", tmp_path / "stdin", stdin=PROMPT)[0] == 0
+    assert run(*base, "--out", tmp_path / "dash", "--file", "-", stdin=PROMPT)[0] == 0
     assert outputs[0] == outputs[1] == outputs[2]
     assert [line["tokens"] for line in completions(tmp_path / "stdin")] == outputs[0][:1]
     assert [line["tokens"] for line in completions(tmp_path / "dash")] == outputs[0][:1]
@@ -95,7 +95,7 @@ def test_every_drafter_gives_the_same_output(
         outputs = {}
         for drafter in KINDS:
             options = ("--drafter", drafter, "--address", socket_address, "--temperature", temperature)
-            limits = ("--max-tokens", 30, "--output", tmp_path / drafter)
+            limits = ("--max-tokens", 30, "--out", tmp_path / drafter)
             if drafter in draft_folders:
                 options += ("--draft-model", draft_folders[drafter])
             if drafter == "rest":
@@ -124,7 +124,7 @@ def verify_all_drafts(monkeypatch):
 def test_verification_by_rejection(run, model_folder, tmp_path):
     def outputs(drafter, verification, temperature):
         settings = ("--drafter", drafter, "--verification", verification, "--temperature", temperature)
-        limits = ("--max-tokens", 40, "--output", tmp_path / "out")
+        limits = ("--max-tokens", 40, "--out", tmp_path / "out")
         code, _, err = run("generate", "--model", model_folder, *settings, *limits, PROMPT, "class")
         assert code == 0, err
         return [line["tokens"] for line in completions(tmp_path / "out")], err
@@ -155,7 +155,7 @@ def test_lines_choose_their_drafters_and_drafts_are_reported_by_source(run, mode
     settings = [{}, {"drafter": kind, "max_draft": 1}, {"drafter": "none"}, {"max_draft": 0}, {"source": 5}]
     lines = [json.dumps({"prompt": PROMPT} | each) for each in settings]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-    arguments = ("--file", tmp_path / "prompts.jsonl", "--output", tmp_path / "out", "--max-tokens", 30, "--ignore-eos")
+    arguments = ("--file", tmp_path / "prompts.jsonl", "--out", tmp_path / "out", "--max-tokens", 30, "--ignore-eos")
     # One at a time, since the toy drafts equally many tokens for all sequences of a step.
     code, _, err = run("generate", "--model", model_folder, "--drafter", kind, "--max-sequences", 1, *arguments)
     assert code == 0, err
@@ -178,7 +178,7 @@ def test_a_line_chooses_its_verification(run, model_folder, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     def outputs(drafter):
-        settings = ("--drafter", drafter, "--temperature", 0.8, "--max-tokens", 40, "--output", tmp_path / "out")
+        settings = ("--drafter", drafter, "--temperature", 0.8, "--max-tokens", 40, "--out", tmp_path / "out")
         code, _, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl", *settings)
         assert code == 0, err
         return [line["tokens"] for line in completions(tmp_path / "out")]
@@ -203,7 +203,7 @@ def test_lines_choose_their_adapters(run, model_folder, tmp_path):
     lines = [json.dumps({"prompt": PROMPT} | ({} if name is None else {"adapter": name})) for name in names]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     run("generate", "--model", model_folder, "--max-tokens", "9", *adapters, "--file", tmp_path / "prompts.jsonl",
-        "--output", tmp_path / "out.jsonl")  # fmt: skip
+        "--out", tmp_path / "out.jsonl")  # fmt: skip
     assert [f"{PROMPT}{record['completion']}\n" for record in records(tmp_path / "out.jsonl")] == [
         texts[name] for name in names
     ]
@@ -230,7 +230,7 @@ def test_drafter_options_reach_the_drafter(run, model_folder, monkeypatch):
 
 
 def test_completions_can_be_lines_on_stdout(run, model_folder):
-    code, out, _ = run("generate", "--model", model_folder, "--max-tokens", 3, "--logprobs", 1, "--output", "-", PROMPT)
+    code, out, _ = run("generate", "--model", model_folder, "--max-tokens", 3, "--logprobs", 1, "--out", "-", PROMPT)
     [line] = out.splitlines()
     assert code == 0
     assert len(json.loads(line)["logprobs"]) == 3
@@ -238,13 +238,13 @@ def test_completions_can_be_lines_on_stdout(run, model_folder):
 
 def test_only_newlines_separate_the_prompts_of_a_file(run, model_folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\x0cb\u2028c\nd\n", encoding="utf-8")
-    arguments = ("--file", tmp_path / "prompts.txt", "--output", tmp_path / "out", "--max-tokens", 1)
+    arguments = ("--file", tmp_path / "prompts.txt", "--out", tmp_path / "out", "--max-tokens", 1)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     assert [line["prompt"] for line in completions(tmp_path / "out")] == ["a\x0cb\u2028c", "d"]
 
 
 def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
-    arguments = ("--temperature", 1, "--output", tmp_path / "out", "--max-tokens", 30, PROMPT, PROMPT)
+    arguments = ("--temperature", 1, "--out", tmp_path / "out", "--max-tokens", 30, PROMPT, PROMPT)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     first, second = (line["tokens"] for line in completions(tmp_path / "out"))
     assert first != second
@@ -253,7 +253,7 @@ def test_a_prompt_given_twice_is_sampled_twice(run, model_folder, tmp_path):
 def test_an_interrupted_run_writes_finished_completions(run, model_folder, tmp_path, monkeypatch):
     from engine.engine import Engine
 
-    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")
+    arguments = ("--out", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1, "--drafter", "none")
     step, steps = Engine.step, iter(range(1000))
 
     def step_or_stop(engine):
@@ -275,14 +275,14 @@ def test_an_interruption_while_a_completion_is_written_does_not_lose_it(run, mod
         return text(writer, index)
 
     monkeypatch.setattr(CompletionWriter, "_text", text_or_stop)
-    arguments = ("--output", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1)
+    arguments = ("--out", tmp_path / "out", "--max-tokens", 5, "--max-sequences", 1)
     assert run("generate", "--model", model_folder, *arguments, "a", "b")[0] != 0
     assert [line["index"] for line in completions(tmp_path / "out")] == [0]
 
 
 def test_completions_are_in_the_order_of_their_prompts(run, model_folder, tmp_path):
     prompts = [f"def f{number}():" for number in range(9)]
-    arguments = ("--output", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
+    arguments = ("--out", tmp_path / "out", "--max-tokens", 20, "--max-sequences", 3, "--temperature", 1)
     assert run("generate", "--model", model_folder, *arguments, *prompts)[0] == 0
     assert [line["prompt"] for line in completions(tmp_path / "out")] == prompts
 
@@ -299,16 +299,16 @@ def test_a_completion_keeps_its_leading_space(tmp_path):
 
 def test_a_stop_string_ends_the_output_before_it(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--max-tokens", 60, "--temperature", 1, "--seed", 4, PROMPT)
-    assert run(*base, "--output", tmp_path / "plain")[0] == 0
+    assert run(*base, "--out", tmp_path / "plain")[0] == 0
     [plain] = completions(tmp_path / "plain")
     stop = plain["completion"][10:13]
-    assert run(*base, "--stop", stop, "--stop", "never said", "--output", tmp_path / "stopped")[0] == 0
+    assert run(*base, "--stop", stop, "--stop", "never said", "--out", tmp_path / "stopped")[0] == 0
     [stopped] = completions(tmp_path / "stopped")
     assert stopped["completion"] == plain["completion"][: plain["completion"].index(stop)]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
     assert stopped["tokens"] == plain["tokens"][: len(stopped["tokens"])]
     token = plain["tokens"][5]
-    assert run(*base, "--stop-token-id", token, "--output", tmp_path / "at token")[0] == 0
+    assert run(*base, "--stop-token-id", token, "--out", tmp_path / "at token")[0] == 0
     [at_token] = completions(tmp_path / "at token")
     assert at_token["stop_reason"] == at_token["tokens"][-1] == token
     assert plain["completion"].startswith(at_token["completion"])
@@ -347,7 +347,7 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
 
 
 def test_log_probabilities_are_written_with_the_tokens(run, model_folder, tmp_path):
-    arguments = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out", PROMPT)
+    arguments = ("--max-tokens", 6, "--logprobs", 2, "--out", tmp_path / "out", PROMPT)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     [line] = completions(tmp_path / "out")
     assert len(line["logprobs"]) == len(line["tokens"])
@@ -359,13 +359,13 @@ def test_log_probabilities_are_written_with_the_tokens(run, model_folder, tmp_pa
 
 def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_folder, tmp_path):
     asked = ("generate", "--model", model_folder, "--drafter", "none")
-    output = ("--max-tokens", 6, "--logprobs", 2, "--output", tmp_path / "out")
+    output = ("--max-tokens", 6, "--logprobs", 2, "--out", tmp_path / "out")
     assert run(*asked, *output, PROMPT)[0] == 0
     [generated] = completions(tmp_path / "out")
     assert "prompt_logprobs" not in generated
     tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
     (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + generated["tokens"]}) + "\n")
-    scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--output", tmp_path / "scored")
+    scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--out", tmp_path / "scored")
     assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
     [line] = completions(tmp_path / "scored")
     assert line["prompt_tokens"] == tokens + generated["tokens"]
@@ -378,7 +378,7 @@ def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_fold
 
 
 def test_a_logit_bias_determines_the_output(run, model_folder, tmp_path):
-    arguments = ("--drafter", "none", "--max-tokens", 4, "--logit-bias", "17=100", "--output", tmp_path / "out", PROMPT)
+    arguments = ("--drafter", "none", "--max-tokens", 4, "--logit-bias", "17=100", "--out", tmp_path / "out", PROMPT)
     assert run("generate", "--model", model_folder, *arguments)[0] == 0
     assert completions(tmp_path / "out")[0]["tokens"] == [17] * 4
 
@@ -386,15 +386,15 @@ def test_a_logit_bias_determines_the_output(run, model_folder, tmp_path):
 def test_samples_of_a_prompt_have_different_seeds(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
     asked = (*base, PROMPT, "class Pair:")
-    assert run(*asked, "--output", tmp_path / "one")[0] == 0
-    assert run(*asked, "--n", 3, "--max-sequences", 2, "--output", tmp_path / "three")[0] == 0
+    assert run(*asked, "--out", tmp_path / "one")[0] == 0
+    assert run(*asked, "--n", 3, "--max-sequences", 2, "--out", tmp_path / "three")[0] == 0
     three = completions(tmp_path / "three")
     assert [(line["index"], line["sample"]) for line in three] == [(i, k) for i in range(2) for k in range(3)]
     assert [line["prompt"] for line in three] == [PROMPT] * 3 + ["class Pair:"] * 3
     assert three[::3] == completions(tmp_path / "one")
     assert len({tuple(line["tokens"]) for line in three}) == 6
     # The same seeds as in the server.
-    assert run(*base, PROMPT, "--seed", sample_seed(0, 2), "--output", tmp_path / "third")[0] == 0
+    assert run(*base, PROMPT, "--seed", sample_seed(0, 2), "--out", tmp_path / "third")[0] == 0
     assert completions(tmp_path / "third")[0]["tokens"] == three[2]["tokens"]
     code, out, err = run(*base, PROMPT, "--n", 2)
     assert (code, out.count(PROMPT)) == (0, 2)
@@ -430,11 +430,11 @@ BAD_INPUT = {
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
     "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
     "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
-    "output in no folder": (("--output", "{tmp}/no/such/folder"), ["x"], "cannot write"),
-    "output that is a folder": (("--output", "{tmp}"), ["x"], "cannot write"),
+    "output in no folder": (("--out", "{tmp}/no/such/folder"), ["x"], "cannot write"),
+    "output that is a folder": (("--out", "{tmp}"), ["x"], "cannot write"),
     "bytes that are not text": ((), ["\udcff"], "prompt 1: the prompt is not valid Unicode"),
     "text that is not Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is not valid Unicode"),
-    "disk full": (("--output", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
+    "disk full": (("--out", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
     "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
     "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
@@ -543,7 +543,7 @@ def test_a_killed_sidecar_does_not_change_outputs(run, model_folder, tmp_path, s
     """If the sidecar is killed during the run, all requests finish as without drafts, with one warning."""
     prompts = [f"def f{number}():" for number in range(4)]
     options = ("--max-tokens", 30, "--max-sequences", 2, *prompts)
-    plain = ("--drafter", "none", "--output", tmp_path / "plain")
+    plain = ("--drafter", "none", "--out", tmp_path / "plain")
     assert run("generate", "--model", model_folder, *plain, *options)[0] == 0
     draft, steps = DrafterClient.draft, iter(range(10_000))
 
@@ -564,7 +564,7 @@ def test_a_killed_sidecar_does_not_change_outputs(run, model_folder, tmp_path, s
 
     monkeypatch.setattr(DrafterClient, "draft", draft_and_kill)
     with served("--listen", socket_address, "--capacity", "100k") as process:
-        remote = ("--drafter", "ssd-remote", "--address", socket_address, "--output", tmp_path / "remote")
+        remote = ("--drafter", "ssd-remote", "--address", socket_address, "--out", tmp_path / "remote")
         code, _, err = run("generate", "--model", model_folder, *remote, *options)
     assert next(steps) > 10
     assert code == 0

@@ -20,13 +20,13 @@ from tests.drafter_service.ingest.loads import model_folder
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
-def advice_of(traffic, tmp_path, in_flight=1, profile=CHEAP):
+def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP):
     def run_all(trials):
         return run_trials(traffic, tmp_path, trials, lambda _tokens: None)
 
-    samples = run_all(plan_samples(traffic, profile, in_flight))
-    [whole] = run_all([plan_whole(traffic, profile, in_flight, samples)])
-    return advise(traffic, LogFacts(), profile, samples, whole, in_flight)
+    samples = run_all(plan_samples(traffic, profile, concurrency))
+    [whole] = run_all([plan_whole(traffic, profile, concurrency, samples)])
+    return advise(traffic, LogFacts(), profile, samples, whole, concurrency)
 
 
 def test_repeated_outputs_pay(tmp_path):
@@ -88,10 +88,10 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
         session_id=[f"s{number}" for number in range(40)],
     )
     page, settings = tmp_path / "a.html", tmp_path / "a.toml"
-    result = run("--from", log, "--cost-profile", profile, "--out", page, "--config", settings)
+    result = run("--from", log, "--cost-profile", profile, "--out", page, "--write-config", settings)
     assert result.exit_code == 0, result.output
     assert "Drafting pays" in result.output
-    assert "3 in flight" in result.output
+    assert "3 requests at once" in result.output
     assert "another user's text" in result.output
     assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
@@ -136,7 +136,7 @@ def test_odd_logs_are_described(tmp_path, profile):
     log = write_log(tmp_path / "log.jsonl", requests, created=[5, 4, 3, 2, 1, 0])
     lines = log.read_text().replace('"r1"', '"r0"').splitlines()
     log.write_text("\n".join([*lines, "not JSON"]))
-    result = run("--from", log, "--cost-profile", profile, "--inflight", 2, "--out", tmp_path / "a.html")
+    result = run("--from", log, "--cost-profile", profile, "--concurrency", 2, "--out", tmp_path / "a.html")
     assert result.exit_code == 0, result.output
     for words in ("1 records could not be read", "5 requests are earlier", "1 requests have the id"):
         assert words in " ".join(result.output.split())
@@ -150,9 +150,9 @@ def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
 def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated(tmp_path):
     profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
     traffic = traffic_of(repeated_requests())
-    for in_flight, is_extrapolated in ((2, False), (8, True)):
-        advice = advice_of(traffic, tmp_path, in_flight, profile)
-        assert {one.in_flight for one in advice.speedups} == {1, 4, in_flight}
+    for concurrency, is_extrapolated in ((2, False), (8, True)):
+        advice = advice_of(traffic, tmp_path, concurrency, profile)
+        assert {one.concurrency for one in advice.speedups} == {1, 4, concurrency}
         assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
 
 

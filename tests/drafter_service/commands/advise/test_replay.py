@@ -53,9 +53,9 @@ def test_accepted_tokens_equal_those_of_the_benchmark(rows):
     ),
     st.integers(1, 4),
 )
-def test_a_replay_counts_like_the_benchmark(requests, in_flight):
+def test_a_replay_counts_like_the_benchmark(requests, concurrency):
     traffic = traffic_of([request[:2] for request in requests], sessions=[session for *_, session in requests])
-    result = replay(traffic, TimedDrafter(NgramDrafter(), None, None), in_flight=in_flight, max_draft=4, cost=0.02)
+    result = replay(traffic, TimedDrafter(NgramDrafter(), None, None), concurrency=concurrency, max_draft=4, cost=0.02)
     trace = Trace(
         "t",
         [
@@ -63,7 +63,7 @@ def test_a_replay_counts_like_the_benchmark(requests, in_flight):
             for prompt, output, session in requests
         ],
     )
-    tally = slow_replay(Embedded(NgramDrafter(), 4), trace, in_flight)
+    tally = slow_replay(Embedded(NgramDrafter(), 4), trace, concurrency)
     assert (result.steps.sum(), result.drafted.sum()) == (tally.steps, tally.drafted)
     assert sorted(result.order.tolist()) == list(range(len(requests)))
 
@@ -91,9 +91,9 @@ def test_requests_are_replayed_in_the_order_of_their_times():
     assert [arrivals.next() for _ in range(3)] == [1, 2, 0]
 
 
-def test_the_number_in_flight_is_that_of_the_log():
+def test_the_concurrency_is_that_of_the_log():
     traffic = traffic_of([([], [1])] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
-    assert traffic.in_flight().tolist() == [1, 2, 3, 1]
+    assert traffic.concurrency().tolist() == [1, 2, 3, 1]
     running, most = set(), []
 
     class Watching(TimedDrafter):
@@ -107,6 +107,6 @@ def test_the_number_in_flight_is_that_of_the_log():
             super().finish(sequence_id, tokens, verified)
 
     slow = traffic_of([([], [1] * 9)] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
-    replay(slow, Watching(NgramDrafter(), None, None), in_flight=slow.in_flight(), max_draft=2, cost=0.02)
+    replay(slow, Watching(NgramDrafter(), None, None), concurrency=slow.concurrency(), max_draft=2, cost=0.02)
     assert most[-1] == 1
     assert max(most) <= 3
