@@ -247,7 +247,8 @@ class Protocol:
         self._registration.begin(welcome)
 
     def _ask(self, turn: Turn, asked: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
-        request = pb.DraftRequest(batch=batch_message(progress, wire_ids))
+        request = pb.DraftRequest()
+        batch_message(progress, wire_ids, request.batch)
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())

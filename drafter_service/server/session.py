@@ -98,8 +98,10 @@ class Session:
             self.namespace.release(self._shadow.drafter)
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
+        response = pb.DraftResponse(step=request.step)
         if _has_only_batch(request) and (ready := self._draft_ready(request.batch)) is not None:
-            return pb.DraftResponse(step=request.step, drafts=drafts_message(ready))
+            drafts_message(ready, response.drafts)
+            return response
         vocab_size = self.namespace.model.vocab_size
         starts = [read_start(message, index, vocab_size) for index, message in enumerate(request.starts)]
         new = {start.sequence_id for start in starts}
@@ -131,9 +133,9 @@ class Session:
             drafts, lost_in_batch = outcomes
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
-        return pb.DraftResponse(
-            step=request.step, drafts=drafts_message(drafts), lost_ids=_packed_ids(lost + lost_in_batch)
-        )
+        drafts_message(drafts, response.drafts)
+        response.lost_ids = _packed_ids(lost + lost_in_batch)
+        return response
 
     def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
         """Return drafts for a batch if all its sequences can have drafts, the usual case. Raises WireError."""

@@ -64,18 +64,22 @@ def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
     return tokens
 
 
-def batch_message(progress: Progress, sequence_ids: bytes | None = None) -> pb.Batch:
-    """Return a step's progress as a message. sequence_ids: other ids, u64 [B]."""
-    steps = progress.steps if progress.steps is not None and np.count_nonzero(progress.steps > 1) else None
-    return pb.Batch(
-        sequence_ids=pack(progress.sequence_ids, "u8") if sequence_ids is None else sequence_ids,
-        tokens=pack(progress.tokens, "u4"),
-        offsets=pack(progress.offsets, "u4"),
-        verified=pack(progress.verified, "u4"),
-        max_draft=pack(progress.max_draft, "u4"),
-        cost=progress.cost,
-        steps=b"" if steps is None else pack(steps, "u4"),
-    )
+def batch_message(progress: Progress, sequence_ids: bytes | None = None, message: pb.Batch | None = None) -> pb.Batch:
+    """Write a step's progress into a message, by default a new one, and return it.
+
+    sequence_ids: other ids, u64 [B]. message: an empty one, such as a field of a request, which would copy another.
+    """
+    message = pb.Batch() if message is None else message
+    message.sequence_ids = pack(progress.sequence_ids, "u8") if sequence_ids is None else sequence_ids
+    message.tokens = pack(progress.tokens, "u4")
+    message.offsets = pack(progress.offsets, "u4")
+    message.verified = pack(progress.verified, "u4")
+    message.max_draft = pack(progress.max_draft, "u4")
+    if progress.cost is not None:
+        message.cost = progress.cost
+    if progress.steps is not None and np.count_nonzero(progress.steps > 1):
+        message.steps = pack(progress.steps, "u4")
+    return message
 
 
 def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
@@ -136,15 +140,15 @@ def read_outcomes(message: pb.Outcomes, vocab_size: int = 0) -> Outcomes:
     )
 
 
-def drafts_message(drafts: DraftBatch) -> pb.Drafts:
-    """Return drafts as a message."""
-    return pb.Drafts(
-        tokens=pack(drafts.tokens, "u4"),
-        parents=pack(drafts.parents, "i4"),
-        accept_prob=pack(drafts.accept_prob, "f4"),
-        source=pack(drafts.source, "u1"),
-        offsets=pack(drafts.offsets, "u4"),
-    )
+def drafts_message(drafts: DraftBatch, message: pb.Drafts | None = None) -> pb.Drafts:
+    """Write drafts into a message, see `batch_message`, and return it."""
+    message = pb.Drafts() if message is None else message
+    message.tokens = pack(drafts.tokens, "u4")
+    message.parents = pack(drafts.parents, "i4")
+    message.accept_prob = pack(drafts.accept_prob, "f4")
+    message.source = pack(drafts.source, "u1")
+    message.offsets = pack(drafts.offsets, "u4")
+    return message
 
 
 def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
