@@ -14,6 +14,7 @@ import gc
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -25,6 +26,7 @@ from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 from benchmarks.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
+from ssd.corpus.memory import trim_heap
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 48
@@ -178,13 +180,19 @@ def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     return seconds / tokens * 1e6
 
 
-def time_merges(corpus: ssd.Corpus, writer: Writer) -> dict[str, float]:
+def write_additions(writer: Writer) -> dict[str, list[list[np.ndarray]]]:
+    """Return the requests of each merge of `time_merges`."""
+    sizes = {"1k": 1_000, "4k": 4_096, "64k": 65_536, "1M": 1 << 20}
+    return {name: [writer.take(size) for _ in range(3 if size > 10_000 else 9)] for name, size in sizes.items()}
+
+
+def time_merges(corpus: ssd.Corpus, additions: dict[str, list[list[np.ndarray]]]) -> dict[str, float]:
     """Return the milliseconds until new tokens can be drafted."""
     merge_ms = {}
-    for name, tokens in (("1k", 1_000), ("4k", 4_096), ("64k", 65_536), ("1M", 1 << 20)):
+    for name, rounds in additions.items():
         times = []
-        for _ in range(3 if tokens > 10_000 else 9):
-            for request in writer.take(tokens):
+        for requests in rounds:
+            for request in requests:
                 corpus.append(request)
             began = time.perf_counter()
             corpus.refresh()
@@ -195,34 +203,33 @@ def time_merges(corpus: ssd.Corpus, writer: Writer) -> dict[str, float]:
 
 
 class Feed(threading.Thread):
-    """Appends requests at a constant rate and records the delay until each is in a view."""
+    """Appends requests at a constant rate, and records the delay until each is in a view.
+
+    It does not poll for new views: each poll would take the GIL from the thread that drafts.
+    """
 
     def __init__(self, corpus: ssd.Corpus, requests: list[np.ndarray]) -> None:
         super().__init__(daemon=True)
         self._corpus, self._requests = corpus, requests
+        self._appended = corpus.indexed
+        self._waiting: deque[tuple[int, float]] = deque()
         self.waited_s: list[float] = []
+        corpus.times.on_refresh = self._record_indexed
 
     def run(self) -> None:
-        """Append all requests, and wait until they are in a view."""
-        corpus, interval = self._corpus, REQUEST_TOKENS / FEED_TOKENS_PER_S
-        begin = time.perf_counter()
-        appended = corpus.indexed
-        waiting: list[tuple[int, float]] = []
+        """Append all requests."""
+        interval, begin = REQUEST_TOKENS / FEED_TOKENS_PER_S, time.perf_counter()
         for index, request in enumerate(self._requests):
-            appended += len(request) + 1
-            waiting.append((appended, time.perf_counter()))
-            corpus.append(request)
-            while (left := begin + (index + 1) * interval - time.perf_counter()) > 0:
-                waiting = self._record_indexed(waiting)
-                time.sleep(min(left, 0.0005))
-        while waiting:
-            waiting = self._record_indexed(waiting)
+            self._appended += len(request) + 1
+            self._waiting.append((self._appended, time.perf_counter()))
+            self._corpus.append(request)
+            time.sleep(max(0.0, begin + (index + 1) * interval - time.perf_counter()))
 
-    def _record_indexed(self, waiting: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Record the delays of requests that are in the newest view; return the others."""
+    def _record_indexed(self, _: float) -> None:
+        """Record the delays of requests that are in the newest view."""
         indexed, now = self._corpus.indexed, time.perf_counter()
-        self.waited_s += [now - since for until, since in waiting if until <= indexed]
-        return [entry for entry in waiting if entry[0] > indexed]
+        while self._waiting and self._waiting[0][0] <= indexed:
+            self.waited_s.append(now - self._waiting.popleft()[1])
 
 
 def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) -> dict[str, float]:
@@ -237,6 +244,7 @@ def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) ->
             break
     feed.join()
     corpus.close()
+    corpus.refresh()
     return {
         "freshness_ms_p99": round(float(np.percentile(feed.waited_s, 99)) * 1e3, 2),
         "path_us_p99_while_merging": percentiles(seconds, "path")["path_us_p99"],
@@ -250,8 +258,9 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
         import_module(module)
     writer = Writer(seed=1)
     say(f"writing {tokens:,} tokens")
-    requests = writer.take(tokens)
+    requests, additions = writer.take(tokens), write_additions(writer)
     gc.collect()
+    trim_heap()
     before = resident_bytes()
     corpus = ssd.Corpus.from_config(DrafterConfig(capacity=tokens))
     say("building the index")
@@ -262,7 +271,8 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     result: dict[str, object] = {"tokens": corpus.tokens, "build_s": round(time.perf_counter() - began, 2)}
     settle(corpus)
     gc.collect()
-    result["bytes_per_token"] = round((resident_bytes() - before) / corpus.tokens, 2)
+    at_rest = resident_bytes() - before
+    result["bytes_per_token"] = round(at_rest / corpus.tokens, 2)
     fresh = Writer(seed=2).take((contexts // 20 + 400) * REQUEST_TOKENS)
     for name, config in (("path", PATH), ("tree16", TREE)):
         say(f"drafting: {name}")
@@ -274,9 +284,13 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     result["batch64_us_p50"] = percentiles(batches, "batch")["batch_us_p50"]
     result["feedback_us_per_token"] = round(time_feedback(corpus, Writer(seed=6).take(100 * REQUEST_TOKENS)), 2)
     say("merging")
+    gc.collect()
+    trim_heap()
+    # Memory of the measurements before is left out.
+    held = resident_bytes() - at_rest
     forget_peak()
-    result["merge_ms"] = time_merges(corpus, writer)
-    result["peak_bytes_per_token_merging"] = round((peak_bytes() - before) / corpus.tokens, 2)
+    result["merge_ms"] = time_merges(corpus, additions)
+    result["peak_bytes_per_token_merging"] = round((peak_bytes() - held) / corpus.tokens, 2)
     say(f"feeding {FEED_TOKENS_PER_S:,} tokens a second for {FEED_S:.0f} s")
     return result | time_feed(corpus, writer, Writer(seed=7).take(4_000 * REQUEST_TOKENS))
 

@@ -3,6 +3,8 @@
 Corpora are tiny here and merged in tiny slices, so that a few requests wrap around the ring many times.
 """
 
+import os
+import sys
 import threading
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import index, merge, ring
-from ssd.corpus.corpus import Corpus
+from ssd.corpus.corpus import MAINTAINER_NICENESS, Corpus
 from ssd.corpus.ring import PAD
 from ssd.types import ROOT
 from tests import naive
@@ -271,6 +273,17 @@ def test_the_maintainer_refreshes_until_it_is_closed():
     corpus.append(array([4, 5]))
     assert draft_after(corpus, [4]) == []
     corpus.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is not one of a thread elsewhere")
+def test_drafting_threads_precede_the_maintainer():
+    corpus, refreshed, niceness = new_corpus(), threading.Event(), []
+    corpus.refresh = lambda: (niceness.append(os.nice(0)), refreshed.set())
+    corpus.maintain(0.001)
+    corpus.append(array([1, 2, 3]))
+    assert refreshed.wait(60)
+    corpus.close()
+    assert niceness[0] == min(19, os.nice(0) + MAINTAINER_NICENESS)
 
 
 def test_the_maintainer_can_be_started_again():
