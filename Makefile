@@ -43,7 +43,7 @@ LIBRARY := build/library.ssd
 COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
 compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)
-	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --combine threshold:4 --verification exact,rejection \
+	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --verification exact,rejection \
 		--warm 160 --requests 40 --max-tokens 96 --resume $(COMPARE_ARGS)
 
 $(LIBRARY): $(READY)

@@ -105,12 +105,10 @@ def launch(
     notify: Callable[[str], None],
     *,
     verifies_all: bool = False,
-    threshold: int | None = None,
 ) -> Engine:
     """Build the engine around a loaded model. `warn`: as in `build_drafter`. `notify`: as in `build_engine`.
 
-    `verifies_all`: verify all draft tokens, even if that takes more time than it saves. `threshold`: as in
-    `build_drafter`. Raises UserError.
+    `verifies_all`: verify all draft tokens, even if that takes more time than it saves. Raises UserError.
     """
     may_draft = options.drafter != "none" and options.config.max_draft > 0
     shape = options.draft_shape
@@ -134,7 +132,6 @@ def launch(
         address=options.address,
         require_sidecar=options.require_sidecar,
         warn=warn,
-        threshold=threshold,
         adapters=options.loras,
     )
     # Attached last: what was built before runs the model without adapters.

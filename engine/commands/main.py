@@ -217,8 +217,7 @@ def _take_rows(given: dict[str, Any]) -> tuple[EngineOptions, list[Row]]:
     """Remove the options that choose drafters from the arguments of a command; return them and the engine's options."""
     from engine.commands.compare.rows import parse_rows
 
-    shape, threshold = given.pop("draft_shape"), given.pop("threshold")
-    rows = parse_rows(given.pop("drafters"), given.pop("depths"), shape, [] if threshold is None else [threshold])
+    rows = parse_rows(given.pop("drafters"), given.pop("depths"), given.pop("draft_shape"))
     kinds = dict.fromkeys(kind for row in rows for kind in row.kinds)
     given |= {"drafter": "+".join(kinds), "drafter_options": {}, "draft_shape": "auto"}
     given |= {"max_sequences": max(given["concurrency"])}

@@ -165,16 +165,6 @@ MODEL_OPTIONS = (
 """Options for the model, the weights of drafters, and the device."""
 
 
-def _threshold(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Parse `threshold:N`. Raises UserError."""
-    if text is None:
-        return None
-    rule, _, number = text.partition(":")
-    if rule != "threshold" or not number.isdecimal() or int(number) < 1:
-        raise UserError(f"--combine must be threshold:N with a length of match, such as threshold:4, not {text!r}")
-    return int(number)
-
-
 def numbers(kind: type[int] | type[float], least: float) -> Callable[..., list[Any]]:
     """Return a callback that parses numbers from `least`, separated by commas. It raises UserError."""
 
@@ -220,14 +210,6 @@ ROW_OPTIONS = (
         type=click.Choice(("auto", *get_args(DraftShape))),
         default="auto",
         help="Shape of drafts. auto: paths for drafters that run a network once per position, trees for others.",
-    ),
-    click.option(
-        "--combine",
-        "threshold",
-        metavar="RULE",
-        callback=_threshold,
-        help="Run combinations A+B by this rule as well, as a baseline: threshold:N drafts from the corpus after a "
-        "match of N tokens, otherwise with the network.",
     ),
     click.option(
         "--max-draft",

@@ -309,7 +309,6 @@ def build_drafter(
     address: str = DEFAULT_ADDRESS,
     require_sidecar: bool = True,
     warn: Callable[[str], None] = LOG.warning,
-    threshold: int | None = None,
     adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> AnyDrafter:
     """Build the drafter that `name` selects.
@@ -318,7 +317,6 @@ def build_drafter(
     `address`, `require_sidecar`, `warn` and `adapters`: see `Resources`. Raises UserError for an unknown name, a class
     that cannot be imported, weights that do not fit the target, or a sidecar that is required and does not answer at
     `address`, or serves another model.
-    `threshold`: combine by match length instead, see `engine.drafters.combination.threshold`.
     """
     kinds = parse_kinds(name)
     is_combined = len(kinds) > 1
@@ -332,13 +330,8 @@ def build_drafter(
     from engine.drafters.tokens import adapt
 
     parts = [Part(kind, adapt(drafter), runs_model(kind)) for kind, drafter in zip(kinds, drafters, strict=True)]
-    has_trees = config.draft_shape == "tree"
     try:
-        if threshold is not None:
-            from engine.drafters.combination.threshold import ThresholdDrafter
-
-            return ThresholdDrafter(parts, has_trees=has_trees, threshold=threshold)
-        return CombinedDrafter(parts, has_trees=has_trees)
+        return CombinedDrafter(parts, has_trees=config.draft_shape == "tree")
     except ValueError as problem:
         raise UserError(f"--drafter {name}: {problem}") from None
 

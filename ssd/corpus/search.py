@@ -1,4 +1,4 @@
-"""Longest match of a text in the corpus, for reports, rules that need its length, and benchmarks."""
+"""Longest match of a text in the corpus, for reports and benchmarks."""
 
 from __future__ import annotations
 

@@ -91,9 +91,7 @@ def measure_drafters(
                 draft_shape=row.shape,
                 config=replace(_config(options, sequences), in_flight=0),
             )
-            engine = launch(
-                model, tokenizer, own, warn=announce, notify=lambda _: None, verifies_all=True, threshold=row.threshold
-            )
+            engine = launch(model, tokenizer, own, warn=announce, notify=lambda _: None, verifies_all=True)
             with closing(engine):
                 by_depth = found.setdefault(row.name, {}).setdefault(row.depth if row.has_depth else 0, {})
                 by_depth[sequences] = 1e3 * _drafting_s(engine, sequences)

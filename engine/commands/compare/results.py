@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands.compare.figures import Figures
-from engine.commands.compare.rows import THRESHOLD, Row
+from engine.commands.compare.rows import Row
 from engine.config import Verification
 from ssd.config import DraftShape
 from ssd.errors import UserError
@@ -90,11 +90,6 @@ class Result:
         return self.drafter, self.K, self.draft_shape, self.condition
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether it follows a rule that only comparisons have."""
-        return f"@{THRESHOLD}=" in self.drafter
-
-    @property
     def ms_per_drafted(self) -> float | None:
         """Drafting time per verified draft token of a sequence; None without drafts."""
         return self.drafting_ms / self.drafted_per_step if self.drafted_per_step else None
@@ -167,7 +162,7 @@ class Comparison:
         for result in self.results:
             # Outputs that differ in exact mode are a defect, which no speed makes up for.
             is_right = result.verification == "exact" and result.identical is not False
-            if is_right and result.drafter != "none" and not result.is_baseline:
+            if is_right and result.drafter != "none":
                 speedups.setdefault((result.drafter, result.K, result.has_depth), []).append(result.speedup)
         most = max(map(len, speedups.values()), default=0)
         means = {key: math.prod(each) ** (1 / len(each)) for key, each in speedups.items() if len(each) == most}

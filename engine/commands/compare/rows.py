@@ -17,8 +17,8 @@ NOT_IN_ALL = ("none", "ssd-remote")
 PATH_KINDS = ("draft-model", "self-int8", "mtp", "eagle", "eagle3")
 """Kinds that draft paths unless a shape is given: a figure at depth K then belongs to K draft tokens. Each further node
 of their trees takes a row in a forward pass of its own; other kinds get the nodes of a tree nearly for free."""
-SHAPE, THRESHOLD = "shape", "threshold"
-"""Options of a row that are not the drafter's."""
+SHAPE = "shape"
+"""Option of a row that is not the drafter's."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,6 @@ class Row:
     has_depth: bool
     """Whether the drafter can limit its depth. Others draft as deep as the engine verifies."""
     shape: DraftShape
-    threshold: int | None = None
-    """Length of match for the fixed rule of combination (`engine.drafters.combination.threshold`); None for the learned
-    one."""
 
     @property
     def kinds(self) -> list[str]:
@@ -56,26 +53,21 @@ class Row:
         return any(kind not in KINDS or KINDS[kind].remembers for kind in self.kinds)
 
 
-def parse_rows(
-    text: str, depths: Sequence[int], shape: DraftShape | Literal["auto"], thresholds: Iterable[int] = ()
-) -> list[Row]:
+def parse_rows(text: str, depths: Sequence[int], shape: DraftShape | Literal["auto"]) -> list[Row]:
     """Return the rows that a list of `all` and `DRAFTER[@NAME=VALUE...]` stands for, each once.
 
-    depths: of drafters that can limit it. shape: of rows without their own. thresholds: of further rows for each
-    combination. Raises UserError for an unknown drafter or option.
+    depths: of drafters that can limit it. shape: of rows without their own. Raises UserError for an unknown drafter or
+    option.
     """
     rows: dict[tuple[str, int], Row] = {}
     for part in _expanded(text.split(",")):
         drafter, *pairs = part.split("@")
-        kinds = parse_kinds(drafter)
-        combined = [f"{THRESHOLD}={threshold}" for threshold in thresholds] if len(kinds) > 1 else []
-        for extra in ([], *([each] for each in combined)):
-            options = dict(_pair(part, pair) for pair in [*pairs, *extra])
-            has_depth = any(kind in KINDS and DEPTH in KINDS[kind].options for kind in kinds)
-            of_row = [_number(DEPTH, options.pop(DEPTH))] if DEPTH in options else depths
-            for depth in of_row if has_depth else of_row[:1]:
-                row = _row(drafter, dict(options), depth, has_depth, shape)
-                rows.setdefault((row.name, depth), row)
+        options = dict(_pair(part, pair) for pair in pairs)
+        has_depth = any(kind in KINDS and DEPTH in KINDS[kind].options for kind in parse_kinds(drafter))
+        of_row = [_number(DEPTH, options.pop(DEPTH))] if DEPTH in options else depths
+        for depth in of_row if has_depth else of_row[:1]:
+            row = _row(drafter, dict(options), depth, has_depth, shape)
+            rows.setdefault((row.name, depth), row)
     if not rows:
         raise UserError(f"--drafter {text}: give at least one drafter to compare with none")
     return list(rows.values())
@@ -115,11 +107,10 @@ def _row(
     shapes: dict[str, DraftShape] = {each: each for each in get_args(DraftShape)}
     if given not in shapes:
         raise UserError(f"--drafter {name}: {SHAPE} must be {' or '.join(shapes)}, not {given!r}")
-    threshold = _number(THRESHOLD, options.pop(THRESHOLD)) if THRESHOLD in options else None
     configure(drafter, DrafterConfig(), options)
     if has_depth:
         options[DEPTH] = str(depth)
-    return Row(name, drafter, options, depth, has_depth, shapes[given], threshold)
+    return Row(name, drafter, options, depth, has_depth, shapes[given])
 
 
 def _pair(part: str, text: str) -> tuple[str, str]:

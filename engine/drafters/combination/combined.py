@@ -251,11 +251,10 @@ def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
     )
 
 
-def add_drafts(batch: DraftBatch, number: int, merged: SequenceOf[Merged | None]) -> None:
-    """Add the drafts of the drafter `number`; those of sequences without a tree are dropped."""
+def add_drafts(batch: DraftBatch, number: int, merged: SequenceOf[Merged]) -> None:
+    """Add the drafts of the drafter `number` to the trees."""
     for index, one in enumerate(merged):
-        if one is not None:
-            one.add(batch, index, number)
+        one.add(batch, index, number)
 
 
 def joint_drafts(merged: SequenceOf[Merged]) -> DraftBatch:

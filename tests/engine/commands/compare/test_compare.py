@@ -72,13 +72,12 @@ def read(out):
 
 def test_every_figure_is_reported(compare, tmp_path):
     options = ("--warm", 1, "--requests", 2, "--verification", "exact,rejection", "--depth", "3", "--gpu", "h100")
-    more = ("--combine", "threshold:4", "--max-draft", 6)
-    code, out, err = compare(tmp_path, *options, *more, drafter="mtp,ngram,ssd+mtp,eagle")
+    code, out, err = compare(tmp_path, *options, "--max-draft", 6, drafter="mtp,ngram,ssd+mtp,eagle")
     assert (code, err) == (0, "")
     document = read(tmp_path)
     results = document["results"]
     assert all(set(result) >= FIELDS for result in results)
-    names = ["none", "mtp", "ngram", "ssd+mtp", "ssd+mtp@threshold=4"]
+    names = ["none", "mtp", "ngram", "ssd+mtp"]
     expected = [(0.0, "exact", name) for name in names] + [(0.8, "exact", name) for name in names]
     expected += [(0.8, "rejection", name) for name in ("none", "mtp")]
     assert [(r["temperature"], r["verification"], r["drafter"]) for r in results] == expected
@@ -95,7 +94,7 @@ def test_every_figure_is_reported(compare, tmp_path):
         if result["drafter"] == "none":
             assert (result["tokens_per_step"], result["speedup"], result["drafted_per_step"]) == (1, 1, 0)
     assert list(document["skipped"]) == ["eagle"]
-    for words in ("temperature 0.8, rejection", "ssd+mtp@threshold=4", "no weights", document["recommendation"]):
+    for words in ("temperature 0.8, rejection", "ssd+mtp", "no weights", document["recommendation"]):
         assert words in out
     table = (tmp_path / "compare.md").read_text()
     assert f"| mtp | 3 | path | {results[1]['tokens_per_step']:.2f} |" in table
@@ -171,7 +170,6 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
         (("--depth", "0"), "--depth must be numbers from 1"),
         (("--temperature", "0,hot"), "--temperature must be numbers from 0"),
         (("--verification", "maybe"), "--verification must be exact or rejection"),
-        (("--combine", "longest"), "--combine must be threshold:N"),
         (("--gpu", "abacus"), "--gpu abacus: unknown; give l4,"),
         (("--gpu", "h100", "--model-size", "2t"), "--model-size 2t: unknown"),
         (("--gpu", "h100", "--cost-profile", "x"), "not both"),

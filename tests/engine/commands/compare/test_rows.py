@@ -7,8 +7,8 @@ from engine.drafters.registry import KINDS
 from ssd.errors import UserError
 
 
-def parsed(text, depths=(4,), shape="auto", thresholds=()):
-    return [(row.name, row.depth) for row in parse_rows(text, depths, shape, thresholds)]
+def parsed(text, depths=(4,), shape="auto"):
+    return [(row.name, row.depth) for row in parse_rows(text, depths, shape)]
 
 
 def test_all_means_every_kind_that_drafts_here():
@@ -44,12 +44,6 @@ def test_networks_that_run_once_per_position_draft_paths():
 def test_only_paths_of_single_networks_are_sampled():
     rows = parse_rows("mtp,mtp@shape=tree,medusa,ssd,ssd+mtp,medusa@shape=path", [4], "auto")
     assert [row.name for row in rows if row.samples_q] == ["mtp", "medusa@shape=path"]
-
-
-def test_the_fixed_rule_is_added_for_combinations():
-    rows = parse_rows("mtp,ssd+mtp", [4], "auto", [4])
-    assert [(row.name, row.threshold) for row in rows] == [("mtp", None), ("ssd+mtp", None), ("ssd+mtp@threshold=4", 4)]
-    assert dict(rows[-1].options) == {"depth": "4"}
 
 
 @pytest.mark.parametrize(

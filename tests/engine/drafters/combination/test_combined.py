@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from engine.drafters.combination.combined import CombinedDrafter, Part
-from engine.drafters.combination.threshold import ThresholdDrafter, own_match_length
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.model_free.none import NoDrafter
@@ -123,23 +122,3 @@ def test_a_drafter_without_requests_is_not_asked(model):
     completions = engine.generate(asked)
     assert not calls
     assert all(each.drafted for each in completions)
-
-
-def test_a_threshold_chooses_between_the_drafts(model):
-    """Above the threshold all tokens come from the corpus, below it all from the network; outputs stay the same."""
-    asked = requests(0.0, count=4) + requests(0.0, count=4)
-    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
-    for threshold, source in ((0, "corpus"), (1000, "mtp")):
-        parts = [make_part(kind, model, False) for kind in ("ssd", "mtp")]
-        drafter = ThresholdDrafter(parts, has_trees=False, threshold=threshold)
-        completions = build_engine(model, CONFIG, drafter).generate(asked)
-        assert tokens_of(completions) == tokens_of(plain)
-        assert source in {name for each in completions for name in each.by_source}
-        assert (source == "mtp") == all("corpus" not in each.by_source for each in completions)
-
-
-def test_match_within_the_text():
-    text = np.array([5, 6, 7, 8, 5, 6, 7], np.uint32)
-    assert own_match_length(text, 8) == 3
-    assert own_match_length(text, 2) == 2
-    assert own_match_length(np.array([1, 2, 3], np.uint32), 8) == 0
