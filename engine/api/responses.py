@@ -153,7 +153,7 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
     texts = [OutputText(Detokenizer(decode, request.prompt), request.sampling.stop) for request in requests]
     try:
         service.admission.admit(len(requests))
-        run, release = service.runner(body, requests), service.admission.release
+        run, release = service.runner(body), service.admission.release
         async with aclosing(stream_deltas(run, requests, texts, release)) as deltas:
             async for delta in deltas:
                 recorder.record(delta)

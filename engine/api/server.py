@@ -24,7 +24,6 @@ import uvicorn
 from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
-from engine.api.response_cache import ResponseCache
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognise
 from engine.commands.options import EngineOptions
@@ -58,8 +57,6 @@ class ServerConfig:
     """Seconds to wait for running requests after a signal to stop."""
     tool_call_parser: str | None = None
     """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognised."""
-    cached_responses: int = 0
-    """Capacity of the response cache in tokens; 0: no cache."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -89,8 +86,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     try:
         ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
-        cache = ResponseCache(config.cached_responses) if config.cached_responses else None
-        service = Service(engine, ready, served, admission, cache)
+        service = Service(engine, ready, served, admission)
         app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
         await _listen(app, engine, config, notify)
         if engine.gone is not None:

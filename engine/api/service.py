@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from engine.api.grammar_checker import GrammarChecker
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run, prompt_only
-from engine.api.response_cache import ResponseCache
 from engine.api.schemas import SamplingFields
 from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
@@ -91,14 +90,7 @@ class Admission:
 class Service:
     """State and operations that the routes share."""
 
-    def __init__(
-        self,
-        engine: EngineProcess,
-        ready: EngineReady,
-        served: ServedModel,
-        admission: Admission,
-        cache: ResponseCache | None,
-    ) -> None:
+    def __init__(self, engine: EngineProcess, ready: EngineReady, served: ServedModel, admission: Admission) -> None:
         self.engine = engine
         self.served = served
         self.admission = admission
@@ -109,7 +101,6 @@ class Service:
         }
         collector = EngineCollector(served.name, lambda: engine.stats, lambda: admission.refused, kv_cache)
         self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
-        self._cache = cache
         self._grammars = GrammarChecker(GrammarCompiler(served.tokenizer, ready.vocab_size, ready.end_tokens))
         self.max_tokens = ready.max_tokens
         """Largest number of tokens of a prompt plus its output."""
@@ -137,11 +128,9 @@ class Service:
         header = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
         return header | asdict(self.engine.stats) | {"corpus_history": self.engine.corpus_history.points}
 
-    def runner(self, body: SamplingFields, requests: Sequence[Request]) -> Run:
-        """Return the function that runs the requests of a body. Deterministic requests may use the response cache."""
-        is_deterministic = body.seed is not None or not any(request.sampling.is_sampled for request in requests)
-        run = partial(self._cache.run, self.engine) if self._cache is not None and is_deterministic else self.engine.run
-        run = partial(self._grammars.run, run)
+    def runner(self, body: SamplingFields) -> Run:
+        """Return the function that runs the requests of a body."""
+        run = partial(self._grammars.run, self.engine.run)
         return prompt_only(run) if body.max_tokens == 0 else run
 
     def check_model(self, name: str) -> None:

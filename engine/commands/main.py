@@ -89,13 +89,6 @@ def generate(
     help="Format of tool calls.  [default: that of the chat template, if it is recognised]",
 )
 @click.option(
-    "--cached-responses",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="TOKENS",
-    help="Capacity of a cache for exact repeats of deterministic requests; 0: no cache.",
-)
-@click.option(
     "--drain",
     "drain_s",
     type=click.FloatRange(min=0),

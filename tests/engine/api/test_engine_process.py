@@ -15,7 +15,6 @@ from engine.api.engine_process import MAX_POINTS, EngineGoneError, EngineProcess
 from engine.api.errors import ApiError
 from engine.api.messages import RequestEnded
 from engine.api.outputs import stream_deltas
-from engine.api.response_cache import ResponseCache
 from engine.api.service import Admission
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
@@ -95,26 +94,6 @@ async def test_a_slow_reader_does_not_block_admission(engine):
         await anext(deltas)  # reads nothing after this
         await eventually(lambda: admission.admitted == 0)
         admission.admit(2)
-
-
-@pytest.mark.anyio
-async def test_exact_repeats_come_from_the_cache(engine):
-    cache = ResponseCache(max_tokens=20)
-    first = [event async for event in cache.run(engine, request(5))]
-    steps = engine.stats.steps
-    second = [event async for event in cache.run(engine, request(5))]
-    assert cache.hits == 1
-    assert second[-1].completion.tokens.tolist() == first[-1].completion.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert second[0].tokens.tolist() == [1, 2, 3, 4, 5]
-    assert first[-1].completion.by_source
-    assert (second[-1].completion.steps, second[-1].completion.by_source) == (0, {})
-    drafting = (request(5, drafters=frozenset()), request(5, max_draft=1))
-    for other in (request(5, salt="other"), request(5, temperature=1.0), request(6), request(5, (3, 2, 1)), *drafting):
-        await tokens_of(cache.run(engine, other))
-    assert cache.hits == 1
-    await tokens_of(cache.run(engine, request(5)))  # evicted: 20 tokens hold two of these
-    assert cache.hits == 1
-    assert engine.stats.steps >= steps
 
 
 @pytest.mark.anyio
