@@ -16,7 +16,7 @@ class EngineConfig:
     """Limits on concurrency and memory, and how drafts are verified."""
 
     max_sequences: int = 64
-    """Largest number of sequences that run at the same time; more wait."""
+    """Largest number of sequences that run at the same time; further ones are queued."""
     max_step_tokens: int = 2048
     """Largest number of tokens in a step; longer prompts run in chunks, batched with the decoding of other
     sequences."""

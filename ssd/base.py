@@ -349,7 +349,7 @@ class CorpusDrafter(ABC):
 
     def _check_is_new(self, sequence_id: int) -> None:
         if sequence_id in self._running:
-            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+            raise ValueError(f"sequence {sequence_id} is already running")
 
     def _owner_of(self, running: Running) -> int:
         """Return a sequence's number in the live tier."""

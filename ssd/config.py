@@ -78,5 +78,6 @@ def check_cost(cost: float) -> None:
     """Raise ValueError for a cost outside (0, 1]."""
     if not 0 < cost <= 1:
         raise ValueError(
-            f"cost, the fraction of a step that one more verified token costs, must be above 0 to 1, not {cost}"
+            "cost, the fraction of a step that verifying one more token takes, must be greater than 0 and at most 1, "
+            f"not {cost}"
         )

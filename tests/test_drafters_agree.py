@@ -101,7 +101,7 @@ def test_steps_of_a_text_are_equal(drafter):
 
 def test_ids_in_use_and_unknown_ones_are_refused(drafter):
     drafter.start(1, array([1]))
-    with pytest.raises(ValueError, match="sequence 1 was started before"):
+    with pytest.raises(ValueError, match="sequence 1 is already running"):
         drafter.start(1, array([1]))
     with pytest.raises(ValueError, match="sequence 8 was not started"):
         drafter.draft(progress_of({8: []}, limit=1))
@@ -125,7 +125,7 @@ def test_invalid_calls_are_refused_without_effect(drafter):
     with pytest.raises(ValueError, match="twice"):
         drafter.draft(twice)
     for cost in (0.0, 1.01, float("nan")):
-        with pytest.raises(ValueError, match="above 0 to 1"):
+        with pytest.raises(ValueError, match="greater than 0 and at most 1"):
             drafter.draft(progress_of({1: []}, limit=1, cost=cost))
     with pytest.raises(ValueError, match="was offered 0 tokens; it cannot have verified 1"):
         drafter.draft(progress_of({1: [6]}, limit=1, verified=1))

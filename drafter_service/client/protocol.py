@@ -109,7 +109,7 @@ class Protocol:
         that is too long.
         """
         if sequence_id in self._running.row_of:
-            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+            raise ValueError(f"sequence {sequence_id} is already running")
         check_tokens(prompt, self._vocab_size)
         hints = np.array([] if hints is None else hints, np.uint32)
         check_tokens(hints, self._vocab_size)

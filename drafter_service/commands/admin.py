@@ -8,7 +8,7 @@ from drafter_service.commands.link import Link, connection_options
 
 HEALTH_TIMEOUT_S = 3.0
 HEALTH_INTERVAL_S = 0.2
-"""Time between two checks of a service that is not ready yet."""
+"""Interval between checks of a service that is not ready yet."""
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
 
@@ -17,7 +17,7 @@ RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reco
 @click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
-    """Exit with 0 if the service is serving. For probes."""
+    """Exit with 0 if the service is serving; for liveness and startup probes."""
     import time
 
     import grpc
@@ -97,7 +97,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
 
 
 @click.command()
-@click.option("--namespace", default="", help="Save this namespace only.")
+@click.option("--namespace", default="", help="Save this namespace only.", show_default=False)
 @connection_options
 def snapshot(namespace: str, link: Link) -> None:
     """Save the namespaces to the service's snapshot folder now."""

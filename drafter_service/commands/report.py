@@ -81,11 +81,11 @@ def report(
     type=click.FloatRange(min=0.1, max=3600),
     default=1.0,
     metavar="SECONDS",
-    help="Time between two updates.",
+    help="Interval between updates.",
 )
 @click.option("--once", is_flag=True, help="Print one interval and exit. Default without a terminal.")
 def top(link: Link, namespace: str, interval: float, once: bool) -> None:
-    """Show the current rates of a service; q quits."""
+    """Show the current rates of a service; press q to quit."""
     from rich.console import Console
 
     from drafter_service.observability.report.top import keys, print_once, wait_without_keys, watch

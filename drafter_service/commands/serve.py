@@ -60,13 +60,15 @@ FLAGS = {
     type=float,
     help="Cost of verifying one more token, as a fraction of a step, where engines do not report it.  [default: 0.02]",
 )
-@click.option("--refresh-interval", type=float, metavar="SECONDS", help="Time between two updates of the index.")
+@click.option(
+    "--refresh-interval", type=float, metavar="SECONDS", help="Interval between index updates.  [default: 0.005]"
+)
 @click.option("--memory-limit", type=Quantity(), help="Maximum bytes of all loaded namespaces.  [default: 4G]")
 @click.option(
     "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Folder that stores the namespaces."
 )
-@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="Time between two snapshots.  [default: 300]")
-@click.option("--log", metavar="URL", help="redis://... of a log that replicas share.")
+@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="Interval between snapshots.  [default: 300]")
+@click.option("--log", metavar="URL", help="Address of the log that replicas share, redis://...")
 @click.option("--metrics", metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
 @click.option("--certificate", type=_FILE, help="The service's certificate; enables TLS.")
 @click.option("--key", type=_FILE, help="Private key of --certificate.")

@@ -131,7 +131,7 @@ class HostNamespaces:
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
         if settings.ssd == EMBEDDED and settings.shadow:
-            raise UserError('"shadow" needs a sidecar, which reports the result; "ssd" is "embedded"')
+            raise UserError('"shadow" needs a sidecar; set "ssd" to the address of one, not "embedded"')
         if settings.ssd == EMBEDDED:
             from ssd.drafter import SuffixDrafter
 
@@ -150,7 +150,7 @@ class HostNamespaces:
             on_lost=lambda reason: self._report(
                 f"no drafts from the drafter at {settings.ssd} ({reason}); continuing without drafts"
             ),
-            on_resumed=lambda: self._report(f"the drafter at {settings.ssd} answers again; drafts resume"),
+            on_resumed=lambda: self._report(f"reconnected to the drafter at {settings.ssd}; drafting resumes"),
         )
 
 

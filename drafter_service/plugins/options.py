@@ -40,7 +40,7 @@ class HostLimits:
     trees: bool = False
     """Whether a draft may be a tree."""
     cost: float | None = None
-    """Cost of verifying one more token, as a fraction of a step, above 0 to 1; None: as the drafter is configured."""
+    """Cost of verifying one more token, as a fraction of a step, in (0, 1]; None: as the drafter is configured."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a limit below 1."""

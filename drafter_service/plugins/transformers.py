@@ -287,7 +287,7 @@ def decoder_of(config: Any) -> str:
     """Return the name of the host's own decoding method. Raises ValueError for a mode that has none."""
     mode = config.get_generation_mode().value
     if mode not in DECODERS:
-        raise ValueError(f"{mode} does not go with drafts; call generate without custom_generate=SsdGenerate(...)")
+        raise ValueError(f"{mode} is not supported with drafts; call generate without custom_generate=SsdGenerate(...)")
     return DECODERS[mode]
 
 

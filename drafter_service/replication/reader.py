@@ -30,7 +30,7 @@ from ssd.corpus.requests import NO_NAME, hash_of
 ENTRIES_AT_ONCE = 16
 """Entries per answer of Redis: about one megabyte at the usual size."""
 LAG_INTERVAL_S = 1.0
-"""Time between two measurements of the lag."""
+"""Interval between measurements of the lag."""
 MAX_NAMES = 1 << 16
 """Number of names that are kept, about 10 MB. Duplicates are at most one outbox apart, some thousand requests."""
 

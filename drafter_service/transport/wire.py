@@ -182,7 +182,7 @@ def _read_ids(data: bytes, owner: str) -> np.ndarray:
 def _read_cost(message: pb.Batch | pb.Outcomes, owner: str) -> float | None:
     cost = message.cost if message.HasField("cost") else None
     if cost is not None and not 0 < cost <= 1:
-        raise WireError(f"{owner}.cost is {cost}; it is a fraction of a step, above 0 to 1")
+        raise WireError(f"{owner}.cost is {cost}; it must be greater than 0 and at most 1")
     return cost
 
 

@@ -159,8 +159,8 @@ class Service:
             return max(1, min(default, room))
         if 0 < room < given:
             raise ApiError(
-                400, f"{param}: {given} output tokens do not fit; with the prompt's {len(prompt)} tokens the context "
-                f"window of {self.max_tokens} has room for {room}", param=param, code="context_length_exceeded",
+                400, f"{param}: {given} exceeds the {room} tokens that the prompt of {len(prompt)} leaves in the "
+                f"context window of {self.max_tokens}", param=param, code="context_length_exceeded",
             )  # fmt: skip
         return given
 

@@ -145,7 +145,11 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     help="File of prompts, as --file of `generate`.  [default: prompts.jsonl in the model's folder]",
 )
 @click.option(
-    "--warm", "earlier", type=click.IntRange(min=0), default=0, help="Number of prompts to run first, unmeasured."
+    "--warm",
+    "earlier",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of prompts to run first, without measuring them.",
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Number of prompts to measure.  [default: all others]")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
@@ -180,7 +184,7 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     default=Path("build"),
     help="Folder for compare.json, compare.html and compare.md.",
 )
-@click.option("--resume/--no-resume", default=False, help="Keep the results that the folder has, and add missing ones.")
+@click.option("--resume/--no-resume", default=False, help="Keep the results in --out, and run only what is missing.")
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
     """Compare drafters on the same prompts, and find the best draft depth."""
     from engine.commands.compare.compare import CompareOptions, run_comparison

@@ -250,8 +250,8 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             multiple=True,
             metavar="KEY=VALUE",
             callback=_pairs,
-            help="Setting of the drafter, such as depth=8: the draft depth of drafters that run a network; may be "
-            "given again.",
+            help="Option of the drafter, such as depth=8 for the draft depth of a drafter that runs a network. "
+            "Can be repeated; docs/drafters.md lists all.",
         ),
         click.option(
             "--max-draft",
@@ -277,7 +277,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             "--max-sequences",
             type=click.IntRange(min=1),
             default=max_sequences,
-            help="Maximum number of requests that run at the same time; more wait.",
+            help="Maximum number of requests that run at the same time; further requests are queued.",
         ),
         click.option(
             "--lora",
@@ -285,7 +285,7 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             multiple=True,
             metavar="NAME=FOLDER",
             callback=_loras,
-            help="LoRA adapter in PEFT's format that requests may choose by NAME; may be given again.",
+            help="LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated.",
         ),
         click.option(
             "--max-loras",
@@ -362,7 +362,7 @@ SAMPLING_OPTIONS = (
         multiple=True,
         metavar="TOKEN=BIAS",
         callback=_biases,
-        help="Add -100 to 100 to the logits of a token id; may be given again.",
+        help="Add -100 to 100 to the logits of a token id. Can be repeated.",
     ),
     click.option(
         "--seed",
@@ -370,13 +370,13 @@ SAMPLING_OPTIONS = (
         default=0,
         help="Seed of sampling; with exact verification, outputs do not depend on the drafter.",
     ),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text; may be given again."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text. Can be repeated."),
     click.option(
         "--stop-token-id",
         "stop_token_ids",
         type=int,
         multiple=True,
-        help="End an output at this token; may be given again.",
+        help="End an output at this token. Can be repeated.",
     ),
     click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
     click.option("--logprobs", type=int, help="With --out: number of alternatives to report per token, 0 to 20."),

@@ -116,7 +116,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
         model=None if folder is None else model_identity(folder, adapter=resources.adapter),
         host="ssd-engine",
         on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
-        on_resumed=lambda: warn(f"the drafter at {address} answers again; drafts resume"),
+        on_resumed=lambda: warn(f"reconnected to the drafter at {address}; drafting resumes"),
     )
     if resources.adapter is not None:
         # This drafter is made while requests run, so nothing may wait for its connection.
@@ -253,7 +253,7 @@ def parse_kinds(text: str) -> list[str]:
         if kind not in KINDS and not (separator and module and name):
             raise UserError(f"unknown drafter {kind!r}; give {', '.join(KINDS)}, or package.module:Class")
         if len(kinds) > 1 and (kind == "none" or kinds.count(kind) > 1):
-            raise UserError(f"--drafter {text}: combine different drafters, none of them `none`")
+            raise UserError(f"--drafter {text}: each drafter may appear once, and `none` cannot be combined")
     return kinds
 
 

@@ -26,7 +26,7 @@ class NgramDrafter:
         Raises ValueError if its id is in use.
         """
         if sequence_id in self._texts:
-            raise ValueError(f"sequence {sequence_id} was started before and not finished")
+            raise ValueError(f"sequence {sequence_id} is already running")
         self._texts[sequence_id] = prompt if hints is None else np.concatenate((hints, prompt))
 
     def draft(self, progress: Progress) -> DraftBatch:

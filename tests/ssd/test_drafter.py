@@ -404,7 +404,7 @@ def test_arrays_of_other_types_are_refused(drafter, tokens):
 
 def test_ids_in_use_and_unknown_ones_are_refused(drafter):
     drafter.start(1, array([1]))
-    with pytest.raises(ValueError, match="sequence 1 was started before and not finished"):
+    with pytest.raises(ValueError, match="sequence 1 is already running"):
         drafter.start(1, array([1]))
     with pytest.raises(ValueError, match="sequence 8 was not started"):
         drafter.draft(progress_of({8: []}, limit=1))

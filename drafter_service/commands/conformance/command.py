@@ -23,7 +23,9 @@ from ssd.errors import UserError
     help="End --listen after this time without a request.",
 )
 @click.option("--overlapped", is_flag=True, help="The engine asks for drafts while a step is in flight (--listen).")
-@click.option("--namespace", default="", help="Namespace for the text of --connect.  [default: a new one]")
+@click.option(
+    "--namespace", default="", help="Namespace for the text of --connect.  [default: a new one]", show_default=False
+)
 @access_options
 def conformance(
     listen: str | None,

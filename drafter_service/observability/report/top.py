@@ -45,7 +45,7 @@ def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s:
     monitor.note(fetch())
 
     def screen() -> RenderableType:
-        return Group(monitor.frame(console.width, console.height), Text(), Text("q quits", "dim"))
+        return Group(monitor.frame(console.width, console.height), Text(), Text("press q to quit", "dim"))
 
     live = Live(screen(), console=console, auto_refresh=False, screen=True)
     try:

@@ -244,7 +244,7 @@ def test_invalid_calls_are_refused_without_effect():
         (progress_of({1: [], 3: []}, limit=1), "sequence 3 was not started"),
         (progress_of({1: []}, limit=1, verified=3), "it cannot have verified 3"),
         (progress_of({1: [0xFFFF_FFFF]}, limit=1), "4,294,967,294"),
-        (progress_of({1: []}, limit=1, cost=0.0), "above 0 to 1"),
+        (progress_of({1: []}, limit=1, cost=0.0), "greater than 0 and at most 1"),
     ):
         with pytest.raises(ValueError, match=reason):
             wire.client.draft(wrong)
@@ -252,7 +252,7 @@ def test_invalid_calls_are_refused_without_effect():
         finish(wire.client, 1, [], verified=3)
     with pytest.raises(ValueError, match="sequence 3 was not started"):
         finish(wire.client, 3, [])
-    with pytest.raises(ValueError, match="sequence 1 was started before"):
+    with pytest.raises(ValueError, match="sequence 1 is already running"):
         start(wire.client, 1, [5])
     wire.settle()
     assert len(wire.service.requests) == before

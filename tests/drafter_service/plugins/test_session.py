@@ -373,7 +373,7 @@ def test_an_embedded_drafter_has_no_shadow_mode():
     session = HostSession(DrafterSettings(ssd="embedded", shadow=True), LIMITS, reports.append)
     assert first_draft(session) == []
     (report,) = reports
-    assert report.startswith('"shadow" needs a sidecar, which reports the result')
+    assert report.startswith('"shadow" needs a sidecar; ')
 
 
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):

@@ -387,7 +387,7 @@ def test_an_engine_that_starts_before_its_sidecar_connects_later(socket_address)
             for _ in range(GOOD_RESPONSES):
                 client.completions.create(**asked | {"max_tokens": 2})
             line = server.process.stderr.readline()
-            assert line == f"warning: the drafter at {socket_address} answers again; drafts resume\n"
+            assert line == f"warning: reconnected to the drafter at {socket_address}; drafting resumes\n"
 
 
 def drafts_in(answer, text):

@@ -121,7 +121,7 @@ def test_each_drafter_refuses_the_other_policy():
 def test_impossible_input_is_refused():
     drafter = ClassicDrafter(CONFIG, corpus=Corpus(10_000, 32))
     drafter.start(1, array([1, 2, 1]))
-    with pytest.raises(ValueError, match="sequence 1 was started before"):
+    with pytest.raises(ValueError, match="sequence 1 is already running"):
         drafter.start(1, array([1]))
     with pytest.raises(ValueError, match="4,294,967,294"):
         drafter.start(2, array([naive.SEPARATOR]))

@@ -174,7 +174,7 @@ def test_terminal_is_restored(socket_address, leave):
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
-        seen = read_until(ours, b"q quits")
+        seen = read_until(ours, b"press q to quit")
         assert b"\x1b[?1049h" in seen
         if leave == "q":
             os.write(ours, b"xq")
