@@ -65,7 +65,6 @@ class DrafterClient:
         address: str,
         *,
         deadline_s: float = DEADLINE_S,
-        patience_s: float = PATIENCE_S,
         model: ModelIdentity | None = None,
         namespace: str = "",
         policy: str = "",
@@ -78,21 +77,19 @@ class DrafterClient:
     ) -> None:
         """Connect to the service at `address`, and reconnect after each loss.
 
-        deadline_s: maximum wait for the drafts of a step. patience_s: time after which a connection with an unanswered
-        request is replaced. model: the served model. namespace: name of the corpus; "" for one named after the model.
-        policy: how the namespace drafts if this client creates it, "suffix" or "classic"; "" for the service's default.
-        host: name and version of the engine for the service's report, such as "vllm/0.32.0". access: TLS files and
-        bearer token. shadow: withhold all drafts; the service reports what they would have gained. required: raise
-        UserError if no service answers, or it refuses; otherwise there are no drafts until one accepts. on_lost: called
-        with the reason, once for each loss of the connection. on_resumed: called after such a loss once the service has
-        answered several requests again.
+        deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
+        for one named after the model. policy: how the namespace drafts if this client creates it, "suffix" or
+        "classic"; "" for the service's default. host: name and version of the engine for the service's report, such as
+        "vllm/0.32.0". access: TLS files and bearer token. shadow: withhold all drafts; the service reports what they
+        would have gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
+        until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
+        after such a loss once the service has answered several requests again.
         """
         self.address = Address.parse(address).text
         self.transport = ""
         """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""
         self._connector = Connector(Address.parse(address), access or ClientAccess())
         self._deadline_s = deadline_s
-        self._patience_s = patience_s
         self._on_lost = on_lost
         self._on_resumed = on_resumed
         self._protocol = Protocol(hello_message(model, namespace, policy, host), shadow=shadow)
@@ -339,7 +336,7 @@ class DrafterClient:
     def _check_silence(self) -> None:
         """End the stream if its oldest request has been unanswered for too long."""
         silent_s = self._protocol.pending.oldest_wait_s
-        if silent_s > self._patience_s:
+        if silent_s > PATIENCE_S:
             self._leave(StreamEnd(f"it has not answered for {silent_s:.0f} s"))
 
     # Both threads, with the lock.

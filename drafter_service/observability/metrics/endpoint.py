@@ -30,17 +30,10 @@ POLL_S = 0.1
 class MetricsEndpoint:
     """Serves `/metrics` from `start` to `stop`."""
 
-    def __init__(
-        self,
-        facts: Callable[[], ServiceFacts],
-        address: str,
-        *,
-        max_namespaces: int = MAX_NAMESPACES,
-    ) -> None:
+    def __init__(self, facts: Callable[[], ServiceFacts], address: str) -> None:
         """Make an endpoint that does not listen yet.
 
-        facts: called in other threads; see `facts_from_loop`. max_namespaces: maximum number of namespaces with
-        separate series. Raises UserError if `address` is not HOST:PORT.
+        facts: called in other threads; see `facts_from_loop`. Raises UserError if `address` is not HOST:PORT.
         """
         self.address = Address.parse(address)
         """After `start`, with the actual port."""
@@ -49,7 +42,7 @@ class MetricsEndpoint:
                 "reports.metrics: Prometheus reads from HOST:PORT, such as 127.0.0.1:9400, not from a socket"
             )
         self.registry = CollectorRegistry()
-        self.registry.register(DrafterCollector(facts, max_namespaces))
+        self.registry.register(DrafterCollector(facts, MAX_NAMESPACES))
         ProcessCollector(registry=self.registry)
         self._server: _Server | None = None
         self._thread: Thread | None = None

@@ -213,16 +213,17 @@ def test_the_client_waits_once_for_a_late_service_and_sends_nothing_before_its_a
     assert client.lost is None
 
 
-def test_an_unanswered_stream_is_closed(fake, connect):
+def test_an_unanswered_stream_is_closed(fake, connect, monkeypatch):
     news = []
-    client = connect(deadline_s=0.01, patience_s=0.05, on_lost=news.append)
+    monkeypatch.setattr("drafter_service.client.client.PATIENCE_S", 0.05)
+    client = connect(deadline_s=0.01, on_lost=news.append)
     client.start(1, array([5]))
     fake.pause()
     eventually(lambda: draft_of(client, []) == [] and news)
     assert "has not answered for" in news[0]
     fake.resume()
     client._deadline_s = TIMEOUT_S
-    client._patience_s = TIMEOUT_S
+    monkeypatch.undo()
     eventually(lambda: client.lost is None and draft_of(client, []) == [6])
 
 

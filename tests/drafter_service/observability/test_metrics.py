@@ -38,9 +38,9 @@ VLLM = "vllm:spec_decode_num_"
 
 
 @contextmanager
-def scraped(facts, **settings):
+def scraped(facts):
     """Serve metrics, and yield a function that fetches them over HTTP."""
-    endpoint = MetricsEndpoint(facts, "127.0.0.1:0", **settings)
+    endpoint = MetricsEndpoint(facts, "127.0.0.1:0")
     endpoint.start()
     try:
         yield lambda: fetch(endpoint)
@@ -383,7 +383,7 @@ def test_facts_are_read_in_the_event_loop():
 def test_concurrent_scrapes_agree():
     stats = np.random.default_rng(0).integers(1, 100, 30)
     namespaces = [namespace_facts(f"n{i}", stats_of(int(count))) for i, count in enumerate(stats)]
-    with scraped(lambda: service_facts(*namespaces), max_namespaces=3) as read:
+    with scraped(lambda: service_facts(*namespaces)) as read:
         texts = [[] for _ in range(4)]
         readers = [threading.Thread(target=lambda into=into: into.append(samples(read()))) for into in texts]
         for reader in readers:
