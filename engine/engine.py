@@ -71,7 +71,7 @@ class StepReport:
     is_ahead: bool = False
     """Whether the next step was launched before the results of this one were read."""
     is_backing_off: bool = False
-    """Whether the drafter was not called because drafting did not pay recently."""
+    """Whether the drafter was not called because drafting was not worthwhile recently."""
 
     @property
     def tokens(self) -> dict[int, np.ndarray]:

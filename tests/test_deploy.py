@@ -180,7 +180,7 @@ CASES = {
         ]
         for within in (9000, 9990)
     ),
-    "SsdDrafterDoesNotPay": tuple(
+    "SsdDrafterNoSpeedup": tuple(
         [
             series("ssd_drafter_steps_total", f"0+1000x{MINUTES}", namespace="main"),
             series("ssd_drafter_committed_tokens_total", f"0+{committed}x{MINUTES}", namespace="main"),
@@ -254,7 +254,7 @@ CASES = {
 }
 """Series for which each alert fires, and series for which it does not; one sample per minute."""
 DAY = 1440
-CASES["SsdDrafterDraftsWorthLess"] = tuple(
+CASES["SsdDrafterFewerTokensPerStep"] = tuple(
     [
         series("ssd_drafter_steps_total", f"0+100x{DAY + MINUTES}", namespace="main"),
         series("ssd_drafter_committed_tokens_total", f"0+300x{DAY} {300 * DAY}+{now}x{MINUTES}", namespace="main"),
@@ -269,7 +269,7 @@ def test_alerts_fire_only_for_their_cases(tmp_path):
     evaluated = f"{DAY + MINUTES}m"
     tests = []
     for name, (bad, good) in CASES.items():
-        at = evaluated if name == "SsdDrafterDraftsWorthLess" else f"{MINUTES}m"
+        at = evaluated if name == "SsdDrafterFewerTokensPerStep" else f"{MINUTES}m"
         for fires, given in ((True, bad), (False, good)):
             count = [{"labels": "{}", "value": 1}] if fires else []
             question = {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}})', "eval_time": at}

@@ -118,7 +118,7 @@ class EngineStats:
     steps: int = 0
     """Engine steps."""
     backoff_steps: int = 0
-    """Engine steps in which the drafter was not called because drafting did not pay recently."""
+    """Engine steps in which the drafter was not called because drafting was not worthwhile recently."""
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """By drafter of a combination: engine steps in which it was not called because the others offered more tokens per
     second."""

@@ -201,7 +201,7 @@ class EngineCollector(Collector):
             ("vllm:spec_decode_num_draft_tokens", "Verified draft tokens.", stats.drafted),
             ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
             ("ssd:engine_steps", "Engine steps.", stats.steps),
-            ("ssd:backoff_steps", "Engine steps without drafting, because it did not pay.", stats.backoff_steps),
+            ("ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.", stats.backoff_steps),
             ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
             ("ssd:refused_requests", "Requests refused because the server had too many.", self._refused()),
         ):

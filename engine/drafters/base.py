@@ -15,7 +15,7 @@ Order of calls, all of them from the thread that runs the engine:
     start(sequence)          once per sequence, before its first step; not again after a preemption
     propose(plan)            at most once per step, before the target's forward pass, for the entries of
                              `plan.producing`, which excludes requests without drafts (`Request.is_drafted`); not called
-                             in steps in which drafting does not pay
+                             in steps in which drafting is not worthwhile
     observe(result)          after every step, once its tokens are committed
     finish(sequence, learn)  once per sequence, after `observe` of its last step, or between steps if it is cancelled
     close()                  once

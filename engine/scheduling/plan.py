@@ -109,7 +109,7 @@ class StepPlan:
     asked: bool = False
     """Whether the drafter was called."""
     is_backing_off: bool = False
-    """Whether the drafter was not called because drafting did not pay recently."""
+    """Whether the drafter was not called because drafting was not worthwhile recently."""
     is_probe: bool = False
     """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0

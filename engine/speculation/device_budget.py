@@ -1,9 +1,9 @@
 """Decide in which steps of the graph executor the device drafts.
 
 A step that drafts gains the time that plain steps would have taken for the tokens that it committed, less its own time.
-The sum of gains is limited, so that drafting stops soon after it no longer pays. While it is stopped, a small fraction
-of the time is added to the sum, until it suffices to try again. Drafting therefore takes at most that fraction of the
-time, whatever the drafter costs.
+The sum of gains is limited, so that drafting stops soon after it is no longer worthwhile. While it is stopped, a small
+fraction of the time is added to the sum, until it suffices to try again. Drafting therefore takes at most that fraction
+of the time, whatever the drafter costs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from engine.scheduling.plan import StepPlan
 from engine.speculation.step_cost import Cost
 
 MAX_LOSS = 0.02
-"""Largest fraction of the time that drafting takes in the long run while it does not pay."""
+"""Largest fraction of the time that drafting takes in the long run while it is not worthwhile."""
 PROBE = 4.0
 """Loss, in durations of plain steps, at which drafting is stopped again if it does not gain."""
 MAX_GAIN = 20.0
-"""Largest sum of gains, in durations of plain steps: the loss after which a drafter that no longer pays is stopped."""
+"""Largest sum of gains, in durations of plain steps: the loss after which drafting stops if it no longer gains."""
 MAX_DEBT = 200.0
 """Largest negative sum, in durations of plain steps, so that one very slow step does not stop drafting for long."""
 MAX_DEVIATION = 2.0
@@ -33,7 +33,7 @@ DRAFTING_STEPS = 256
 
 
 class DeviceBudget:
-    """Stops drafting on the device while it does not pay."""
+    """Stops drafting on the device while it is not worthwhile."""
 
     def __init__(self, cost: Cost) -> None:
         """cost: measured cost of plain steps."""

@@ -46,7 +46,7 @@ class Selection(NamedTuple):
     lengths: np.ndarray
     """int64 [B]: number of tokens of each draft, counted from its first one."""
     is_probe: bool = False
-    """Whether no draft token paid and one draft is verified only to measure the cost."""
+    """Whether no draft token was worthwhile and one draft is verified only to measure the cost."""
 
 
 class TokenBudget:

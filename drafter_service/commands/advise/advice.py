@@ -1,4 +1,4 @@
-"""Advice from the replays of a log: whether drafting pays, for which requests, and with which settings."""
+"""Advice from the replays of a log: whether drafting is worthwhile, for which requests, and with which settings."""
 
 from __future__ import annotations
 
@@ -213,8 +213,8 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
     how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
     kind = "estimated" if profile.source == "roofline" else "predicted"
     if best.speedup < PAYS_FROM:
-        return f"Drafting does not pay for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
-    return f"Drafting pays for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+        return f"Drafting is not worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+    return f"Drafting is worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
 
 
 def _growth(replay: Replay) -> list[tuple[int, float]]:

@@ -55,7 +55,7 @@ def advise(
     out: Path,
     config: Path | None,
 ) -> None:
-    """Replay a log with the drafter, and say whether drafting pays. Nothing leaves this machine."""
+    """Replay a log with the drafter, and say whether drafting is worthwhile. Nothing leaves this machine."""
     import tempfile
 
     from drafter_service.ingest.reading import Reading

@@ -170,7 +170,7 @@ def _speed(namespace: NamespaceReport) -> list[str]:
     ]
     note = (
         f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
-        f"Verifying them pays while one costs less than {units.share(drafting.break_even_cost)} of a step."
+        f"Verifying them is worthwhile if one costs less than {units.share(drafting.break_even_cost)} of a step."
     )
     return [panel("Estimated speed-up", note, table(("cost of verifying a token", "speed"), rows))]
 

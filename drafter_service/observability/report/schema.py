@@ -47,7 +47,7 @@ class Drafting(_Part):
     tokens_per_step: Amount | None = Field(description="committed / steps; 1 is plain decoding.")
     drafted_per_step: Amount | None = Field(description="drafted / steps.")
     break_even_cost: Amount | None = Field(
-        description="Drafting pays while verifying one more token costs less than this fraction of a step: "
+        description="Drafting is worthwhile if verifying one more token costs less than this fraction of a step: "
         "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted."
     )
     estimates: list[Estimate] = Field(description="Speed for several costs; empty before the first step.")

@@ -43,7 +43,7 @@ def worth(drafting: Drafting) -> str:
     limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any cost"
     return (
         f"Estimated from {units.count(drafting.steps)} steps: {units.ratio(speedup)}x as fast where verifying a token "
-        f"costs {units.share(USUAL_COST)} of a step; it pays {limit}."
+        f"costs {units.share(USUAL_COST)} of a step; worthwhile {limit}."
     )
 
 

@@ -42,7 +42,7 @@ class AutoregressiveDrafter:
     """Drafts with a head or a model that continues its own output."""
 
     def __init__(self, head: DraftHead, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False) -> None:
-        """depth: largest number of draft positions; fewer are drafted where a further forward pass does not pay.
+        """depth: largest number of draft positions; fewer are drafted where a further forward pass is not worthwhile.
 
         has_trees: whether drafts may have branches. source: code of the draft tokens, see `engine.drafters.sources`.
         is_coupled: whether paths are drafted without q even for requests in rejection mode, as trees always are.

@@ -66,7 +66,7 @@ def test_a_stream_equals_the_complete_response(client):
 
 
 def mostly_drafted(answer):
-    """Return an answer if most of it was drafted. While drafting does not pay, as on a busy machine, little is."""
+    """Return an answer if most of it was drafted. While drafting is not worthwhile, as on a busy machine, little is."""
     return answer if answer.usage.model_dump()["draft"]["accepted_tokens"] > 30 else None
 
 

@@ -59,7 +59,7 @@ def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
         [choice] = answer["choices"]
         return choice.get("text") or choice["message"]["content"], answer["usage"]["draft"]
 
-    # While drafting does not pay, as on a busy machine, little is drafted.
+    # While drafting is not worthwhile, as on a busy machine, little is drafted.
     text, draft = eventually(lambda: answer if (answer := complete())[1]["drafted_tokens"] else None)
     for figure in ("drafted_tokens", "accepted_tokens"):
         assert sum(counts[figure] for counts in draft["by_source"].values()) == draft[figure]

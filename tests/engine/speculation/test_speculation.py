@@ -90,7 +90,7 @@ def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
 
 
 class Backoff:
-    """A token budget under which drafting does not pay in every second step."""
+    """A token budget under which drafting is not worthwhile in every second step."""
 
     def __init__(self):
         self.plans = []

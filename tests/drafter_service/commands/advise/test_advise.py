@@ -31,7 +31,7 @@ def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP):
 
 def test_repeated_outputs_pay(tmp_path):
     advice = advice_of(traffic_of(repeated_requests()), tmp_path)
-    assert advice.verdict.startswith("Drafting pays")
+    assert advice.verdict.startswith("Drafting is worthwhile")
     assert advice.best.speedup > 2
     assert advice.growth[0][1] < 2 < advice.growth[-1][1]
     assert [group.requests for group in advice.groups] == [20, 20]
@@ -41,7 +41,7 @@ def test_repeated_outputs_pay(tmp_path):
 
 def test_random_outputs_do_not_pay(tmp_path):
     advice = advice_of(traffic_of(random_requests()), tmp_path)
-    assert advice.verdict.startswith("Drafting does not pay")
+    assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
 
 
@@ -90,8 +90,8 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     page, settings = tmp_path / "a.html", tmp_path / "a.toml"
     result = run("--from", log, "--cost-profile", profile, "--out", page, "--write-config", settings)
     assert result.exit_code == 0, result.output
-    assert "Drafting pays" in result.output
-    assert "3 requests at once" in result.output
+    assert "Drafting is worthwhile" in result.output
+    assert "3 requests at once" in " ".join(result.output.split())
     assert "another user's text" in result.output
     assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
