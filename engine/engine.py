@@ -236,6 +236,11 @@ class Engine:
         cancelled = Cut(0, FinishReason.ABORT)
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
 
+    def prepare_grammars(self) -> None:
+        """Read what requests with a grammar need; otherwise the first one delays all others."""
+        if self._grammars is not None:
+            self._grammars.prepare()
+
     def close(self) -> None:
         """Release the drafter and the adapters."""
         self._speculation.close()

@@ -83,9 +83,7 @@ class GrammarChecker:
 def _serve(connection: Connection, compiler: GrammarCompiler) -> None:
     """Check grammars until the connection is closed; runs in the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group.
-    os.nice(10)
-    with suppress(Exception):  # Each check reports it.
-        compiler.prepare()
+    compiler.prepare()
     with suppress(EOFError, OSError):
         while True:
             connection.send(refusal(compiler, connection.recv()))
@@ -98,6 +96,7 @@ def refusal(compiler: GrammarCompiler, grammar: Grammar) -> str:
     if child == 0:
         try:
             resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+            os.nice(10)  # The engine's steps take precedence.
             signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # Ends the process.
             os.write(writing, _reason(compiler, grammar).encode(errors="backslashreplace"))
             os._exit(0)

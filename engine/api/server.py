@@ -120,7 +120,9 @@ def build_engine_from(options: EngineOptions, shown: tuple[str, ...]) -> Engine:
     with watched_compilation(ProgressLines(notify), ENGINE_WORK):
         from engine.commands.launch import launch, load  # Imports PyTorch.
 
-        return launch(load(options), Tokenizer(options.model, shown), options, warn, notify)
+        engine = launch(load(options), Tokenizer(options.model, shown), options, warn, notify)
+    engine.prepare_grammars()
+    return engine
 
 
 def read_keys(path: Path) -> frozenset[str]:

@@ -17,6 +17,7 @@ import json
 import logging
 import re
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter, thread_time
@@ -259,8 +260,9 @@ class GrammarCompiler:
         return LLTokenizer(self._hub_tokenizer.to_json(), size, self.end_tokens)
 
     def prepare(self) -> None:
-        """Read the library's tokenizer, which is otherwise read for the first grammar. Raises ImportError."""
-        _ = self.tokenizer
+        """Read the library's tokenizer, which takes up to seconds. Errors are raised when a grammar is compiled."""
+        with suppress(Exception):
+            _ = self.tokenizer
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Return the state before the first token. Raises UserError for a grammar that cannot be used."""

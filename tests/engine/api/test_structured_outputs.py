@@ -6,6 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from engine.api.server import build_engine_from
+from engine.commands.options import EngineOptions
+from engine.config import EngineConfig
 from tests.engine.api.serving import MODEL
 
 SCHEMA = {
@@ -181,3 +184,12 @@ def test_deeply_nested_schemas_are_answered(http, depth):
     answer = post(http, "completions", structured_outputs={"json": schema}, max_tokens=2)
     assert answer.status_code in (200, 400)
     assert http.get("/health").status_code == 200
+
+
+def test_the_server_reads_the_tokenizer_before_the_first_grammar(folder):
+    options = EngineOptions(
+        folder, "cpu", "auto", "auto", "none", {}, {}, "", "path", None, EngineConfig(kv_memory_mib=16)
+    )
+    engine = build_engine_from(options, ())
+    assert "tokenizer" in vars(engine._grammars)
+    engine.close()
