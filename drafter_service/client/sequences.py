@@ -149,7 +149,7 @@ class RunningSequences:
     def rows(self, sequence_ids: list[int]) -> np.ndarray:
         """Return the rows of sequences, int64 [B]. Raises ValueError for one that was not started."""
         try:
-            return np.array([*map(self.row_of.__getitem__, sequence_ids)], np.int64)
+            return np.fromiter(map(self.row_of.__getitem__, sequence_ids), np.int64, len(sequence_ids))
         except KeyError as missing:
             raise ValueError(f"sequence {missing.args[0]} was not started") from None
 
