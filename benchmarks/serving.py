@@ -29,7 +29,7 @@ class Clock:
     """Seconds between tokens; tokens of one step share its duration."""
     deliveries: int = 0
 
-    def note(self, tokens: int) -> None:
+    def record(self, tokens: int) -> None:
         """Record tokens that have just arrived."""
         now = perf_counter()
         if self.deliveries == 0:
@@ -88,7 +88,7 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int, advance: Call
         run.steps.append((report.times, len(report.results)))
         run.launched_ahead += report.is_ahead
         for result in report.results:
-            clocks[running[result.sequence_id]].note(len(result.tokens))
+            clocks[running[result.sequence_id]].record(len(result.tokens))
         run.drafted = (run.drafted or 0) + sum(result.drafted for result in report.results)
         for sequence_id, completion in report.finished.items():
             run.outputs[running.pop(sequence_id)] = completion.tokens

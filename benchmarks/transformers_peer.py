@@ -146,7 +146,7 @@ class _Arrivals:
 
     def put(self, tokens: Tensor) -> None:
         if not self._is_prompt and tokens.numel():
-            self._clock.note(tokens.numel())
+            self._clock.record(tokens.numel())
         self._is_prompt = False
 
     def end(self) -> None:

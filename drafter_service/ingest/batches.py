@@ -85,17 +85,17 @@ def _read_file(file: File, position: Position, before: int, reading: Reading, ki
         kind = kind_of(file)
         kinds[kind] += 1
         if kind == "binary":
-            reading.faults.note(BINARY, file.name)
+            reading.faults.record(BINARY, file.name)
         for chunk in read_as(kind, file, position, reading):
             position = chunk.position
             yield Batch(chunk.items, [Mark(file, position, False)], before + min(chunk.bytes_read, file.size))
     except UserError:
         raise
     except RecordError as problem:
-        reading.faults.note(str(problem), file.name)
+        reading.faults.record(str(problem), file.name)
     except Exception as problem:  # File systems, codecs and pyarrow raise many types.
         # Not marked as done: the next load may succeed, for example after a network error.
-        reading.faults.note(f"a file that cannot be read ({type(problem).__name__})", file.name)
+        reading.faults.record(f"a file that cannot be read ({type(problem).__name__})", file.name)
         return
     yield Batch([], [Mark(file, position, True)], before + file.size)
 

@@ -127,7 +127,7 @@ class Faults:
     def __init__(self) -> None:
         self.by_reason: dict[str, Fault] = {}
 
-    def note(self, reason: str, place: str) -> None:
+    def record(self, reason: str, place: str) -> None:
         """Count a record that was skipped."""
         fault = self.by_reason.setdefault(reason, Fault())
         fault.count += 1

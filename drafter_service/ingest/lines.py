@@ -43,7 +43,7 @@ def read_jsonl(opened: Opened, start: Position, reading: Reading) -> Iterator[Ch
             items += _json_items(line, opened, lines, reading)
         if skipped:
             lines += 1
-            reading.faults.note(JSON_TOO_LONG, f"{opened.file.name}:{lines}")
+            reading.faults.record(JSON_TOO_LONG, f"{opened.file.name}:{lines}")
         yield Chunk(items, Position(offset, lines), opened.bytes_read)
         if ended:
             return
@@ -76,7 +76,7 @@ def _json_items(line: bytes, opened: Opened, number: int, reading: Reading) -> l
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        reading.faults.note(NOT_JSON, f"{opened.file.name}:{number}")
+        reading.faults.record(NOT_JSON, f"{opened.file.name}:{number}")
         return []
     return reading.items_of(record, opened.file, number)
 
@@ -96,12 +96,12 @@ def read_plain(opened: Opened, start: Position, reading: Reading) -> Iterator[Ch
         offset += len(piece) + skipped
         lines += piece.count(b"\n") + (1 if skipped else 0)
         if skipped:
-            reading.faults.note(TEXT_TOO_LONG, f"{opened.file.name}:{lines}")
+            reading.faults.record(TEXT_TOO_LONG, f"{opened.file.name}:{lines}")
         items = []
         try:
             text = piece.decode()
         except UnicodeDecodeError:
-            reading.faults.note(NOT_UTF8, place)
+            reading.faults.record(NOT_UTF8, place)
             text = ""
         if text.strip() and (item := reading.text_item(text, place)):
             items.append(item)

@@ -68,7 +68,7 @@ def load(
             if len(batch_documents):
                 sink.accept(batch_documents)
             for mark in batch.marks:
-                resume.note(*mark)
+                resume.record(*mark)
             documents += len(batch_documents)
             tokens += len(batch_documents.tokens)
             uncommitted += batch_documents.room

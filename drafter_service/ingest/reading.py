@@ -43,7 +43,7 @@ class Reading:
         try:
             found = find_outputs(record, self.fields)
         except RecordError as problem:
-            self.faults.note(str(problem), place)
+            self.faults.record(str(problem), place)
             return []
         origin = self._origin(record, place, found) if self.has_origins else None
         items = []
@@ -53,13 +53,13 @@ class Reading:
                 item = self._item(output, f"{name}/{index}" if index else name)
                 items.append(item._replace(origin=origin))
             except RecordError as problem:
-                self.faults.note(str(problem), place)
+                self.faults.record(str(problem), place)
         return items
 
     def text_item(self, text: str, place: str) -> Item | None:
         """Return a text as a document; None without a tokenizer."""
         if self.vocabulary is None:
-            self.faults.note(NO_TOKENIZER, place)
+            self.faults.record(NO_TOKENIZER, place)
             return None
         return Item(place, None, text)
 

@@ -65,7 +65,7 @@ class Resume:
             return Position()
         return None if done.is_done else Position(done.offset, done.item)
 
-    def note(self, file: File, position: Position, is_done: bool) -> None:
+    def record(self, file: File, position: Position, is_done: bool) -> None:
         """Record that a file was learned up to a position."""
         self._state.files[file.name] = FileProgress(
             size=file.size, version=file.version, offset=position.offset, item=position.item, is_done=is_done

@@ -140,7 +140,7 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
     try:
         tokens = token_ids(values)
     except RecordError as problem:
-        reading.faults.note(str(problem), place)
+        reading.faults.record(str(problem), place)
         return []
     if len(tokens) <= prompt:
         return []

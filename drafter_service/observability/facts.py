@@ -40,7 +40,7 @@ class History:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
-    def note(self, sample: Sample) -> None:
+    def record(self, sample: Sample) -> None:
         """Add a sample. When there are too many, drop every second one of the older half."""
         # If the clock was set back, samples that are now in the future have wrong times.
         while self.samples and self.samples[-1].time >= sample.time:
@@ -59,7 +59,7 @@ class Latency:
         self.total_s = 0.0
         self.longest_s = 0.0
 
-    def note(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Add a duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds

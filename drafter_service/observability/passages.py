@@ -22,7 +22,7 @@ class Passages:
     def __init__(self) -> None:
         self._accepted: dict[bytes, int] = {}
 
-    def note(self, accepted: np.ndarray, corpus: Corpus) -> None:
+    def record(self, accepted: np.ndarray, corpus: Corpus) -> None:
         """Count consecutive accepted draft tokens, uint32 [n], if they occur in finished text."""
         if len(accepted) < MIN_LENGTH or not _is_remembered(accepted[:MAX_LENGTH], corpus):
             return

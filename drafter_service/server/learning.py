@@ -34,7 +34,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
         if texts.prompt_lengths is not None and not namespace.has_learned(name):
             prompt_length = texts.prompt_lengths[index]
             namespace.shadow.observed += 1
-            if prompt_length < len(text) and namespace.shadow_allowance.is_left():
+            if prompt_length < len(text) and namespace.shadow_budget.is_left():
                 await _score(namespace, text[:prompt_length], text[prompt_length:])
             if prompt_length > kept:
                 text = text[prompt_length - kept :]
@@ -50,10 +50,10 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
 
     prompt: uint32 [P]. Raises ClosedError.
     """
-    allowance, drafter = namespace.shadow_allowance, namespace.new_drafter(shadow=True)
+    budget, drafter = namespace.shadow_budget, namespace.new_drafter(shadow=True)
     shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
-        with allowance.spend():
+        with budget.spend():
             opening = drafter.open(prompt, learn=False)
             if len(prompt) >= LONG_PROMPT:
                 await asyncio.to_thread(opening.index)
@@ -61,7 +61,7 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
             shadow.begin(0, opening)
             shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
         for first in range(0, len(output), SCORED_PER_TURN):
-            with allowance.spend():
+            with budget.spend():
                 shadow.advance(Progress.of_one(0, output[first : first + SCORED_PER_TURN], max_draft=limit))
             await asyncio.sleep(0)
             namespace.check_is_open()

@@ -23,7 +23,7 @@ from drafter_service.observability.facts import (
 from drafter_service.observability.passages import Passages
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
-from drafter_service.server.shadow import Allowance
+from drafter_service.server.shadow import TimeBudget
 from drafter_service.settings.tree import Limits
 from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
@@ -95,7 +95,7 @@ class Namespace:
         """Counts of accepted texts; None unless reports may contain them."""
         self.clients = ClientTotals()
         self.shadow = ShadowUse(Stats())
-        self.shadow_allowance = Allowance()
+        self.shadow_budget = TimeBudget()
         """Time for scoring observed requests."""
         self._uses: dict[str, ClientUse] = {}
         self.draft_latency = Latency()
@@ -103,7 +103,7 @@ class Namespace:
         self.duplicates = 0
         self.drafters: set[CorpusDrafter] = set()
         self.streams: set[StreamHandle] = set()
-        self.holds = 0
+        self.active_calls = 0
         """Number of calls in progress that use the namespace."""
         self.is_closed = False
         """Whether it was unloaded."""
@@ -119,7 +119,7 @@ class Namespace:
         self._max_waiting = max_waiting
         self.saved_version = self.version
         """The `version` that the last snapshot contains."""
-        corpus.times.on_refresh = self.merge_latency.note
+        corpus.times.on_refresh = self.merge_latency.record
         corpus.maintain(config.refresh_interval_s)
 
     def adopt(self, model: ModelIdentity) -> None:
@@ -232,7 +232,7 @@ class Namespace:
     @property
     def is_idle(self) -> bool:
         """Whether no stream and no call uses the namespace."""
-        return not self.drafters and not self.holds
+        return not self.drafters and not self.active_calls
 
     @property
     def is_changed(self) -> bool:
@@ -252,7 +252,7 @@ class Namespace:
     def note_sample(self, now: float) -> None:
         """Add the totals at a time, in seconds since 1970, to the history."""
         stats = self.stats
-        self.history.note(
+        self.history.record(
             Sample(
                 time=now,
                 steps=stats.steps,

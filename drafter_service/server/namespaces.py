@@ -113,11 +113,11 @@ class Namespaces:
                     "choose another namespace"
                 )
             namespace.adopt(model)
-            namespace.holds += 1
+            namespace.active_calls += 1
         try:
             yield namespace
         finally:
-            namespace.holds -= 1
+            namespace.active_calls -= 1
             namespace.last_used = time.monotonic()
 
     async def save(self, namespace: Namespace) -> Saved:
@@ -301,7 +301,7 @@ def _restore_description(stored: Description, namespace: Namespace) -> None:
     namespace.restored_position = stored.log_position
     namespace.history = History()
     for sample in stored.samples():
-        namespace.history.note(sample)
+        namespace.history.record(sample)
 
 
 def _write(store: Store, namespace: Namespace, description: Description) -> int:

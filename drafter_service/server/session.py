@@ -83,7 +83,7 @@ class Session:
             began = time.perf_counter()
             response = self._apply(request)
             if request.HasField("batch"):
-                self.namespace.draft_latency.note(time.perf_counter() - began)
+                self.namespace.draft_latency.record(time.perf_counter() - began)
             return response
         except WireError as problem:
             return error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
@@ -368,7 +368,7 @@ class Session:
         for index, sequence_id in enumerate(batch.sequence_ids.tolist()):
             committed = batch.tokens[bounds[index] : bounds[index + 1]]
             accepted = self._drafter.accepted(sequence_id, committed, verified[index])
-            passages.note(committed[:accepted], self.namespace.corpus)
+            passages.record(committed[:accepted], self.namespace.corpus)
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
         """Add the increase since the client's last message."""

@@ -131,7 +131,7 @@ class ShadowDrafter:
         return int(self.drafter.offered_to([sequence_id])[0])
 
 
-class Allowance:
+class TimeBudget:
     """Limits an activity to a share of the time. Unspent time is kept, up to a limit."""
 
     def __init__(

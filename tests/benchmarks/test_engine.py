@@ -170,8 +170,8 @@ def test_tokens_of_one_step_share_its_time(monkeypatch):
     now = iter([1.0, 1.6])
     monkeypatch.setattr("benchmarks.serving.perf_counter", lambda: next(now))
     clock = Clock(began=0.25)
-    clock.note(2)
-    clock.note(3)
+    clock.record(2)
+    clock.record(3)
     assert (clock.ttft, clock.deliveries) == (0.75, 2)
     assert clock.gaps == pytest.approx([0.2] * 3)
 

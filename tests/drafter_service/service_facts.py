@@ -19,7 +19,7 @@ from ssd.stats import Stats
 def latency_of(*seconds):
     latency = Latency()
     for each in seconds:
-        latency.note(each)
+        latency.record(each)
     return latency
 
 

@@ -52,7 +52,7 @@ class StrictDrafter:
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
             steps = 1 if progress.steps is None else int(progress.steps[index])
-            self.note(sequence_id, committed, progress.verified[index], steps)
+            self.record(sequence_id, committed, progress.verified[index], steps)
             text, limit = self.texts[sequence_id], int(progress.max_draft[index])
             assert self.most[sequence_id] != 0 or limit == 0
             self.calls[sequence_id] += 1
@@ -67,13 +67,13 @@ class StrictDrafter:
         return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
 
     def finish(self, sequence_id, tokens, *, verified=0, learn=True):
-        self.note(sequence_id, tokens, verified)
+        self.record(sequence_id, tokens, verified)
         whole = self.texts.pop(sequence_id) == self.answers[sequence_id]
         assert whole or not learn  # cancelled outputs are not learned
         # Steps of a request without drafts are reported once, at its end.
         assert self.most[sequence_id] != 0 or self.calls[sequence_id] <= 1
 
-    def note(self, sequence_id, committed, verified, steps=1):
+    def record(self, sequence_id, committed, verified, steps=1):
         assert verified <= self.offered[sequence_id]
         self.steps[sequence_id] += steps if len(committed) else 0
         assert verified == self.offered[sequence_id] or not self.sees_all_steps

@@ -23,19 +23,19 @@ MAX_DRAFTS = (4, 8, 16)
 SHAPES: tuple[DraftShape, ...] = ("path", "tree")
 TYPICAL_DRAFT = 16
 """Draft tokens per sequence for which the cost of a token is taken from a profile."""
-NEARLY = 0.99
+NEAR_BEST = 0.99
 """Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
-PAYS_FROM = 1.05
-"""Least predicted speed-up that is worth the installation."""
-ENOUGH_TOKENS = 20_000
+MIN_USEFUL_SPEEDUP = 1.05
+"""Smallest predicted speed-up for which drafting is called worthwhile."""
+MIN_RELIABLE_TOKENS = 20_000
 """Output tokens from which the figures of a log are reliable."""
-POINTS = 40
-"""Points of the curve of growth."""
+CURVE_POINTS = 40
+"""Number of points of the growth curve."""
 PREFIX_TOKENS = 32
 """Requests whose prompts begin with the same tokens form a group."""
 MIN_GROUP_SHARE = 0.01
 MAX_GROUPS = 12
-KEPT = 0.98
+SOURCE_COVERAGE = 0.98
 """Share of the accepted tokens whose sources the recommended capacity keeps."""
 AGES = tuple(1 << power for power in range(12, 33))
 
@@ -174,8 +174,8 @@ def advise(
         sizes=_size_groups(whole.replay),
         kept=kept,
         tokens_per_hour=_tokens_per_hour(traffic),
-        other_users=_foreign(whole.origins, traffic.users),
-        other_sessions=_foreign(whole.origins, traffic.sessions),
+        other_users=_share_from_other_owners(whole.origins, traffic.users),
+        other_sessions=_share_from_other_owners(whole.origins, traffic.sessions),
         notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
     )
 
@@ -183,7 +183,7 @@ def advise(
 def _max_draft(compared: Sequence[Speedup]) -> int:
     """Return the smallest maximum length that is nearly as fast as the best one."""
     fastest = max(one.speedup for one in compared)
-    return min(one.max_draft for one in compared if one.speedup >= NEARLY * fastest)
+    return min(one.max_draft for one in compared if one.speedup >= NEAR_BEST * fastest)
 
 
 def _speedups(samples: Sequence[Outcome], profile: CostProfile) -> list[Speedup]:
@@ -212,7 +212,7 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
     where = f"with {best.concurrency} requests at once on {profile.label}"
     how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
     kind = "estimated" if profile.source == "roofline" else "predicted"
-    if best.speedup < PAYS_FROM:
+    if best.speedup < MIN_USEFUL_SPEEDUP:
         return f"Drafting is not worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
     return f"Drafting is worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
 
@@ -221,7 +221,7 @@ def _growth(replay: Replay) -> list[tuple[int, float]]:
     """Return tokens per step of parts of the replay with equal numbers of output tokens."""
     remembered = np.cumsum(replay.output_lengths[replay.order])
     steps = np.cumsum(replay.steps[replay.order])
-    ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], POINTS + 1)[1:] - 0.5)
+    ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], CURVE_POINTS + 1)[1:] - 0.5)
     points, before = [], -1
     for end in np.unique(ends).tolist():
         produced = remembered[end] - (remembered[before] if before >= 0 else 0)
@@ -284,7 +284,7 @@ def _capacity(kept: Sequence[tuple[int, float]]) -> int:
     """Return a capacity, in steps of a factor of two, that keeps enough sources, with room for as much again."""
     if not kept:
         return DrafterConfig.capacity
-    needed = next(age for age, share in kept if share >= KEPT)
+    needed = next(age for age, share in kept if share >= SOURCE_COVERAGE)
     return min(max(2 * needed, 1 << 20), 1 << 30)
 
 
@@ -295,7 +295,7 @@ def _tokens_per_hour(traffic: Traffic) -> float | None:
     return None if seconds <= 0 else float(traffic.output_lengths.sum()) / seconds * 3600
 
 
-def _foreign(origins: Origins, owners: np.ndarray) -> float | None:
+def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | None:
     """Return the share of the traced accepted tokens that came from a request of another known owner."""
     requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
     accepted = np.array(origins.accepted, np.int64)
@@ -313,8 +313,10 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
             f"the speed-up with {concurrency} requests at once is extrapolated: the cost profile ends at "
             f"{profile.max_sequences} sequences"
         )
-    if (tokens := int(traffic.output_lengths.sum())) < ENOUGH_TOKENS:
-        notes.append(f"the log has only {tokens:,} output tokens; give at least {ENOUGH_TOKENS:,} for reliable figures")
+    if (tokens := int(traffic.output_lengths.sum())) < MIN_RELIABLE_TOKENS:
+        notes.append(
+            f"the log has only {tokens:,} output tokens; give at least {MIN_RELIABLE_TOKENS:,} for reliable figures"
+        )
     if facts.faults.count:
         notes.append(f"{facts.faults.count:,} records could not be read")
     if facts.backwards and traffic.has_times:

@@ -11,10 +11,10 @@ from ssd.types import ROOT, DraftBatch, Progress, Source, offsets_of
 
 DEPTH = 64
 """Maximum total length of a match and its draft; the package's default."""
-CHEAP, DEAR = (4.0, 0.05), (1.0, 0.1)
+LOW_COST_SETTINGS, HIGH_COST_SETTINGS = (4.0, 0.05), (1.0, 0.1)
 """Draft tokens per matched token, and least path probability: the best of 24 settings on recorded traffic, for costs
-of at most `CHEAP_UNTIL` and for larger ones."""
-CHEAP_UNTIL = 0.03
+of at most `MAX_LOW_COST` and for larger ones."""
+MAX_LOW_COST = 0.03
 
 
 def is_installed() -> bool:
@@ -30,7 +30,7 @@ class ArcticDrafter:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         self._cache = SuffixDecodingCache(max_tree_depth=DEPTH, max_cached_requests=-1)
-        factor, least_prob = CHEAP if cost <= CHEAP_UNTIL else DEAR
+        factor, least_prob = LOW_COST_SETTINGS if cost <= MAX_LOW_COST else HIGH_COST_SETTINGS
         self._settings = {"max_spec_factor": factor, "min_token_prob": least_prob, "use_tree_spec": True}
         self._contexts: dict[int, np.ndarray] = {}
 

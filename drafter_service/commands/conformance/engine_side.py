@@ -227,7 +227,7 @@ class EngineChecker:
         if sequence.scenario is Scenario.NONE:
             self._predictions.record(sequence)
         elif sequence.scenario in EVENTS:
-            self._predictions.give_back(sequence.scenario)
+            self._predictions.reschedule(sequence.scenario)
         return True
 
     def _lose(self, sequence: Sequence, check: str) -> None:

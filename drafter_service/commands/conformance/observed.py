@@ -81,7 +81,7 @@ class Predictions:
             return Scenario.NONE
         return self._scenarios.popleft() if self._scenarios else Scenario.RIGHT
 
-    def give_back(self, scenario: Scenario) -> None:
+    def reschedule(self, scenario: Scenario) -> None:
         """Schedule a scenario again that a sequence was too short for."""
         self._scenarios.append(scenario)
 

@@ -42,7 +42,7 @@ Wait = Callable[[float], bool]
 def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s: float) -> None:
     """Redraw until the user quits. Raises UserError if the first report fails; later failures are shown."""
     monitor = Monitor()
-    monitor.note(fetch())
+    monitor.record(fetch())
 
     def screen() -> RenderableType:
         return Group(monitor.frame(console.width, console.height), Text(), Text("press q to quit", "dim"))
@@ -53,7 +53,7 @@ def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s:
         live.start(refresh=True)
         while not wait(interval_s):
             try:
-                monitor.note(fetch())
+                monitor.record(fetch())
             except UserError as problem:
                 monitor.note_failure(str(problem))
             live.update(screen(), refresh=True)
@@ -64,9 +64,9 @@ def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s:
 def print_once(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s: float) -> None:
     """Print one frame for one interval. Raises UserError if there is no report."""
     monitor = Monitor()
-    monitor.note(fetch())
+    monitor.record(fetch())
     wait(interval_s)
-    monitor.note(fetch())
+    monitor.record(fetch())
     console.print(monitor.frame(console.width))
 
 
@@ -219,7 +219,7 @@ class Monitor:
         self._curves: defaultdict[str, deque[float | None]] = defaultdict(lambda: deque(maxlen=CURVE_WIDTH))
         self._failure = ""
 
-    def note(self, report: Report) -> None:
+    def record(self, report: Report) -> None:
         """Replace the latest report."""
         self._rates = rates_of(self._report, report)
         self._report, self._failure = report, ""

@@ -129,7 +129,7 @@ class CombinedDrafter:
                 extra = drafts.extra or extra
         before = self._expected(entries, merged)
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
-        if models and self.skipping.is_worth_models(plan, before):
+        if models and self.skipping.should_run_networks(plan, before):
             with self.skipping.timed():
                 for number in models:
                     add_drafts(self._ask(self.parts[number], plan).batch, number, merged)

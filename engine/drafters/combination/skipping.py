@@ -39,7 +39,7 @@ class SkipRule:
         self._since_run = 0
         self._expected = np.empty(0)
 
-    def is_worth_models(self, plan: StepPlan, expected: np.ndarray) -> bool:
+    def should_run_networks(self, plan: StepPlan, expected: np.ndarray) -> bool:
         """Return whether to run the networks in a step.
 
         expected: float [B], expected number of accepted tokens of each sequence without them.
@@ -64,7 +64,7 @@ class SkipRule:
         self._step_model_s += perf_counter() - began
 
     def learn(self, expected: np.ndarray) -> None:
-        """Record a step with networks; expected: float [B], as for `is_worth_models` but with all drafts."""
+        """Record a step with networks; expected: float [B], as for `should_run_networks` but with all drafts."""
         self._since_run = 0
         seconds = self._step_model_s
         self._model_s = TIME_DECAY * self._model_s + (1 - TIME_DECAY) * seconds if self._model_s else seconds

@@ -134,7 +134,7 @@ class AutoregressiveDrafter:
             nodes = growth.next_nodes()
             if depth == self._depth or not len(nodes):
                 break
-            if plan.seconds is not None and not self._pace.is_worth_more(plan, growth.pool, nodes):
+            if plan.seconds is not None and not self._pace.should_draft_deeper(plan, growth.pool, nodes):
                 break
             growth.run(nodes)
         return growth
@@ -290,7 +290,7 @@ class Pace:
         self._tried = RATE_DECAY * self._tried + reached
         self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
 
-    def is_worth_more(self, plan: StepPlan, pool: DraftPool, nodes: np.ndarray) -> bool:
+    def should_draft_deeper(self, plan: StepPlan, pool: DraftPool, nodes: np.ndarray) -> bool:
         """Whether expanding `nodes`, indices in the pool, increases the expected number of tokens per second."""
         assert plan.seconds is not None
         path_prob = pool.nodes.path_prob

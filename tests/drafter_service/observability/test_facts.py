@@ -14,7 +14,7 @@ def sample(time):
 def test_history_is_bounded_and_keeps_the_first_and_the_newest_samples():
     history = History()
     for time in range(20_000):
-        history.note(sample(float(time)))
+        history.record(sample(float(time)))
         assert len(history.samples) <= MAX_SAMPLES
     times = [one.time for one in history.samples]
     assert times == sorted(set(times))
@@ -27,8 +27,8 @@ def test_history_is_bounded_and_keeps_the_first_and_the_newest_samples():
 def test_history_continues_when_the_clock_is_set_back():
     history = History()
     for time in (10.0, 20.0, 4e9, 4e9 + 10):
-        history.note(sample(time))
-    history.note(sample(30.0))
+        history.record(sample(time))
+    history.record(sample(30.0))
     assert [one.time for one in history.samples] == [10.0, 20.0, 30.0]
 
 
@@ -36,7 +36,7 @@ def test_history_continues_when_the_clock_is_set_back():
 def test_quantiles_are_exact_to_a_bin(durations, share):
     latency = Latency()
     for duration in durations:
-        latency.note(duration)
+        latency.record(duration)
     exact = float(np.quantile(durations, share, method="inverted_cdf"))
     bound = next((bound for bound in BOUNDS_S if bound >= exact), max(durations))
     assert latency.quantile(share) == min(bound, max(durations))

@@ -27,7 +27,7 @@ def test_most_accepted_passage_comes_first_with_its_age(texts, corpus):
     found = Passages()
     for number, times in ((3, 2), (7, 5), (9, 1)):
         for _ in range(times):
-            found.note(texts[number][10:50], corpus)
+            found.record(texts[number][10:50], corpus)
     first, second, third = found.most_productive(corpus)
     assert [first.accepted, second.accepted, third.accepted] == [200, 80, 40]
     assert first.tokens == texts[7][10 : 10 + MAX_LENGTH].tolist()
@@ -37,17 +37,17 @@ def test_most_accepted_passage_comes_first_with_its_age(texts, corpus):
 
 def test_short_pieces_and_unknown_text_are_not_counted(texts, corpus):
     found = Passages()
-    found.note(texts[0][: MIN_LENGTH - 1], corpus)
-    found.note(np.arange(5000, 5040, dtype=np.uint32), corpus)
+    found.record(texts[0][: MIN_LENGTH - 1], corpus)
+    found.record(np.arange(5000, 5040, dtype=np.uint32), corpus)
     assert found.most_productive(corpus) == []
-    found.note(texts[0][:MIN_LENGTH], corpus)
+    found.record(texts[0][:MIN_LENGTH], corpus)
     assert len(found.most_productive(corpus)) == 1
 
 
 def test_forgotten_text_is_not_shown(texts, corpus):
     found = Passages()
     for number in (3, 7):
-        found.note(texts[number][10:50], corpus)
+        found.record(texts[number][10:50], corpus)
     corpus.forget("request-3")
     corpus.refresh()
     assert [passage.tokens for passage in found.most_productive(corpus)] == [texts[7][10:42].tolist()]
@@ -58,9 +58,9 @@ def test_memory_is_bounded_and_frequent_passages_remain(texts, corpus, monkeypat
     monkeypatch.setattr(passages, "MAX_COUNTED", 16)
     found = Passages()
     for _ in range(10):
-        found.note(texts[0][:40], corpus)
+        found.record(texts[0][:40], corpus)
     for text in texts:
         for first in range(1, 50):
-            found.note(text[first : first + 12], corpus)
+            found.record(text[first : first + 12], corpus)
             assert len(found._accepted) <= 16 < MAX_COUNTED
     assert found.most_productive(corpus)[0].tokens == texts[0][:32].tolist()

@@ -173,7 +173,7 @@ def sample(time):
 def test_a_history_continues_when_the_clock_jumps():
     history = History()
     for time in (100.0, 110.0, 5000.0, 5010.0, 120.0, 130.0, 130.0, 9000.0, 140.0):
-        history.note(sample(time))
+        history.record(sample(time))
     assert [each.time for each in history.samples] == [100.0, 110.0, 120.0, 130.0, 140.0]
 
 

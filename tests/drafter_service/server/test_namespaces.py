@@ -141,7 +141,7 @@ async def test_a_client_with_another_vocabulary_is_refused(tmp_path):
                 await use(other)
         # A client without a model is served, and so is another model with the same vocabulary.
         assert await use(UNKNOWN_MODEL) == await use(ModelIdentity("other", "tokenizer-a")) == LLAMA
-        assert namespaces.loaded["a"].holds == 0
+        assert namespaces.loaded["a"].active_calls == 0
         await namespaces.save(namespaces.loaded["a"])
     async with opened(tmp_path) as namespaces:
         with pytest.raises(IdentityError, match="belongs to another tokenizer"):

@@ -12,7 +12,7 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.learning import learn
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.session import LONG_PROMPT, Session
-from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, Allowance, ShadowDrafter
+from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, ShadowDrafter, TimeBudget
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
@@ -263,8 +263,8 @@ def test_texts_without_prompts_are_not_scored(namespace):
 
 def test_requests_are_scored_while_there_is_time(namespace):
     now = [0.0]
-    namespace.shadow_allowance = Allowance(clock=lambda: now[0])
-    with namespace.shadow_allowance.spend():
+    namespace.shadow_budget = TimeBudget(clock=lambda: now[0])
+    with namespace.shadow_budget.spend():
         now[0] += BURST_S + 1
     observe(namespace, *REQUESTS)
     assert (namespace.shadow.observed, namespace.shadow.scored) == (3, 0)
@@ -275,10 +275,10 @@ def test_requests_are_scored_while_there_is_time(namespace):
 
 def test_scoring_takes_its_share_of_the_time():
     now, spent = [0.0], 0.0
-    allowance = Allowance(clock=lambda: now[0])
+    budget = TimeBudget(clock=lambda: now[0])
     while now[0] < 1000:
-        if allowance.is_left():
-            with allowance.spend():
+        if budget.is_left():
+            with budget.spend():
                 now[0] += 0.7
                 spent += 0.7
         now[0] += 0.1

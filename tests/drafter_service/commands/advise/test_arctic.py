@@ -90,6 +90,6 @@ def test_it_accepts_as_many_tokens_as_in_the_replay_benchmark():
             for session, (prompt, output) in enumerate(requests)
         ],
     )
-    tally = replay(Arctic(16, "tree", *arctic.CHEAP), trace)
+    tally = replay(Arctic(16, "tree", *arctic.LOW_COST_SETTINGS), trace)
     assert outcome.replay.steps.sum() == tally.steps
     assert outcome.replay.drafted.sum() == tally.drafted

@@ -107,10 +107,10 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
 def begun_namespace():
     """Return facts of a namespace in use for 90 seconds."""
     history = History()
-    history.note(Sample(NOW - 90, *[0] * 9))
+    history.record(Sample(NOW - 90, *[0] * 9))
     latency = Latency()
-    latency.note(0.0006)
-    latency.note(0.0011)
+    latency.record(0.0006)
+    latency.record(0.0011)
     return busy_namespace("begun", steps=9, history=history, draft_latency=latency, merge_latency=latency)
 
 
@@ -168,7 +168,7 @@ def history_of(stats, appended, capacity, samples=300, hours=36):
     history = History()
     for part, worked, gained, hits in zip(parts, work, gain, hit, strict=True):
         steps, accepted, grown = int(stats.steps * worked), int(stats.accepted * gained), int(appended * worked)
-        history.note(
+        history.record(
             Sample(
                 NOW - hours * HOUR * (1 - part),
                 steps,
@@ -189,7 +189,7 @@ def latency_of(count, typical_s, spread_of_log):
     """Return durations with a log-normal distribution around a typical one."""
     latency = Latency()
     for duration in (typical_s * np.exp(np.random.default_rng(1).normal(0, spread_of_log, 400))).tolist():
-        latency.note(duration)
+        latency.record(duration)
     latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
     latency.total_s *= max(1, count // 400)
     return latency

@@ -125,11 +125,11 @@ def test_tables_contain_the_counters():
 
 def test_periods_are_differences_of_samples():
     history = History()
-    history.note(at(NOW - 30, steps=10, committed=10))
-    history.note(
+    history.record(at(NOW - 30, steps=10, committed=10))
+    history.record(
         at(NOW - 20, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
     )
-    history.note(
+    history.record(
         at(NOW - 10, steps=30, committed=50, hits=10, drafted=40, accepted=20, corpus=500, appended=700, timeouts=2)
     )
     stats = counted((40, 90, 18), by_source={0: (60, 50)})
@@ -159,9 +159,9 @@ def test_many_samples_become_few_periods_with_the_same_sums():
 
 def test_recent_is_the_last_hour():
     history = History()
-    history.note(at(NOW - 3 * HOUR))
-    history.note(at(NOW - HOUR, steps=100, committed=100, appended=1000))
-    history.note(at(NOW - HOUR / 2, steps=101, committed=105, appended=1000))
+    history.record(at(NOW - 3 * HOUR))
+    history.record(at(NOW - HOUR, steps=100, committed=100, appended=1000))
+    history.record(at(NOW - HOUR / 2, steps=101, committed=105, appended=1000))
     known = only(
         history=history,
         stats=counted((110, 136, 5)),
@@ -179,7 +179,7 @@ def test_recent_is_the_last_hour():
 
 def test_reset_counters_make_no_negative_periods():
     history = History()
-    history.note(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
+    history.record(at(NOW - 20, steps=1000, committed=3000, hits=900, drafted=5000, accepted=2000))
     known = only(history=history, stats=counted((5, 6, 1)))
     assert (known.over_time[0].steps, known.over_time[0].committed, known.over_time[0].tokens_per_step) == (0, 0, None)
 
@@ -187,7 +187,7 @@ def test_reset_counters_make_no_negative_periods():
 @pytest.mark.parametrize("now", [math.inf, -math.inf, math.nan, 1e300, -5.0])
 def test_implausible_clock_removes_only_the_periods(now):
     history = History()
-    history.note(at(NOW - 20, steps=1))
+    history.record(at(NOW - 20, steps=1))
     stats = counted((5, 10, 1))
     known = report_of(new_namespace(history=history, stats=stats), now=now).namespaces[0]
     assert known.drafting.tokens_per_step == 2
@@ -197,8 +197,8 @@ def test_implausible_clock_removes_only_the_periods(now):
 def test_latencies_have_quantiles_and_bins():
     latency = Latency()
     for _ in range(99):
-        latency.note(0.001)
-    latency.note(0.5)
+        latency.record(0.001)
+    latency.record(0.5)
     known = only(draft_latency=latency).draft_latency
     bound = next(bound for bound in BOUNDS_S if bound >= 0.001)
     assert (known.count, known.longest_s) == (100, 0.5)
@@ -255,10 +255,10 @@ def any_stats(draw):
 def any_namespace(draw):
     history = History()
     for sample in draw(st.lists(st.builds(Sample, odd_floats, *[counts] * 9), max_size=6)):
-        history.note(sample)
+        history.record(sample)
     latency = Latency()
     for seconds in draw(st.lists(st.floats(0, 1e6), max_size=5)):
-        latency.note(seconds)
+        latency.record(seconds)
     return new_namespace(
         draw(st.text()),
         stats=draw(any_stats()),

@@ -37,9 +37,9 @@ def namespace(name, steps, committed, hits, drafted, accepted, learned, slow):
     stats.counters.steps[:] = steps, committed, hits
     stats.counters.by_source[0] = drafted, accepted
     for _ in range(90):
-        latency.note(0.001)
+        latency.record(0.001)
     for _ in range(slow):
-        latency.note(0.1)
+        latency.record(0.1)
     corpus = corpus_of(10_000, 5000, 5, learned)
     return new_namespace(name, stats=stats, draft_latency=latency, corpus=corpus, streams=2, sequences=9)
 
@@ -89,7 +89,7 @@ def test_frame_fits_the_width_and_has_one_row_per_namespace(width):
     monitor = Monitor()
     for second in range(12):
         spaces = [busy_namespace(f"team-{n}/{'long' * 20}", steps=(100 + second) * 10**n) for n in range(5)]
-        monitor.note(build_report(service(*spaces, now=NOW + second)))
+        monitor.record(build_report(service(*spaces, now=NOW + second)))
     text = frame_of(monitor, width)
     assert max(cell_len(line) for line in text.split("\n")) <= width
     rows = [line for line in text.split("\n") if line.startswith(("team-", "all"))]
@@ -102,7 +102,7 @@ def test_most_active_namespaces_are_shown_where_there_is_no_room_for_all():
     monitor = Monitor()
     for second in range(2):
         spaces = [busy_namespace(f"n{n:02}", steps=1000 + second * n) for n in range(30)]
-        monitor.note(build_report(service(*spaces, now=NOW + second)))
+        monitor.record(build_report(service(*spaces, now=NOW + second)))
     text = frame_of(monitor, 80, 24)
     assert len(text.split("\n")) <= 24
     assert "n29" in text

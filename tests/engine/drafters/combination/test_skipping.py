@@ -33,7 +33,7 @@ class Steps:
     def run(self, expected):
         """Return whether the networks ran in a step; expected: tokens of each sequence without them."""
         expected = np.array(expected, np.float64)
-        if not self.rule.is_worth_models(step_of(self.step_s), expected):
+        if not self.rule.should_run_networks(step_of(self.step_s), expected):
             return False
         with self.rule.timed():
             self.now += self.model_s
@@ -98,12 +98,12 @@ def test_skipped_networks_catch_up(model, monkeypatch, kind):
     rng = np.random.default_rng(3)
     chosen = []
 
-    def is_worth_models(rule, _plan, expected):
+    def should_run_networks(rule, _plan, expected):
         rule._expected = expected
         chosen.append(bool(rng.random() < 0.3))
         return chosen[-1]
 
-    monkeypatch.setattr(SkipRule, "is_worth_models", is_worth_models)
+    monkeypatch.setattr(SkipRule, "should_run_networks", should_run_networks)
     config = replace(CONFIG, draft_shape="tree", watermark=0.0)
     asked = requests(0.8, count=6) + requests(0.8, count=6)
     plain = build_engine(model, config, NoDrafter()).generate(asked)
