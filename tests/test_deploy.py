@@ -195,7 +195,7 @@ CASES = {
     ),
     "SsdDrafterMemoryNearLimit": tuple(
         [
-            series("ssd_drafter_bound_memory_bytes", f"{bound}x{MINUTES}"),
+            series("ssd_drafter_unevictable_memory_bytes", f"{bound}x{MINUTES}"),
             series("ssd_drafter_resident_memory_bytes", f"{resident}x{MINUTES}"),
             series("ssd_drafter_memory_limit_bytes", f"4000000000x{MINUTES}"),
             series("ssd_drafter_namespaces", f"{namespaces}x{MINUTES}"),

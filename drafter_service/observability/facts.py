@@ -172,7 +172,7 @@ class ServiceFacts:
     """Snapshots that could not be saved."""
     memory_limit: int = 0
     """Maximum memory of all namespaces, in bytes."""
-    bound_bytes: int = 0
+    unevictable_bytes: int = 0
     """Part of it that is counted for namespaces that cannot be unloaded."""
     log: SharedLogReport | None = None
     """None without a shared log."""

@@ -137,6 +137,6 @@ def follows(text: np.ndarray, before: np.ndarray, draft: list[int]) -> bool:
     )
 
 
-def warn(sentence: str) -> None:
+def warn(message: str) -> None:
     """Write a line to the log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+    LOG.warning("ssd-drafter: %s", message)

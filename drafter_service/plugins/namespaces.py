@@ -63,30 +63,30 @@ class Namespace:
     """The welcome for which `restrictions` was called."""
 
     def restrictions(self, max_draft: int) -> dict[str, str]:
-        """Return what a host of `max_draft` tokens misses, by kind as sentences; once for each connection."""
+        """Return what a host of `max_draft` tokens misses, by kind as messages; once for each connection."""
         drafter = self.drafter
         if not isinstance(drafter, DrafterClient) or drafter.welcome is self._welcome:
             return {}
         self._welcome = welcome = drafter.welcome
-        sentences = {}
+        messages = {}
         if welcome is not None and max_draft > welcome.max_draft:
-            sentences["max_draft"] = (
+            messages["max_draft"] = (
                 f"drafts have at most {welcome.max_draft} tokens, not {max_draft}, because the drafter at "
                 f"{drafter.address} allows no more; restart it with --max-draft {min(max_draft, MAX_DRAFT)}"
             )
         if welcome is not None and not welcome.may_learn:
-            sentences["may_learn"] = (
+            messages["may_learn"] = (
                 f"outputs are not remembered, because this host lacks the right to learn in namespace "
                 f"{welcome.namespace!r} of the drafter at {drafter.address}"
             )
-        return sentences
+        return messages
 
 
 class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
     def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: called with a sentence, from any thread, when a connection is lost."""
+        """report: called with a message, from any thread, when a connection is lost."""
         self._settings = settings
         self._limits = limits
         self._report = report

@@ -100,7 +100,7 @@ class HostSession:
     """The requests of one host. Any thread may call it."""
 
     def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: writes a sentence to the host's log; called once per kind of problem, from any thread."""
+        """report: writes a message to the host's log; called once per kind of problem, from any thread."""
         self.counters = DraftCounters()
         self._limits = limits
         # An identity read from the model's files may have a smaller vocabulary than the host.
@@ -240,11 +240,11 @@ class HostSession:
         where = f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
         self._report_once("failure", f"drafting failed ({type(problem).__name__}{where}); continuing without drafts")
 
-    def _report_once(self, kind: str, sentence: str) -> None:
+    def _report_once(self, kind: str, message: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
             with suppress(Exception):  # The host's log must not stop the host either.
-                self._report(sentence)
+                self._report(message)
 
     def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
         """Start a sequence for a request, unless its options or its prompt forbid it."""
@@ -320,8 +320,8 @@ class HostSession:
             assert namespace is not None
             assert namespace.drafter is not None
             batch = namespace.drafter.draft(progress_of(turns, self._limits.cost))
-            for kind, sentence in namespace.restrictions(self._limits.max_draft).items():
-                self._report_once(kind, sentence)
+            for kind, message in namespace.restrictions(self._limits.max_draft).items():
+                self._report_once(kind, message)
         except Exception as problem:
             for turn in turns:
                 self._abandon(turn.request)

@@ -72,7 +72,7 @@ def identity_of(
     """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer.
 
     name: folder of the model, or its name on the hub. folder: its files, where `name` is neither a folder nor in the
-    hub's cache. revision: its revision on the hub. report: called with a sentence that says what cannot be read.
+    hub's cache. revision: its revision on the hub. report: called with a message that says what cannot be read.
     """
     files = folder or (name if Path(name).is_dir() else cached_folder(name, revision))
     if files:

@@ -189,6 +189,6 @@ def reason_against() -> str:
     return ""
 
 
-def warn(sentence: str) -> None:
+def warn(message: str) -> None:
     """Write a line to the log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+    LOG.warning("ssd-drafter: %s", message)

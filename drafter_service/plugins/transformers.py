@@ -7,7 +7,8 @@
 
 The host verifies drafts in its assisted decoding, whose methods have private names (`PRIVATE_NAMES`), so only versions
 that were tested are used (`TESTED`). Whatever assisted decoding does not support is decoded by the host as without this
-module, and a line in the host's log says why. Neither transformers nor torch is imported: both belong to the caller.
+module, and one line in the host's log gives the reason. Neither transformers nor torch is imported: both belong to the
+caller.
 """
 
 from __future__ import annotations
@@ -249,9 +250,9 @@ class WithCandidates:
         return self._candidates
 
 
-def warn(sentence: str) -> None:
+def warn(message: str) -> None:
     """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+    LOG.warning("ssd-drafter: %s", message)
 
 
 def unsupported_version(model_class: type) -> str:

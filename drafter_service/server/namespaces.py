@@ -89,7 +89,7 @@ class Namespaces:
         return sorted({*self.loaded, *(self.store.names() if self.store else [])})
 
     @property
-    def bound_bytes(self) -> int:
+    def unevictable_bytes(self) -> int:
         """Memory that is counted for namespaces that cannot be unloaded to make room for others, in bytes."""
         idle = {name for name, namespace in self.loaded.items() if namespace.is_idle and self.store is not None}
         return sum(size for name, size in self._reserved.items() if name not in idle)

@@ -118,7 +118,7 @@ class DrafterServer:
             refused=self._streams.refused,
             failed_saves=self.namespaces.failed_saves,
             memory_limit=self._config.namespaces.memory_limit,
-            bound_bytes=self.namespaces.bound_bytes,
+            unevictable_bytes=self.namespaces.unevictable_bytes,
             log=self._replication.facts(),
         )
 

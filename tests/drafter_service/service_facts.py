@@ -67,7 +67,7 @@ def service_facts(*namespaces, **changes):
         "memory_bytes": 2_000_000,
         "refused": 9,
         "memory_limit": 5_000_000,
-        "bound_bytes": 3_000_000,
+        "unevictable_bytes": 3_000_000,
         "log": SharedLogReport(
             published_tokens=11,
             consumed_tokens=12,

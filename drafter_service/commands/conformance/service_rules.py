@@ -60,9 +60,7 @@ class TestedStream:
         """Check that an invalid request is answered with an error."""
         response = self.ask(**fields)
         require(response.HasField("error"), f"{what} is answered without an error")
-        require(
-            bool(response.error.message and response.error.code), f"the error for {what} has no code or no sentence"
-        )
+        require(bool(response.error.message and response.error.code), f"the error for {what} has no code or no message")
 
     def text(self, *tokens: int) -> np.ndarray:
         """Return tokens of this stream, uint32."""

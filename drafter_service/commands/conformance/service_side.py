@@ -108,7 +108,7 @@ class ServiceChecker:
     def _check_refusal(
         self, checks: Checks, name: str, open_stream: Callable[[], RawStream], protocol: int | None
     ) -> None:
-        """Check that a stream with this protocol in its hello, or without hello, ends with a sentence."""
+        """Check that a stream with this protocol in its hello, or without hello, ends with an error message."""
         raw = open_stream()
         try:
             hello = None if protocol is None else pb.Hello(protocol=protocol, namespace=self._name)
@@ -119,6 +119,6 @@ class ServiceChecker:
             if ended.code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT) and ended.message:
                 checks.see(name)
             else:
-                checks.fail(name, f"{ended}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a sentence")
+                checks.fail(name, f"{ended}; expected is FAILED_PRECONDITION or INVALID_ARGUMENT, with a message")
         finally:
             raw.close()

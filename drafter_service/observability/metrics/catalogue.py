@@ -278,8 +278,8 @@ SERVICE_METRICS = (
     _number("ssd_drafter_failed_saves_total", "failed_saves", "Snapshots that could not be saved."),
     _number("ssd_drafter_memory_limit_bytes", "memory_limit", "Maximum memory of all namespaces in bytes."),
     _number(
-        "ssd_drafter_bound_memory_bytes",
-        "bound_bytes",
+        "ssd_drafter_unevictable_memory_bytes",
+        "unevictable_bytes",
         "Bytes that the memory limit counts for namespaces that cannot be unloaded: in use, or no snapshot folder.",
     ),
 )

@@ -95,6 +95,6 @@ def broadcast(nodes: np.ndarray, group: Any) -> None:
     torch.distributed.broadcast(torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group)
 
 
-def warn(sentence: str) -> None:
+def warn(message: str) -> None:
     """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+    LOG.warning("ssd-drafter: %s", message)

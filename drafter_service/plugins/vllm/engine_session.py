@@ -16,9 +16,9 @@ LOG = logging.getLogger("vllm.ssd_drafter")
 """Below the host's own logger, so that its handlers and its level apply."""
 
 
-def warn(sentence: str) -> None:
+def warn(message: str) -> None:
     """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", sentence)
+    LOG.warning("ssd-drafter: %s", message)
 
 
 def variant_of(vllm_config: Any) -> Variant:

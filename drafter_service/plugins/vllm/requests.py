@@ -31,7 +31,7 @@ class OptionsReader:
     """Reads the options of requests. Files of LoRA adapters are read in a thread: a step of the host must not wait."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        """warn: writes a sentence to the host's log; called in any thread."""
+        """warn: writes a message to the host's log; called in any thread."""
         self._warn = warn
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ssd-adapters")
         self._fingerprints: dict[tuple[str, str], Future[str]] = {}
@@ -73,5 +73,5 @@ class OptionsReader:
 
 
 def model_identity_of(model: Any, warn: Callable[[str], None]) -> ModelIdentity:
-    """Return the identity of a `ModelConfig`. warn: writes a sentence to the host's log."""
+    """Return the identity of a `ModelConfig`. warn: writes a message to the host's log."""
     return identity_of(model.model, model.get_vocab_size(), warn, revision=model.revision or "")

@@ -260,10 +260,10 @@ def test_memory_of_namespaces_that_cannot_be_unloaded(tmp_path, has_folder):
         async with opened(tmp_path if has_folder else None, fit=3) as namespaces:
             await learned(namespaces, "a", [1, 2])
             async with namespaces.use("b", UNKNOWN_MODEL):
-                used = namespaces.bound_bytes
+                used = namespaces.unevictable_bytes
             size = max_bytes(DRAFTING.capacity)
             assert used == (size if has_folder else 2 * size)
-            assert namespaces.bound_bytes == (0 if has_folder else 2 * size)
+            assert namespaces.unevictable_bytes == (0 if has_folder else 2 * size)
 
     asyncio.run(test())
 
