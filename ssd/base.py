@@ -22,7 +22,7 @@ from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Progress, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_ROWS = np.empty(0, np.int64)
@@ -158,15 +158,6 @@ class CorpusDrafter(ABC):
         if self.PUBLISHES:
             self._publish(rows, progress)
         return drafts
-
-    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
-        """Draft after each of K possible outcomes of verifying the last drafts, as if it had been committed.
-
-        Changes nothing that later drafts depend on. Policies that do not support it return empty drafts. Raises
-        ValueError as `draft`, and for accepted tokens that are not a path of the last draft.
-        """
-        self._rows_of(outcomes.sequence_ids.tolist())
-        return DraftBatch.empty(len(outcomes.accepted))
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
         """Return a draft for a single context that is not a started sequence, as a batch of one sequence.

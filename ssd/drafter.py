@@ -10,11 +10,11 @@ from ssd.base import CorpusDrafter, Opening
 from ssd.config import DrafterConfig, PolicyName, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
+from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
-from ssd.outcomes import draft_after, propose_after
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Outcomes, Progress, check_verified
+from ssd.types import DraftBatch, Progress, check_verified
 
 ONE_EACH = np.empty(0, np.uint32)
 """Value of `Progress.steps` for the kernel if each sequence took one step."""
@@ -55,11 +55,6 @@ class SuffixDrafter(CorpusDrafter):
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
-
-    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
-        """See `CorpusDrafter.propose_after` and `ssd.outcomes`."""
-        rows = self._rows_of(outcomes.sequence_ids.tolist())
-        return propose_after(outcomes, rows, self._sequences, self.stats, self._step)
 
     def draft_after(self, progress: Progress) -> DraftBatch:
         """Draft after K continuations of running sequences, as if they had been committed.

@@ -198,24 +198,6 @@ class Path:
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))
 
 
-@dataclass(frozen=True, eq=False)
-class Outcomes:
-    """Possible outcomes of verifying the last drafts of B sequences, K outcomes in all."""
-
-    sequence_ids: np.ndarray
-    """uint64 [B]."""
-    offsets: np.ndarray
-    """uint32 [B + 1]: sequence i has the outcomes `offsets[i]` up to `offsets[i + 1]`."""
-    accepted: np.ndarray
-    """uint32 [K]: number of accepted tokens of the sequence's last draft; the draft's first tokens must be a path."""
-    bonus: np.ndarray
-    """uint32 [K]: the target's own token after them."""
-    max_draft: np.ndarray
-    """uint32 [B]: maximum number of draft tokens that the caller can use for each outcome of a sequence."""
-    cost: float | None = None
-    """As in `Progress`."""
-
-
 class Drafter(Protocol):
     """Interface of drafters that work on tokens, embedded or remote.
 

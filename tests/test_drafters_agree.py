@@ -3,7 +3,6 @@
 import itertools
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.types import Outcomes
 from tests.replay import accepted_path, progress_of, replay_one
 from tests.servers import served
 from tests.strategies import array
@@ -139,28 +137,6 @@ def test_invalid_calls_are_refused_without_effect(drafter):
 
 def test_an_empty_batch_has_no_drafts(drafter):
     assert len(drafter.draft(progress_of({}, limit=1))) == 0
-
-
-def test_drafts_after_possible_outcomes(drafter):
-    drafter.start(1, array([*range(20), *range(10)]))
-    drafter.start(2, array([50, 51, 50]))
-    drafts = drafter.draft(progress_of({1: [], 2: []}, limit=3))
-    assert drafts.tokens_of(0).tolist() == [10, 11, 12]
-    outcomes = Outcomes(
-        sequence_ids=np.array([2, 1], np.uint64),
-        offsets=array([0, 1, 3]),
-        accepted=array([1, 3, 0]),
-        bonus=array([50, 13, 5]),
-        max_draft=array([1, 2]),
-    )
-    for _ in range(2):  # Nothing changes.
-        table = drafter.propose_after(outcomes)
-        assert [table.tokens_of(index).tolist() for index in range(3)] == [[51], [14, 15], [6, 7]]
-    after = drafter.draft(progress_of({1: [10, 11, 12, 13]}, limit=2, verified=3))
-    assert after.tokens.tolist() == [14, 15]
-    for wrong in ("accepted", "sequence_ids", "bonus"):
-        with pytest.raises(ValueError, match=r"tokens|was not started|4,294,967,294"):
-            drafter.propose_after(replace(outcomes, **{wrong: np.full_like(getattr(outcomes, wrong), 0xFFFF_FFFF)}))
 
 
 def test_propose_drafts_after_a_context(drafter):

@@ -27,7 +27,7 @@ from drafter_service.transport.address import Address
 from drafter_service.transport.wire import WireError
 from ssd.corpus.ring import token_array
 from ssd.errors import UserError
-from ssd.types import PROPOSE_ID, DraftBatch, Outcomes, Progress
+from ssd.types import PROPOSE_ID, DraftBatch, Progress
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
@@ -192,14 +192,6 @@ class DrafterClient:
         drafts = self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=limit))
         self._proposed = text, len(drafts.tokens)
         return drafts
-
-    def propose_after(self, outcomes: Outcomes) -> DraftBatch:
-        """Wait, at most until the deadline, for drafts after each of K possible outcomes of verifying the last drafts.
-
-        Changes no state. Sequences whose last draft is not the service's last draft for them have no drafts. Raises
-        ValueError for a sequence that was not started, a reserved token id, and too many accepted tokens.
-        """
-        return self._begin(lambda: self._protocol.propose_after(outcomes))()
 
     def finish(
         self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, steps: int = 1, learn: bool = True

@@ -29,11 +29,10 @@ from drafter_service.transport.wire import (
     PROTOCOL,
     WireError,
     batch_message,
-    outcomes_message,
     unpack,
 )
 from ssd.corpus.ring import check_tokens
-from ssd.types import DraftBatch, Outcomes, Progress, check_verified, offsets_of
+from ssd.types import DraftBatch, Progress, check_verified
 
 COUNTERS_EVERY = 64
 """Number of batches between two messages with counters."""
@@ -49,12 +48,12 @@ ALL, NONE = slice(None), slice(0)
 class Turn:
     """One request for drafts by the engine, from its call to its drafts."""
 
-    rows: np.ndarray | None
-    """int64 [B]: rows of the sequences; None for drafts after possible outcomes, which change no state."""
+    rows: np.ndarray
+    """int64 [B]: rows of the sequences."""
     limits: np.ndarray
-    """uint32 [B] or [K]: maximum number of draft tokens."""
+    """uint32 [B]: maximum number of draft tokens."""
     asked: Subset = field(default_factory=lambda: NONE)
-    """The sequences of the batch, or the outcomes, that the request names."""
+    """The sequences of the batch that the request names."""
     step: int | None = None
     """Number of the request; None if none was sent."""
 
@@ -146,33 +145,6 @@ class Protocol:
         self._registration.send_running()  # After the batch, so that the batch does not wait for it.
         return turn
 
-    def propose_after(self, outcomes: Outcomes) -> Turn:
-        """Request drafts after possible outcomes, for sequences whose last draft is the service's last one.
-
-        Raises ValueError for a sequence that was not started, a token id that is reserved or outside the model's
-        vocabulary, and too many accepted tokens.
-        """
-        check_tokens(outcomes.bonus, self._vocab_size)
-        rows = self._running.rows(outcomes.sequence_ids.tolist())
-        bounds = outcomes.offsets.astype(np.int64)
-        counts = bounds[1:] - bounds[:-1]
-        if np.count_nonzero(outcomes.accepted > self._running.offered(rows).repeat(counts)):
-            raise ValueError("an outcome has more accepted tokens than the sequence's last draft")
-        turn = Turn(None, outcomes.max_draft.repeat(counts))
-        is_asked = self._running.is_current(rows)
-        if self.pending.may_send and is_asked.any():
-            turn.asked = is_asked.repeat(counts).nonzero()[0]
-            asked = Outcomes(
-                sequence_ids=self._running.wire_ids(rows[is_asked]).astype(np.uint64),
-                offsets=offsets_of(counts[is_asked]),
-                accepted=outcomes.accepted[turn.asked],
-                bonus=outcomes.bonus[turn.asked],
-                max_draft=outcomes.max_draft[is_asked],
-                cost=outcomes.cost,
-            )
-            turn.step = self.pending.ask(pb.DraftRequest(outcomes=outcomes_message(asked)))
-        return turn
-
     def is_settled(self, turn: Turn) -> bool:
         """Return whether the drafts have arrived, or can no longer arrive."""
         return turn.step is None or not self.pending.is_waiting(turn.step)
@@ -183,8 +155,7 @@ class Protocol:
         # Versions of the service without shadow mode do not withhold drafts.
         if drafts is None or self._shadow:
             drafts = DraftBatch.empty(len(turn.limits))
-        if turn.rows is not None:
-            self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
+        self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int, steps: int, learn: bool) -> None:

@@ -219,15 +219,6 @@ class RunningSequences:
         registered: np.ndarray = self._table[IS_REGISTERED, rows] != 0
         return registered
 
-    def is_current(self, rows: np.ndarray) -> np.ndarray:
-        """Return whether each sequence is current, bool [B]."""
-        current: np.ndarray = self._table[IS_CURRENT, rows] != 0
-        return current
-
-    def wire_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of the sequences at the service, int64 [B]."""
-        return self._table[WIRE_ID, rows]
-
     def forward(self, batch: KnownBatch, progress: Progress) -> None:
         """Record progress that is sent now; the sequences must all be current."""
         self._history.append(batch.rows, progress.tokens, progress.offsets)

@@ -1,4 +1,4 @@
-"""Read and validate requests, other than batches and outcomes; errors name the field."""
+"""Read and validate requests, other than batches; errors name the field."""
 
 from __future__ import annotations
 

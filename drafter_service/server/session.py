@@ -22,9 +22,9 @@ from drafter_service.server.requests import (
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, read_outcomes, unpack_batch
+from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
 from ssd.base import CorpusDrafter, Opening
-from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import DraftBatch, Progress, offsets_of
 
 LONG_PROMPT = 8192
 """Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
@@ -111,15 +111,10 @@ class Session:
         if finishes:
             self._check_finishes(finishes, new)
         batch = None
-        outcomes: tuple[DraftBatch, list[int]] | None = None
         if request.HasField("batch"):
             _check_count(request.batch.sequence_ids, "batch")
             batch = read_batch(request.batch, vocab_size)
             self._check_batch(batch, new)
-        elif request.HasField("outcomes"):
-            _check_count(request.outcomes.sequence_ids, "outcomes")
-            possible = read_outcomes(request.outcomes, vocab_size)
-            outcomes = self._propose_after(possible)
         # Nothing below can fail.
         for start in starts:
             self._start(start)
@@ -129,8 +124,6 @@ class Session:
         if batch is not None:
             drafts, lost_in_batch = self._draft(batch)
             self._make_room()
-        elif outcomes is not None:
-            drafts, lost_in_batch = outcomes
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
         drafts_message(drafts, response.drafts)
@@ -305,27 +298,6 @@ class Session:
         drafts = self._drafter.draft(_part(batch, ready))
         self._drafter.note_use()
         return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
-
-    def _propose_after(self, outcomes: Outcomes) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for possible outcomes, and the unknown sequences. Changes nothing. Raises WireError."""
-        ids = outcomes.sequence_ids.tolist()
-        lost = [sequence_id for sequence_id in ids if not self._has(sequence_id)]
-        is_ready = np.array([sequence_id in self._drafter.sequence_ids for sequence_id in ids], bool)
-        counts = np.diff(outcomes.offsets)
-        is_kept = is_ready.repeat(counts)
-        kept = Outcomes(
-            outcomes.sequence_ids[is_ready],
-            offsets_of(counts[is_ready]),
-            outcomes.accepted[is_kept],
-            outcomes.bonus[is_kept],
-            outcomes.max_draft[is_ready],
-            outcomes.cost,
-        )
-        try:
-            drafts = self._drafter.propose_after(kept)
-        except ValueError as problem:
-            raise WireError(f"outcomes: {problem}") from None
-        return drafts.scatter(is_kept.nonzero()[0], len(is_kept)), lost
 
     def _drafter_of(self, sequence_id: int) -> CorpusDrafter | ShadowDrafter:
         """Return the drafter that has a sequence, or will have it."""

@@ -7,22 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("step", "hello", "starts", "finishes", "batch", "outcomes", "counters")
+    __slots__ = ("step", "hello", "starts", "finishes", "batch", "counters")
     STEP_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHES_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     hello: Hello
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     finishes: _containers.RepeatedCompositeFieldContainer[Finish]
     batch: Batch
-    outcomes: Outcomes
     counters: ClientCounters
-    def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "client", "model", "namespace", "policy")
@@ -119,22 +117,6 @@ class Batch(_message.Message):
     cost: float
     steps: bytes
     def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ...) -> None: ...
-
-class Outcomes(_message.Message):
-    __slots__ = ("sequence_ids", "offsets", "accepted", "bonus", "max_draft", "cost")
-    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    BONUS_FIELD_NUMBER: _ClassVar[int]
-    MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
-    COST_FIELD_NUMBER: _ClassVar[int]
-    sequence_ids: bytes
-    offsets: bytes
-    accepted: bytes
-    bonus: bytes
-    max_draft: bytes
-    cost: float
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., bonus: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class ClientCounters(_message.Message):
     __slots__ = ("timeouts", "dropped", "resyncs", "reconnects")

@@ -6,7 +6,7 @@ import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.ring import MAX_TOKEN_ID
-from ssd.types import DraftBatch, Outcomes, Progress
+from ssd.types import DraftBatch, Progress
 
 PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
@@ -84,7 +84,7 @@ def batch_message(progress: Progress, sequence_ids: bytes | None = None, message
 
 def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
     """Return a step's progress. Raises WireError for inconsistent arrays, and for token ids as `unpack_tokens`."""
-    sequence_ids = _read_ids(message.sequence_ids, "batch")
+    sequence_ids = _read_ids(message.sequence_ids)
     sequences = len(sequence_ids)
     tokens = unpack_tokens(message.tokens, "batch.tokens", vocab_size)
     return Progress(
@@ -93,7 +93,7 @@ def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
         offsets=read_offsets(message.offsets, sequences, len(tokens), "batch.offsets"),
         verified=_read_array(message.verified, "u4", sequences, "batch.verified"),
         max_draft=_read_array(message.max_draft, "u4", sequences, "batch.max_draft"),
-        cost=_read_cost(message, "batch"),
+        cost=_read_cost(message),
         steps=_read_steps(message.steps, sequences),
     )
 
@@ -111,32 +111,6 @@ def unpack_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
         verified=unpack(message.verified, "u4", "batch.verified"),
         max_draft=unpack(message.max_draft, "u4", "batch.max_draft"),
         cost=message.cost if message.HasField("cost") else None,
-    )
-
-
-def outcomes_message(outcomes: Outcomes) -> pb.Outcomes:
-    """Return possible outcomes as a message."""
-    return pb.Outcomes(
-        sequence_ids=pack(outcomes.sequence_ids, "u8"),
-        offsets=pack(outcomes.offsets, "u4"),
-        accepted=pack(outcomes.accepted, "u4"),
-        bonus=pack(outcomes.bonus, "u4"),
-        max_draft=pack(outcomes.max_draft, "u4"),
-        cost=outcomes.cost,
-    )
-
-
-def read_outcomes(message: pb.Outcomes, vocab_size: int = 0) -> Outcomes:
-    """Return possible outcomes. Raises WireError as `read_batch`."""
-    sequence_ids = _read_ids(message.sequence_ids, "outcomes")
-    bonus = unpack_tokens(message.bonus, "outcomes.bonus", vocab_size)
-    return Outcomes(
-        sequence_ids=sequence_ids,
-        offsets=read_offsets(message.offsets, len(sequence_ids), len(bonus), "outcomes.offsets"),
-        accepted=_read_array(message.accepted, "u4", len(bonus), "outcomes.accepted"),
-        bonus=bonus,
-        max_draft=_read_array(message.max_draft, "u4", len(sequence_ids), "outcomes.max_draft"),
-        cost=_read_cost(message, "outcomes"),
     )
 
 
@@ -172,17 +146,17 @@ def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarr
     return offsets
 
 
-def _read_ids(data: bytes, owner: str) -> np.ndarray:
-    sequence_ids = unpack(data, "u8", f"{owner}.sequence_ids")
+def _read_ids(data: bytes) -> np.ndarray:
+    sequence_ids = unpack(data, "u8", "batch.sequence_ids")
     if len(set(sequence_ids.tolist())) != len(sequence_ids):
-        raise WireError(f"{owner}.sequence_ids contains a sequence twice")
+        raise WireError("batch.sequence_ids contains a sequence twice")
     return sequence_ids
 
 
-def _read_cost(message: pb.Batch | pb.Outcomes, owner: str) -> float | None:
+def _read_cost(message: pb.Batch) -> float | None:
     cost = message.cost if message.HasField("cost") else None
     if cost is not None and not 0 < cost <= 1:
-        raise WireError(f"{owner}.cost is {cost}; it must be greater than 0 and at most 1")
+        raise WireError(f"batch.cost is {cost}; it must be greater than 0 and at most 1")
     return cost
 
 

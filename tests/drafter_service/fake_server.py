@@ -103,8 +103,6 @@ class FakeService:
         drafts = DraftBatch.empty(0)
         if request.HasField("batch"):
             drafts = self._draft(request.batch, lost)
-        elif request.HasField("outcomes"):
-            drafts = self._propose_after(request.outcomes, lost)
         self._make_room()
         response.drafts.CopyFrom(drafts_message(drafts))
         response.lost_ids = np.array(lost, "<u8").tobytes()
@@ -139,18 +137,6 @@ class FakeService:
             self._commit(one, committed, verified[index], steps[index])
             one.drafted = self.guess(one.text, min(limits[index], self.max_draft))
             paths.append(one.drafted)
-        return batch_of(paths)
-
-    def _propose_after(self, outcomes: pb.Outcomes, lost: list[int]) -> DraftBatch:
-        ids, offsets = unpacked(outcomes.sequence_ids, "<u8"), unpacked(outcomes.offsets)
-        accepted, bonus, limits = (unpacked(each) for each in (outcomes.accepted, outcomes.bonus, outcomes.max_draft))
-        lost += [wire_id for wire_id in ids if wire_id not in self.sequences]
-        paths = []
-        for index, wire_id in enumerate(ids):
-            for outcome in range(offsets[index], offsets[index + 1]):
-                one = self.sequences.get(wire_id, Known([], "", "", learn=False))
-                text = [*one.text, *one.drafted[: accepted[outcome]], bonus[outcome]]
-                paths.append(self.guess(text, limits[index]) if wire_id in self.sequences else [])
         return batch_of(paths)
 
     def _commit(self, one: Known, tokens: list[int], verified: int, steps: int) -> None:

@@ -25,8 +25,8 @@ from drafter_service.server.requests import (
 )
 from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError, drafts_message, pack, read_batch, read_outcomes
-from ssd.types import DraftBatch, Outcomes, Path, Progress
+from drafter_service.transport.wire import PROTOCOL, WireError, drafts_message, pack, read_batch
+from ssd.types import DraftBatch, Path, Progress
 
 RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
 LOST_REPORTS = 8
@@ -158,7 +158,6 @@ class EngineChecker:
         starts = [read_start(message, index) for index, message in enumerate(request.starts)]
         finishes = [read_finish(message, index) for index, message in enumerate(request.finishes)]
         batch = read_batch(request.batch) if request.HasField("batch") else None
-        outcomes = read_outcomes(request.outcomes) if request.HasField("outcomes") else None
         self._check_tokens(stream, [each.tokens for each in (*finishes, batch) if each is not None])
         self._check_tokens(stream, [tokens for each in starts for tokens in (each.hints, each.prompt, each.committed)])
         event = None if batch is None else self._event(stream, batch)
@@ -172,8 +171,6 @@ class EngineChecker:
             self.checks.see("requests")
             paths, lost_in_batch = self._draft(stream, batch, event)
             lost += lost_in_batch
-        elif outcomes is not None:
-            paths = self._draft_after(stream, outcomes)
         response = pb.DraftResponse(
             step=request.step,
             drafts=drafts_message(batch_of(paths)),
@@ -298,21 +295,6 @@ class EngineChecker:
                     sequence.event = EVENTS[event]
             paths.append(path)
         return paths, lost
-
-    def _draft_after(self, stream: EngineStream, outcomes: Outcomes) -> list[list[int]]:
-        """Return the drafts after possible outcomes."""
-        paths: list[list[int]] = []
-        limits = outcomes.max_draft.tolist()
-        for index, sequence_id in enumerate(outcomes.sequence_ids.tolist()):
-            sequence = stream.running.get(sequence_id)
-            for each in range(int(outcomes.offsets[index]), int(outcomes.offsets[index + 1])):
-                if sequence is None:
-                    paths.append([])
-                    continue
-                sequence.has_outcomes = True
-                output = [*sequence.output, *sequence.draft[: int(outcomes.accepted[each])], int(outcomes.bonus[each])]
-                paths.append(self._predictions.draft(sequence, output, limits[index], stream.vocab_size))
-        return paths
 
     def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
         for tokens in runs:

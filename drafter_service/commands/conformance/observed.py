@@ -57,8 +57,6 @@ class Sequence:
     offered: int = 0
     """Number of draft tokens in all."""
     accepted: int = 0
-    has_outcomes: bool = False
-    """Whether the engine asks for drafts after possible outcomes, so that it may have verified these."""
     is_over: bool = False
     """Whether the engine has ended the sequence while the service did not have it."""
 

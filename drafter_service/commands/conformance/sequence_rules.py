@@ -44,7 +44,7 @@ class SequenceRules:
     def end(self, sequence: Sequence) -> None:
         """Check that a finished sequence has used its drafts."""
         if sequence.scenario is Scenario.RIGHT and sequence.offered > 2 * MAX_DRAFT:
-            if sequence.accepted == 0 and not sequence.has_outcomes:
+            if sequence.accepted == 0:
                 self._checks.fail(
                     "drafts used", f"{sequence.label} got {sequence.offered} right draft tokens, and accepted none"
                 )
@@ -59,7 +59,7 @@ class SequenceRules:
             f"{sequence.label} committed {len(tokens)} tokens in steps={steps} with verified={verified}; its draft "
             f"agrees in {accepted} of the verified tokens, "
         )
-        if sequence.has_outcomes or self._is_overlapped:
+        if self._is_overlapped:
             # Tokens may be accepted ones of other drafts as well.
             if len(tokens) < steps:
                 self._checks.fail(check, f"{says}and a step makes one token at least")

@@ -15,12 +15,11 @@ from drafter_service.transport.wire import (
     PROTOCOL,
     WireError,
     batch_message,
-    outcomes_message,
     pack,
     read_drafts,
     unpack,
 )
-from ssd.types import DraftBatch, Outcomes, Progress, offsets_of
+from ssd.types import DraftBatch, Progress
 
 LEARNING_TIMEOUT_S = 10.0
 """Maximum time until learned text is drafted."""
@@ -194,21 +193,6 @@ def check_unknown(stream: TestedStream) -> None:
         require(lost == [77], f"a request that names the unknown sequence 77 has lost_ids {lost}")
 
 
-def check_outcomes(stream: TestedStream) -> None:
-    """Check drafts after possible outcomes, which change nothing."""
-    drafted = stream.draft(1, starts=[stream.start(1, 1, 2, 3, 4, 5, 6, 7, 1, 2)])
-    outcomes = Outcomes(
-        np.array([1], np.uint64),
-        offsets_of(np.array([2])),
-        np.array([0, min(1, len(drafted))], np.uint32),
-        stream.text(3, 4),
-        np.array([2], np.uint32),
-    )
-    drafts_of(stream.accepted(outcomes=outcomes_message(outcomes)), 2, 2)
-    again = stream.draft(1, *drafted[:1], verified=len(drafted))
-    require(again[:1] == [4], f"after outcomes the draft is {again}; it should begin with 4, as without them")
-
-
 def check_learning(stream: TestedStream) -> None:
     """Check that text is learned if it may be, and only then."""
     stream.accepted(starts=[stream.start(1, 11, 12), stream.start(2, 21, 22, learn=True)])
@@ -248,7 +232,6 @@ RULES: dict[str, tuple[str, Rule]] = {
     "invalid requests": ("invalid requests are answered with an error and have no effect", check_invalid),
     "garbage": ("bytes that are no message are answered with an error", check_garbage),
     "unknown sequences": ("unknown sequences are reported in lost_ids", check_unknown),
-    "outcomes": ("possible outcomes are drafted for and change nothing", check_outcomes),
     "learning": ("text is learned if the start, the finish and the caller's rights allow it", check_learning),
     "end": ("a stream that the client ends has the status OK", check_end),
 }

@@ -10,7 +10,6 @@ from dataclasses import replace
 from random import Random
 
 import grpc
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -27,7 +26,6 @@ from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.frames import MAGIC, Frames, framed
 from ssd.errors import UserError
-from ssd.types import Outcomes
 from tests.drafter_service.client_wire import counting
 from tests.drafter_service.fake_server import TIMEOUT_S, FakeService, fake_server_thread, unpacked
 from tests.drafter_service.raw import eventually
@@ -93,24 +91,6 @@ def test_hints_are_sent_apart_from_the_prompt(fake, connect):
     draft_of(client, [])
     [start] = [start for request in fake.service.requests for start in request.starts]
     assert (unpacked(start.hints), unpacked(start.prompt)) == ([7, 8], [5])
-
-
-def test_drafts_after_outcomes_do_not_count_as_drafts(fake, connect):
-    client = connect()
-    client.start(1, array([5]))
-    assert draft_of(client, [], limit=2) == [6, 7]
-    outcomes = Outcomes(
-        sequence_ids=np.array([1], np.uint64),
-        offsets=array([0, 2]),
-        accepted=array([0, 2]),
-        bonus=array([20, 8]),
-        max_draft=array([2]),
-    )
-    table = client.propose_after(outcomes)
-    assert [table.tokens_of(index).tolist() for index in (0, 1)] == [[21, 22], [9, 10]]
-    assert draft_of(client, [6, 7, 8], limit=1, verified=2) == [9]
-    client._protocol._running._table[8] = 0  # As after a step without a response.
-    assert len(client.propose_after(replace(outcomes, accepted=array([0, 0]))).tokens) == 0
 
 
 def test_forgetting_needs_the_service(fake, connect):

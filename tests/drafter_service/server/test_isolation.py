@@ -5,19 +5,16 @@ from collections import Counter
 from contextlib import asynccontextmanager
 
 import grpc
-import numpy as np
 import pytest
 
 from drafter_service.server.listener import Listener
 from drafter_service.server.server import DrafterServer
 from drafter_service.settings.tree import AccessConfig, ReportsConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start, texts
-from tests.strategies import array
 
 OWN, OTHER = counted(100), counted(500)
 LOOKED_UP = ("get", "__getitem__", "__contains__", "pop", "setdefault")
@@ -88,14 +85,6 @@ def draft_of(caller, namespace, context):
     """Use a stream of a namespace in every way; return its draft after a context."""
     stream = caller.stream(namespace)
     tokens = drafted(stream.ask(starts=[start(1, context)], batch=batch({1: ()})))
-    outcome = pb.Outcomes(
-        sequence_ids=pack(np.array([1], np.uint64), "u8"),
-        offsets=pack(array([0, 1]), "u4"),
-        accepted=bytes(4),
-        bonus=pack(array([context[-1] + 1]), "u4"),
-        max_draft=pack(array([4]), "u4"),
-    )
-    stream.ask(outcomes=outcome)
     stream.ask(finishes=[finish(1, [context[-1] + 1], learn=False)])
     stream.end()
     return tokens

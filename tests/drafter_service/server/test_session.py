@@ -477,20 +477,12 @@ def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):
     session = Session(namespace, Limits())
     known = ask(session, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=1))
     ten = pack(array([10]), "u4")
-    bonus = pb.Outcomes(
-        sequence_ids=pack(array([1]), "u8"),
-        offsets=pack(array([0, 1]), "u4"),
-        accepted=bytes(4),
-        bonus=ten,
-        max_draft=bytes(4),
-    )
     for place, fields in {
         "starts[0].prompt": {"starts": [start(2, [9, 10])]},
         "starts[0].committed": {"starts": [start(2, [9], committed=ten)]},
         "starts[0].hints": {"starts": [start(2, [9], hints=ten)]},
         "finishes[0].tokens": {"finishes": [finish(1, [10])]},
         "batch.tokens": {"batch": batch({1: [10]})},
-        "outcomes.bonus": {"outcomes": bonus},
     }.items():
         assert refused(ask(session, **fields), f"{place} holds the id 10; the vocabulary has 10 tokens")
     assert drafted(known) == drafted(ask(session, batch=batch({1: ()}, limit=1))) == [6]

@@ -18,9 +18,7 @@ from drafter_service.server.session import LONG_PROMPT
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import outcomes_message
 from ssd.config import DrafterConfig
-from ssd.types import Outcomes
 from tests.certificates import replace_file
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import (
@@ -36,7 +34,6 @@ from tests.drafter_service.raw import (
     start,
 )
 from tests.servers import served
-from tests.strategies import array
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 RIGHTS = {
@@ -192,24 +189,6 @@ def test_the_sequences_of_a_stream_end_with_it(caller, name):
         stream.ask(starts=[start(1, [1, 2, 3, 1])])
         getattr(stream, end)()
         assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
-
-
-def test_drafts_after_possible_outcomes(caller, name):
-    stream = caller.stream(name)
-    stream.ask(starts=[start(1, [*range(20), *range(10)])])
-    stream.draft(1, limit=3)
-    outcomes = Outcomes(
-        sequence_ids=np.array([1, 9], np.uint64),
-        offsets=array([0, 2, 3]),
-        accepted=array([3, 0, 0]),
-        bonus=array([13, 5, 1]),
-        max_draft=array([2, 2]),
-    )
-    response = stream.ask(outcomes=outcomes_message(outcomes))
-    assert [drafted(response, 3, index) for index in range(3)] == [[14, 15], [6, 7], []]
-    assert lost(response) == [9]
-    # The draft itself is still the last one.
-    assert drafted(stream.ask(batch=batch({1: [10, 11]}, limit=2, verified=2))) == [12, 13]
 
 
 def test_a_stream_chooses_the_policy_of_a_new_namespace(caller, name):

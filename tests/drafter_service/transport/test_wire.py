@@ -8,13 +8,11 @@ from drafter_service.transport.wire import (
     WireError,
     batch_message,
     drafts_message,
-    outcomes_message,
     read_batch,
     read_drafts,
-    read_outcomes,
     unpack_batch,
 )
-from ssd.types import DraftBatch, Outcomes, Path, Progress, Source, offsets_of
+from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
 from tests.strategies import LARGEST
 
 runs = st.lists(st.lists(st.integers(0, LARGEST), max_size=5), max_size=5)
@@ -59,41 +57,6 @@ def test_drafts_are_equal_after_encoding_and_decoding(drafted):
     sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
     assert_equal(sent, read_drafts(message, len(drafted)))
-
-
-def outcomes():
-    return Outcomes(
-        sequence_ids=np.array([7, 8], np.uint64),
-        offsets=np.array([0, 1, 3], np.uint32),
-        accepted=np.array([0, 2, 1], np.uint32),
-        bonus=np.array([5, 6, 7], np.uint32),
-        max_draft=np.array([4, 3], np.uint32),
-        cost=0.5,
-    )
-
-
-def test_outcomes_are_equal_after_encoding_and_decoding():
-    sent = outcomes()
-    assert_equal(sent, read_outcomes(pb.Outcomes.FromString(outcomes_message(sent).SerializeToString())))
-
-
-@pytest.mark.parametrize(
-    ("field", "data", "reason"),
-    [
-        ("sequence_ids", np.array([7, 7], "<u8").tobytes(), "outcomes.sequence_ids contains a sequence twice"),
-        ("offsets", np.array([0, 1], "<u4").tobytes(), "outcomes.offsets has 2 elements, not 3"),
-        ("offsets", np.array([0, 1, 2], "<u4").tobytes(), "outcomes.offsets must increase from 0 to 3"),
-        ("accepted", bytes(4), "outcomes.accepted has 1 elements, not 3"),
-        ("bonus", b"\xff" * 12, "outcomes.bonus holds the token id 4294967295"),
-        ("max_draft", bytes(4), "outcomes.max_draft has 1 elements, not 2"),
-        ("cost", 0.0, "outcomes.cost is 0.0"),
-    ],
-)
-def test_malformed_outcomes_are_refused_by_field(field, data, reason):
-    message = outcomes_message(outcomes())
-    setattr(message, field, data)
-    with pytest.raises(WireError, match=reason):
-        read_outcomes(message)
 
 
 def changed(**fields):

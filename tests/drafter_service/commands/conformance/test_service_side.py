@@ -78,11 +78,6 @@ FAULTS = {
     "no errors": ("receive", without_error, "invalid requests"),
     "errors without a sentence": ("receive", lambda one: one.error.ClearField("message"), "invalid requests"),
     "no lost sequences": ("receive", lambda one: one.ClearField("lost_ids"), "unknown sequences"),
-    "outcomes that are committed": (
-        "send",
-        lambda one: one.HasField("outcomes") and one.batch.MergeFrom(pb.Batch(offsets=bytes(4))),
-        "outcomes",
-    ),
     "private text that is learned": ("send", always_learning, "learning"),
     "any version": ("send", lambda one: one.HasField("hello") and setattr(one.hello, "protocol", 3), "version"),
 }

@@ -1,10 +1,10 @@
-"""`propose_after` returns the drafts that a commit would return, and changes no later draft."""
+"""`draft_after` returns the drafts that a commit would return, and changes no later draft."""
 
 import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
-from ssd.types import Outcomes, Progress, offsets_of
+from ssd.types import Progress, offsets_of
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -13,19 +13,6 @@ ARRAYS = ("tokens", "parents", "accept_prob", "source", "offsets")
 
 def new_drafter(shape="path"):
     return SuffixDrafter(DrafterConfig(capacity=100_000, draft_shape=shape, max_draft=8, refresh_interval_s=3600))
-
-
-def outcomes_of(wanted, limit=8, cost=None):
-    """Return outcomes from pairs of (accepted tokens, bonus token) by sequence id."""
-    pairs = [pair for each in wanted.values() for pair in each]
-    return Outcomes(
-        sequence_ids=np.array(list(wanted), np.uint64),
-        offsets=offsets_of(np.array([len(each) for each in wanted.values()])),
-        accepted=array([accepted for accepted, _ in pairs]),
-        bonus=array([bonus for _, bonus in pairs]),
-        max_draft=np.full(len(wanted), limit, np.uint32),
-        cost=cost,
-    )
 
 
 def play(drafter, texts, steps, on_step=lambda _drafts: None):
@@ -46,54 +33,6 @@ def play(drafter, texts, steps, on_step=lambda _drafts: None):
 def texts_of(seed, length=160):
     rng = np.random.default_rng(seed)
     return {number: (100 * number + rng.integers(0, 4, length)).astype(np.uint32) for number in range(3)}
-
-
-@pytest.mark.parametrize("shape", ["path", "tree"])
-@pytest.mark.parametrize("seed", range(3))
-def test_drafts_equal_those_after_a_commit(shape, seed):
-    texts = texts_of(seed)
-    with new_drafter(shape) as drafter:
-        drafts, _ = play(drafter, texts, steps=40)
-        wanted = {}
-        for index, number in enumerate(texts):
-            draft = drafts.tokens_of(index).tolist()
-            parents = drafts.parents_of(index).tolist()
-            path = next((at for at, parent in enumerate(parents) if parent != at - 1), len(draft))
-            wanted[number] = [(accepted, 100 * number + accepted % 4) for accepted in range(path + 1)]
-        table = drafter.propose_after(outcomes_of(wanted, cost=0.005))
-        assert len(table) == sum(map(len, wanted.values()))
-        at = 0
-        for index, (number, pairs) in enumerate(wanted.items()):
-            for accepted, bonus in pairs:
-                with new_drafter(shape) as twin:
-                    play(twin, texts, steps=40)
-                    # Without a last draft nothing is learned from the commit, as in `propose_after`.
-                    twin.draft(progress_of({each: [] for each in texts}, limit=0))
-                    run = [*drafts.tokens_of(index)[:accepted].tolist(), bonus]
-                    expected = twin.draft(progress_of({number: run}, limit=8, cost=0.005))
-                assert table.tokens_of(at).tolist() == expected.tokens.tolist()
-                assert table.parents_of(at).tolist() == expected.parents.tolist()
-                first, end = table.offsets[at : at + 2]
-                assert table.accept_prob[first:end].tolist() == expected.accept_prob.tolist()
-                at += 1
-        assert len(table.tokens) > 10
-
-
-def test_later_drafts_and_counters_do_not_change():
-    texts = texts_of(7, length=800)
-    with new_drafter() as drafter, new_drafter() as reference:
-
-        def look_ahead(drafts):
-            lengths = np.diff(drafts.offsets).tolist()
-            wanted = {number: [(0, 5), (lengths[number], 100 * number)] for number in texts}
-            drafter.propose_after(outcomes_of(wanted))
-
-        last, _ = play(drafter, texts, steps=380, on_step=look_ahead)
-        expected, _ = play(reference, texts, steps=380)
-        for name in ARRAYS:
-            assert getattr(last, name).tolist() == getattr(expected, name).tolist()
-        for own, other in zip(drafter.stats.counters, reference.stats.counters, strict=True):
-            assert np.array_equal(own, other)
 
 
 def continuations_of(rng, texts, count):
@@ -162,15 +101,12 @@ def test_drafting_after_continuations_changes_nothing(shape):
         assert len(repeated[0].tokens) > 5
 
 
-def test_impossible_outcomes_are_refused():
+def test_wrong_continuations_are_refused():
     with new_drafter() as drafter:
         drafter.start(1, array([5, 6, 5]))
-        assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [6, 5]
-        with pytest.raises(ValueError, match="was offered 2 tokens; the first 3 of them are not a path"):
-            drafter.propose_after(outcomes_of({1: [(3, 1)]}))
+        assert drafter.draft_after(progress_of({1: [6]}, limit=2)).tokens.tolist() == [5, 6]
         with pytest.raises(ValueError, match="sequence 2 was not started"):
-            drafter.propose_after(outcomes_of({2: [(0, 1)]}))
+            drafter.draft_after(progress_of({2: [1]}, limit=2))
         with pytest.raises(ValueError, match="4,294,967,294"):
-            drafter.propose_after(outcomes_of({1: [(0, 0xFFFF_FFFF)]}))
-        assert len(drafter.propose_after(outcomes_of({}))) == 0
-        assert drafter.propose_after(outcomes_of({1: [(1, 5)]}, limit=2)).tokens.tolist() == [6, 5]
+            drafter.draft_after(progress_of({1: [0xFFFF_FFFF]}, limit=2))
+        assert len(drafter.draft_after(progress_of({}, limit=2))) == 0
