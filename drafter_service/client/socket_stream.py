@@ -65,6 +65,8 @@ class SocketStream:
             connection.close()
             raise
         self._wake_sender.setblocking(False)
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
         self._frames = Frames()
         self._writer = SocketWriter(connection, MAGIC + framed(authorization.encode()), self._wake_pump)
         self._is_over = False
@@ -109,11 +111,13 @@ class SocketStream:
         timeout_s = max(0.0, timeout_s)
         if self._is_over:
             return self._closed.wait(timeout_s)
+        # `poll` takes 2 us less than `select`, but counts milliseconds.
+        if self._readable.poll(int(timeout_s * 1e3)):
+            return True
         try:
-            # `select` has a resolution below a millisecond, unlike poll and epoll.
-            return any(select.select([self._socket], [], [], timeout_s))
+            return any(select.select([self._socket], [], [], timeout_s % 1e-3))
         except (ValueError, OSError):  # Too many open files for select, or the stream was closed just now.
-            return self._closed.wait(0) or self._wait_coarsely(timeout_s)
+            return self._closed.wait(0) or bool(self._readable.poll(1))
 
     def watch(self) -> None:
         """Wake `pump`."""
@@ -161,14 +165,6 @@ class SocketStream:
             self._is_over, self.failure = True, failure
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _wait_coarsely(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLIN)
-            return bool(poll.poll(timeout_s * 1e3))
-        except (ValueError, OSError):  # The stream was closed concurrently.
-            return self._closed.wait(timeout_s)
 
     def _wake_pump(self) -> None:
         with contextlib.suppress(OSError):

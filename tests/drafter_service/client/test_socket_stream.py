@@ -165,10 +165,13 @@ def test_closing_a_stream_ends_the_waits():
     near, far = socket.socketpair()
     stream = SocketStream(near, "")
     assert not stream.wait(0.0)
-    near.close()  # As if `close` had been interrupted here.
-    assert not stream.wait(0.001)
+    assert not stream.wait(0.002)
+    near.close()  # As if `close` had been called after `wait` had found the stream open.
+    assert stream.wait(TIMEOUT_S)
     stream.close()
     assert stream.wait(TIMEOUT_S)
+    assert stream.receive() == []
+    assert stream.failure is None
     far.close()
 
 
