@@ -63,21 +63,27 @@ class GrammarChecker:
         """Return the reason why a grammar cannot be used; runs in the thread."""
         if grammar in self._results:
             return self._results[grammar]
-        if self._connection is None:
-            context = multiprocessing.get_context("spawn")
-            self._connection, other_end = context.Pipe()
-            context.Process(target=_serve, args=(other_end, self._compiler), name="ssd-grammars", daemon=True).start()
-            other_end.close()
         try:
+            if self._connection is None:
+                self._connection = _start(self._compiler)
             self._connection.send(grammar)
             reason: str = self._connection.recv()
         except (EOFError, OSError):
             self._connection = None
-            return f"{grammar.kind}: it was not checked, because the process that compiles grammars ended; try again"
+            return f"{grammar.kind}: it was not checked, because the process for it has ended; try again"
         self._results[grammar] = reason
         if len(self._results) > MAX_RESULTS:
             del self._results[next(iter(self._results))]
         return reason
+
+
+def _start(compiler: GrammarCompiler) -> Connection:
+    """Start the process that checks grammars, and return the connection to it. Raises OSError."""
+    context = multiprocessing.get_context("spawn")
+    own_end, other_end = context.Pipe()
+    context.Process(target=_serve, args=(other_end, compiler), name="ssd-grammars", daemon=True).start()
+    other_end.close()
+    return own_end
 
 
 def _serve(connection: Connection, compiler: GrammarCompiler) -> None:

@@ -144,7 +144,7 @@ class GrammarState:
         # The library does not count end tokens among the forced ones.
         if len(ends) == 1 and after._matcher.is_accepting():
             mask = after._mask()
-            if mask is not None and mask.sum() == 1:
+            if mask is not None and np.count_nonzero(mask) == 1:
                 forced += ends
         return forced
 
@@ -159,7 +159,7 @@ class GrammarState:
             mask = self._mask()
         if mask is None:
             raise GrammarError(_cannot_continue(self._grammar, self._matcher.get_error()))
-        if mask.sum() == 1 and len(self._matcher.compute_ff_bytes()) > MAX_REQUIRED:
+        if np.count_nonzero(mask) == 1 and len(self._matcher.compute_ff_bytes()) > MAX_REQUIRED:
             raise GrammarError(
                 f"{self._grammar.kind}: it requires more than {MAX_REQUIRED:,} bytes in a row, with repetitions "
                 "written out, which is the limit"
