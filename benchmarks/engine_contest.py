@@ -35,7 +35,7 @@ from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar_state import GrammarCompiler
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 

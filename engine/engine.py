@@ -35,7 +35,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
-from engine.sampling.grammar import GrammarCompiler, GrammarState
+from engine.sampling.grammar_state import GrammarCompiler, GrammarState
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequenceResult, StepPlan

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 
 from engine.api.messages import RequestEnded, TokensProduced
 from engine.api.outputs import Run
-from engine.sampling.grammar import Grammar, GrammarCompiler
+from engine.sampling.grammar import Grammar
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request
 from ssd.errors import UserError
 

@@ -23,7 +23,7 @@ from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
 from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Request, SamplingParams, parse_drafters
 

@@ -23,7 +23,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
 from engine.models.sharding import ShardedDecoder, load_vocabulary
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar_state import GrammarCompiler
 from ssd.config import MAX_DRAFT, DrafterConfig
 from ssd.errors import UserError
 from ssd.hardware.processors import usable_processors

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.speculation.draft_tree import DraftTree
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import GrammarError, GrammarState
+    from engine.sampling.grammar_state import GrammarError, GrammarState
     from engine.scheduling.sequence import Sequence
 
 

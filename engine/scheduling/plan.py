@@ -18,7 +18,7 @@ from engine.drafters.sources import NO_SOURCES
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
 
-    from engine.sampling.grammar import GrammarError
+    from engine.sampling.grammar_state import GrammarError
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree, OwnDraft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.drafters.sources import NO_SOURCES, counts_by_name
-from engine.sampling.grammar import GrammarState
+from engine.sampling.grammar_state import GrammarState
 from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafts
 from engine.drafters.sources import DraftSource
-from engine.sampling.grammar import GrammarState
+from engine.sampling.grammar_state import GrammarState
 from engine.scheduling.plan import SequencePlan
 from engine.speculation.draft_tree import OwnDraft
 from ssd.types import ROOT, DraftBatch, offsets_of

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.drafters.base import DETERMINISTIC
 from engine.executor.batch import Batch
-from engine.sampling.grammar import GrammarError
+from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits

@@ -19,13 +19,13 @@ from engine.models.lora import format as lora_format
 from engine.models.lora.format import check_adapters
 from engine.models.lora.pool import AdapterPool
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.lora_folders import merged_model, write_adapter
-from tests.engine.sampling.test_grammar import END, GRAMMARS
+from tests.engine.sampling.test_grammar_state import END, GRAMMARS
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 ADAPTERS = {

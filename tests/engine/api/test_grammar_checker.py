@@ -10,7 +10,8 @@ from engine.api import grammar_checker as module
 from engine.api.grammar_checker import GrammarChecker, refusal
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import Grammar, GrammarCompiler
+from engine.sampling.grammar import Grammar
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
 from tests.strategies import array

@@ -13,7 +13,7 @@ from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, config
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler, GrammarState
+from engine.sampling.grammar_state import GrammarCompiler, GrammarState
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify
 from engine.speculation.draft_tree import OwnDraft
@@ -24,7 +24,7 @@ from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB
 from tests.engine.drafters.kinds import EMBEDDED
-from tests.engine.sampling.test_grammar import GRAMMARS, SCHEMA, walk
+from tests.engine.sampling.test_grammar_state import GRAMMARS, SCHEMA, walk
 from tests.engine.trees import RandomTrees, random_tree
 from tests.strategies import array
 

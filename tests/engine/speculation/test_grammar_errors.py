@@ -9,12 +9,13 @@ from engine.config import EngineConfig
 from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
-from engine.sampling import grammar as module
-from engine.sampling.grammar import Grammar, GrammarCompiler
+from engine.sampling import grammar_state as module
+from engine.sampling.grammar import Grammar
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB
-from tests.engine.sampling.test_grammar import END, GRAMMARS
+from tests.engine.sampling.test_grammar_state import END, GRAMMARS
 from tests.engine.trees import RandomTrees
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=100, max_draft=6, kv_memory_mib=16)

@@ -14,7 +14,7 @@ from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.detokenize import Detokenizer
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.api.tools.outputs import collected, message_of, written

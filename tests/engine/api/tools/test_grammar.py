@@ -12,7 +12,8 @@ from engine.api.tools.definitions import Tool
 from engine.api.tools.formats import FORMATS
 from engine.api.tools.grammar import tool_grammar
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.grammar import GrammarCompiler, choice_grammar
+from engine.sampling.grammar import choice_grammar
+from engine.sampling.grammar_state import GrammarCompiler
 from ssd.errors import UserError
 from tests.engine.api.tools.conftest import VOCAB
 from tests.engine.api.tools.outputs import message_of, written

@@ -21,7 +21,7 @@ from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.sampling.test_grammar import GRAMMARS
+from tests.engine.sampling.test_grammar_state import GRAMMARS
 
 PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
 """Prompts repeat it, so that drafters find something to draft."""

@@ -13,15 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.models.tokenizer import Tokenizer
-from engine.sampling import grammar as module
-from engine.sampling.grammar import (
-    MAX_REQUIRED,
-    Grammar,
-    GrammarCompiler,
-    GrammarError,
-    GrammarState,
-    choice_grammar,
-)
+from engine.sampling import grammar_state as module
+from engine.sampling.grammar import Grammar, choice_grammar
+from engine.sampling.grammar_state import MAX_REQUIRED, GrammarCompiler, GrammarError, GrammarState
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -177,7 +171,7 @@ def test_other_errors_refuse_the_grammar(model_folder, monkeypatch, caplog):
     def fail(grammar):
         raise OverflowError("too large")
 
-    monkeypatch.setattr(module, "_definition", fail)
+    monkeypatch.setattr(module, "definition", fail)
     with pytest.raises(UserError, match="regex: it cannot be used: OverflowError: too large"):
         compiler.start(GRAMMARS[1])
     assert "OverflowError" in caplog.text
