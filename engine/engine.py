@@ -182,7 +182,7 @@ class Engine:
         if pages.pages_for(longest) > pages.count:
             raise UserError(
                 f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
-                f"{pages.count * pages.page_size} tokens; ask for fewer tokens or give it more memory (--kv-memory)"
+                f"{pages.count * pages.page_size} tokens; request fewer tokens, or raise --kv-memory"
             )
         return longest, state
 

@@ -144,7 +144,7 @@ class NamespaceFacts:
     sequences: int
     """Running now."""
     draft_latency: Latency = field(default_factory=Latency)
-    """Time to answer one message, which asks for the drafts of a whole batch."""
+    """Time to answer one message, which requests the drafts of a whole batch."""
     merge_latency: Latency = field(default_factory=Latency)
     """Time of the refreshes that merged something."""
     duplicates: int = 0

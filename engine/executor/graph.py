@@ -79,7 +79,7 @@ class GraphExecutor:
             self._runner.forward(batch)
         else:
             hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)[1]
-            self.chain.observe_chunks(chunks, hidden, drafts=plan.asked)
+            self.chain.observe_chunks(chunks, hidden, drafts=plan.is_drafting)
 
     def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
         slots = [self._slots.of(entry.sequence) for entry in producing]
@@ -94,7 +94,9 @@ class GraphExecutor:
                 row[INPUT_COLUMNS : INPUT_COLUMNS + size] = entry.draft
         contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
         kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
-        return self.grid.run(HostInputs(table, contexts), kind._replace(drafts=plan.asked and self.chain is not None))
+        return self.grid.run(
+            HostInputs(table, contexts), kind._replace(drafts=plan.is_drafting and self.chain is not None)
+        )
 
 
 class GraphStep:

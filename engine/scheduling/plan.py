@@ -106,8 +106,8 @@ class StepPlan:
     """Number of extra rows of all entries."""
     drafts_on_device: bool = False
     """Whether the device makes the drafts, without calls of the drafter."""
-    asked: bool = False
-    """Whether the drafter was called."""
+    is_drafting: bool = False
+    """Whether the drafter is called, or the device drafts, in this step."""
     is_backing_off: bool = False
     """Whether the drafter was not called because drafting was not worthwhile recently."""
     is_probe: bool = False

@@ -69,7 +69,7 @@ class DeviceBudget:
         if sequences not in self._measured:
             self._measured[sequences] = float(self._cost.seconds(sequences, sequences))
         duration = seconds / self._measured[sequences]
-        if any(plan.asked for plan in plans):
+        if any(plan.is_drafting for plan in plans):
             self._record_draft(duration, tokens / sequences)
         else:
             self._record_plain(duration)

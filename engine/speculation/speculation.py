@@ -56,15 +56,15 @@ class Speculation:
 
     def propose(self, plan: StepPlan) -> None:
         """Set the drafts of the producing entries of a plan."""
-        is_asked = self._prepare(plan)
-        if not is_asked and not has_grammar_drafts(plan.producing):
+        is_drafting = self._prepare(plan)
+        if not is_drafting and not has_grammar_drafts(plan.producing):
             return
         drafts = Drafts.empty(len(plan.producing))
-        if is_asked:
+        if is_drafting:
             began = perf_counter()
-            drafts = self._ask(plan)
+            drafts = self._draft(plan)
             plan.drafting_s = perf_counter() - began
-            plan.asked = True
+            plan.is_drafting = True
         if has_grammar_drafts(plan.producing):
             drafts = follow_grammars(drafts, plan.producing)
         if drafts.extra is not None:
@@ -87,14 +87,14 @@ class Speculation:
         plan.drafts_on_device = True
         if any(entry.sequence.request.is_drafted for entry in plan.entries):
             plan.is_backing_off = self._device_budget is not None and self._device_budget.is_backing_off
-            plan.asked = not plan.is_backing_off
+            plan.is_drafting = not plan.is_backing_off
 
     def propose_ahead(self, plan: StepPlan) -> None:
         """Set the producing entries' drafts for the predicted outcomes of the step in flight."""
         if not self._prepare(plan):
             return
-        predicted = self._ask_ahead(plan)
-        plan.asked = True
+        predicted = self._predict(plan)
+        plan.is_drafting = True
         drafts = Drafts(predicted.batch)
         lengths = np.diff(drafts.batch.offsets).astype(np.int64)
         if self._budget is not None:
@@ -132,7 +132,7 @@ class Speculation:
         self._drafter.close()
 
     def _prepare(self, plan: StepPlan) -> bool:
-        """Start new sequences and set the plan's cost. Return whether the drafter is asked in this step."""
+        """Start new sequences and set the plan's cost. Return whether the drafter is called in this step."""
         self._start(plan)
         if not any(entry.sequence.request.is_drafted for entry in plan.producing):
             return False
@@ -144,13 +144,13 @@ class Speculation:
             plan.seconds = self._budget.seconds(plan.scheduled, len(plan.producing))
         return True
 
-    def _ask(self, plan: StepPlan) -> Drafts:
+    def _draft(self, plan: StepPlan) -> Drafts:
         """Return the drafter's drafts for the producing entries; those of requests without drafts are empty."""
         part, at = drafted_part(plan)
         drafts = self._drafter.propose(part)
         return drafts if at is None else drafts.scatter(at, len(plan.producing))
 
-    def _ask_ahead(self, plan: StepPlan) -> PredictedDrafts:
+    def _predict(self, plan: StepPlan) -> PredictedDrafts:
         """Return the drafter's drafts for predicted outcomes; those of requests without drafts are empty."""
         part, at = drafted_part(plan)
         drafts = self._drafter.propose_ahead(part)

@@ -118,11 +118,11 @@ class TokenBudget:
         self._unrecorded += 1
         self._steps_without += 1
         sequences = len(plan.entries)
-        if plan.asked or self._unrecorded == RECORD_EVERY:
+        if plan.is_drafting or self._unrecorded == RECORD_EVERY:
             self._cost.record(tokens, sequences, seconds, is_probe=plan.is_probe, experts=experts)
             self._unrecorded = 0
         self._backoff_left = max(0, self._backoff_left - 1)
-        if not plan.asked:
+        if not plan.is_drafting:
             return
         self._spent_s = ASKING_DECAY * self._spent_s + plan.drafting_s + self._extra_s(plan, tokens)
         self._saved_s = ASKING_DECAY * self._saved_s + accepted * seconds / (sequences + accepted)

@@ -101,7 +101,7 @@ class RandomBackoff:
         return Selection(usable)
 
     def record(self, plan, tokens, accepted, seconds, experts):
-        assert self.is_late or not (self.is_backing_off and (plan.asked or accepted))
+        assert self.is_late or not (self.is_backing_off and (plan.is_drafting or accepted))
         self.is_backing_off = bool(self.rng.random() < 0.5)
 
 

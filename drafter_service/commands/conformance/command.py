@@ -22,7 +22,7 @@ from ssd.errors import UserError
     metavar="SECONDS",
     help="End --listen after this time without a request.",
 )
-@click.option("--overlapped", is_flag=True, help="The engine asks for drafts while a step is in flight (--listen).")
+@click.option("--overlapped", is_flag=True, help="The engine requests drafts while a step is in flight (--listen).")
 @click.option(
     "--namespace", default="", help="Namespace for the text of --connect.  [default: a new one]", show_default=False
 )

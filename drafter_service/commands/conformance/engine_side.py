@@ -79,7 +79,7 @@ class EngineChecker:
     """Answers the requests of an engine, and checks them."""
 
     def __init__(self, *, is_overlapped: bool = False) -> None:
-        """is_overlapped: whether the engine asks for drafts while a step is in flight."""
+        """is_overlapped: whether the engine requests drafts while a step is in flight."""
         self.checks = engine_checks()
         self._predictions = Predictions()
         self._rules = SequenceRules(self.checks, self._predictions, is_overlapped=is_overlapped)

@@ -10,7 +10,7 @@ class SequenceRules:
     """Checks each sequence of an engine."""
 
     def __init__(self, checks: Checks, predictions: Predictions, *, is_overlapped: bool) -> None:
-        """is_overlapped: whether the engine asks for drafts while a step is in flight."""
+        """is_overlapped: whether the engine requests drafts while a step is in flight."""
         self._checks = checks
         self._predictions = predictions
         self._is_overlapped = is_overlapped

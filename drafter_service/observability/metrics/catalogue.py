@@ -242,7 +242,7 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
     ),
     Histogram(
         "ssd_drafter_draft_latency_seconds",
-        "Seconds that the service takes to answer one message, which asks for the drafts of a whole batch.",
+        "Seconds that the service takes to answer one message, which requests the drafts of a whole batch.",
         lambda facts: facts.draft_latency,
     ),
     Histogram(

@@ -26,7 +26,7 @@ MAX_LOG_LAG_S = 5.0
 def saving(drafting: Drafting) -> str:
     """Return the predicate of a sentence about the savings, whose subject is the namespace."""
     if drafting.steps == 0:
-        return "has not been asked for a draft yet."
+        return "has not received a request for drafts yet."
     if drafting.drafted == 0:
         return f"has drafted nothing in {units.count(drafting.steps)} steps: no remembered text has recurred."
     tokens = f"{units.ratio(drafting.tokens_per_step)} tokens per step instead of 1"

@@ -1,6 +1,6 @@
 """Combine drafters: their drafts are merged into one tree per sequence.
 
-Drafters of tokens are asked first. Drafters that run a network are asked unless what the others offer the batch is
+Drafters of tokens run first. Drafters that run a network are called unless what the others offer the batch is
 worth more without the time that networks take (`skipping.py`). Then the corpus is searched again after each token of
 their drafts. Every candidate gets one calibrated probability (`merged_tree.py`), and the likeliest ones are drafted.
 
@@ -83,7 +83,7 @@ class CombinedDrafter:
     """Merges the drafts of several drafters."""
 
     def __init__(self, parts: SequenceOf[Part], *, has_trees: bool) -> None:
-        # Drafters of tokens are asked first.
+        # Drafters of tokens run first.
         self.parts = sorted(parts, key=lambda part: part.runs_model)
         self.needs = joint_needs([part.drafter.needs for part in self.parts])
         self.skipping = SkipRule()
@@ -94,7 +94,7 @@ class CombinedDrafter:
 
     @property
     def skipped_steps(self) -> dict[str, int]:
-        """Number of steps in which each network was not asked, by kind."""
+        """Number of steps in which each network was not called, by kind."""
         return {part.kind: self.skipping.skipped for part in self.parts if part.runs_model}
 
     @property
@@ -124,7 +124,7 @@ class CombinedDrafter:
         extra: ExtraRows | None = None
         for number, part in enumerate(self.parts):
             if not part.runs_model:
-                drafts = self._ask(part, plan)
+                drafts = self._draft(part, plan)
                 add_drafts(drafts.batch, number, merged)
                 extra = drafts.extra or extra
         before = self._expected(entries, merged)
@@ -132,7 +132,7 @@ class CombinedDrafter:
         if models and self.skipping.should_run_networks(plan, before):
             with self.skipping.timed():
                 for number in models:
-                    add_drafts(self._ask(self.parts[number], plan).batch, number, merged)
+                    add_drafts(self._draft(self.parts[number], plan).batch, number, merged)
             self._search_again(plan, merged)
             self.skipping.learn(self._expected(entries, merged))
         for entry, one in zip(entries, merged, strict=True):
@@ -162,7 +162,7 @@ class CombinedDrafter:
         for part in self.parts:
             part.drafter.close()
 
-    def _ask(self, part: Part, plan: StepPlan) -> Drafts:
+    def _draft(self, part: Part, plan: StepPlan) -> Drafts:
         """Return the drafts of one drafter, for the requests that allow it."""
         entries = plan.producing
         allowed = [index for index, entry in enumerate(entries) if part.may_draft_for(entry.sequence)]

@@ -80,19 +80,19 @@ class DeviceChain:
             sequence = entry.sequence
             slots = self._writer.current(sequence)
             # Drafts are made at the end of the previous step.
-            entry.max_verified = self.room(entry) if plan.asked and slots.follows_step else 0
-            if plan.asked and not slots.follows_step:
+            entry.max_verified = self.room(entry) if plan.is_drafting and slots.follows_step else 0
+            if plan.is_drafting and not slots.follows_step:
                 slots.keep_drafted(sequence.tokens)
                 # A step in flight is a plain one.
                 missing.append(RunSpan(sequence, slots, len(sequence) + sequence.in_flight, text_of(sequence)))
-            slots.follows_step = plan.asked
+            slots.follows_step = plan.is_drafting
         self._writer.fill(missing)
 
     def observe(self, result: StepResult) -> None:
         """Process the results of a step whose tokens are committed."""
         for each in result.results:
             if each.plan.produces:
-                self._writer.observe_step(each.plan.sequence, is_filled=result.plan.asked)
+                self._writer.observe_step(each.plan.sequence, is_filled=result.plan.is_drafting)
 
     def end(self, sequence: Sequence) -> None:
         """Let the eager executor continue a sequence; no step is in flight."""

@@ -32,7 +32,9 @@ class Device:
             # A draft that the step before made is verified.
             accepts = asked and len(self.asked) > 1 and self.asked[-2]
             tokens = self._sequences + (int(self._rng.poisson(accepted, self._sequences).sum()) if accepts else 0)
-            plan = StepPlan([SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], asked=asked)
+            plan = StepPlan(
+                [SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], is_drafting=asked
+            )
             self._in_flight.append((plan, tokens))
             committed = self._in_flight.pop(0)
             seconds = step_s if asked else PLAIN_S
@@ -112,7 +114,7 @@ def test_one_slow_step_does_not_change_the_duration_of_plain_steps():
 
 def test_steps_with_prompts_are_not_counted():
     device = Device()
-    prompt = StepPlan([SequencePlan(None, 0, 64, produces=False)], asked=True)
+    prompt = StepPlan([SequencePlan(None, 0, 64, produces=False)], is_drafting=True)
     for _ in range(50):
         device.budget.record(prompt, prompt, 0, 100.0)
     device.run(100, step_s=1.5 * PLAIN_S, accepted=2)

@@ -120,7 +120,11 @@ def test_steps_in_which_drafting_does_not_pay_are_reported():
     assert [report.is_backing_off for report in reports] == [
         index % 2 == 1 and is_drafting for index, is_drafting in enumerate(drafting)
     ]
-    assert sum(plan.asked for plan in budget.plans) == sum(drafting) - sum(each.is_backing_off for each in reports) > 3
+    assert (
+        sum(plan.is_drafting for plan in budget.plans)
+        == sum(drafting) - sum(each.is_backing_off for each in reports)
+        > 3
+    )
 
 
 def test_drafters_that_are_not_loaded_are_refused_when_a_request_is_added():

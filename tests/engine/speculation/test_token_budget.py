@@ -86,15 +86,15 @@ def test_a_drafter_that_drafts_nothing_at_a_high_cost_is_asked_at_a_low_one():
     budget = TokenBudget(StepCost([1, 2, 4, 8, 16], [1.0, 2.1, 4.2, 8.4, 16.8]))  # a disturbed measurement
     costs, verified = [], []
     for _ in range(400):
-        usable, is_asked, is_probe = 0, not budget.is_backing_off, False
-        if is_asked:
+        usable, is_drafting, is_probe = 0, not budget.is_backing_off, False
+        if is_drafting:
             costs.append(budget.cost_of_one_more(1, 1))
             drafts = drafts_of([0.95] * 15 if costs[-1] < 0.5 else [])
             selection = budget.select(drafts, np.diff(drafts.offsets).astype(np.int64), 1)
             usable, is_probe = int(selection.lengths.sum()), selection.is_probe
             verified.append(usable)
         seconds = float(truth.seconds(1 + usable, 1))
-        record(budget, 1 + usable, usable, seconds, drafting_s=0.001 if is_asked else None, is_probe=is_probe)
+        record(budget, 1 + usable, usable, seconds, drafting_s=0.001 if is_drafting else None, is_probe=is_probe)
     assert costs[0] == 1.0
     assert costs[-1] < 0.5
     assert min(verified[-50:]) > 4
@@ -115,7 +115,9 @@ def test_probes_are_rare_if_the_cost_is_right():
 
 def record(budget, tokens, accepted, seconds, *, sequences=1, drafting_s=None, is_probe=False):
     """Record a step; without `drafting_s` the drafter was not called."""
-    plan = StepPlan([None] * sequences, asked=drafting_s is not None, is_probe=is_probe, drafting_s=drafting_s or 0.0)
+    plan = StepPlan(
+        [None] * sequences, is_drafting=drafting_s is not None, is_probe=is_probe, drafting_s=drafting_s or 0.0
+    )
     budget.record(plan, tokens, accepted, seconds)
 
 
@@ -166,7 +168,7 @@ def test_no_backoff_if_accepted_tokens_save_more_time_than_drafting_takes(drafti
 def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
     # 100 rows take as long as the step without them, and a step has one accepted token and the bonus token.
     cost = StepCost([1, 201], [1.0, 3.0])
-    budget, plan = TokenBudget(cost), StepPlan([None], asked=True, extra_rows=extra_rows)
+    budget, plan = TokenBudget(cost), StepPlan([None], is_drafting=True, extra_rows=extra_rows)
     for _ in range(20):
         budget.record(plan, 1 + extra_rows, 1, float(cost.seconds(1 + extra_rows, 1)))
     assert budget.is_backing_off is not pays

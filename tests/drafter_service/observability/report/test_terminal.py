@@ -63,7 +63,7 @@ def test_output_starts_with_one_sentence_per_namespace():
         f"{units.ratio(large.tokens_per_step)} tokens per step instead of 1."
     )
     assert sentences[1].startswith("small saves ")
-    assert sentences[2] == "idle has not been asked for a draft yet."
+    assert sentences[2] == "idle has not received a request for drafts yet."
 
 
 def test_values_are_those_of_the_report():
