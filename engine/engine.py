@@ -28,8 +28,8 @@ from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
-from engine.executor.build import build_executors
-from engine.executor.graph import GraphExecutor, GraphStep
+from engine.executor.build import Executors, build_executors
+from engine.executor.graph import GraphStep
 from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -37,7 +37,6 @@ from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
 from engine.sampling.grammar_state import GrammarCompiler, GrammarState
 from engine.sampling.stopping import Cut, Stopping
-from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequenceResult, StepPlan
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -91,38 +90,37 @@ class Engine:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        executor: Executor,
-        pages: PagePool,
+        executors: Executors,
         drafter: AnyDrafter,
         decode: Decode | None = None,
         budget: TokenBudget | None = None,
-        graph: GraphExecutor | None = None,
-        depth: InFlightDepth | None = None,
+        *,
         drafters: Collection[str] = (),
-        device_budget: DeviceBudget | None = None,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterPool | None = None,
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
-        draft tokens to verify; without it, all are verified. `graph`: runs steps in which no request needs the host;
-        `executor` runs all others. `depth`: by default created from `config.in_flight`.
-        `drafters`: names of the loaded kinds, from which requests may choose. `device_budget`: decides when the device
-        drafts; without it, in every step with a request that wants drafts. `grammars`: without it, requests with a
-        grammar are refused. `adapters`: LoRA adapters, from which requests may choose.
+        draft tokens to verify; without it, all are verified. `drafters`: names of the loaded kinds, from which requests
+        may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: LoRA adapters, from which
+        requests may choose.
         """
+        graph, plain_cost = executors.graph, executors.plain_cost
+        has_chain = graph is not None and graph.chain is not None
         self.model = model
         self._config = config
-        self._executor = executor
+        self._executor = executors.eager
         self._graph = graph
-        self._depth = InFlightDepth(config.in_flight) if depth is None else depth
-        self._speculation = Speculation(drafter, config, model.vocab_size, budget, device_budget)
+        # Drafts that the device makes lose nothing with a step in flight.
+        self._depth = InFlightDepth(1 if has_chain and config.in_flight is None else config.in_flight)
+        self._budget = budget
+        self._device_budget = None if plain_cost is None else DeviceBudget(plain_cost)
+        self._speculation = Speculation(drafter, config, model.vocab_size, budget, self._device_budget)
+        extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
-        self.scheduler = Scheduler(config, pages, self._speculation.drafter.needs.extra_rows, ahead, adapters)
+        self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
         self._adapters = adapters
         self._decode = decode
         self._grammars = grammars
-        self._budget = budget
-        self._device_budget = device_budget
         self._drafters = drafters
         self._in_flight: deque[InFlightStep] = deque()
         """Launched steps, the oldest first."""
@@ -442,14 +440,9 @@ def build_engine(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
     budget = None if executors.cost is None else TokenBudget(executors.cost)
-    device_budget = None if executors.plain_cost is None else DeviceBudget(executors.plain_cost)
-    depth = None
-    if executors.graph is not None and executors.graph.chain is not None and config.in_flight is None:
-        # Drafts that the device makes lose nothing with a step in flight.
-        depth = InFlightDepth(1)
     return Engine(
-        model.config, config, executors.eager, executors.pages, drafter, decode, budget, executors.graph, depth,
-        drafters=drafters, device_budget=device_budget, grammars=grammars, adapters=adapters,
+        model.config, config, executors, drafter, decode, budget,
+        drafters=drafters, grammars=grammars, adapters=adapters,
     )  # fmt: skip
 
 

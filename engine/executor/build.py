@@ -43,9 +43,11 @@ class Executors(NamedTuple):
     """The executors of one engine, their page pool, and the measured cost of steps."""
 
     eager: EagerExecutor
-    graph: GraphExecutor | None
+    """Runs every step that `graph` does not run."""
     pages: PagePool
-    cost: Cost | None
+    graph: GraphExecutor | None = None
+    """Runs steps in which no request needs the host."""
+    cost: Cost | None = None
     """Cost of steps whose drafts the host makes, if it was measured."""
     plain_cost: Cost | None = None
     """Cost of steps without drafts on the graph executor, if it was measured and the device makes drafts."""
@@ -92,14 +94,14 @@ def build_executors(
     needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree" or adapters is not None
     if needs_host or isinstance(model, ShardedDecoder) or not (is_cuda or config.in_flight == 1):
         cost = _measure(runner, model.config, config, pages) if measure else None
-        return Executors(eager, None, pages, cost)
+        return Executors(eager, pages, cost=cost)
     graph = build_graph_executor(model.config, config, runner, pages, device, chain)
     if is_cuda:
         graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
     if chain is not None and measure:
         cost = _measure(runner, model.config, config, pages)
-        return Executors(eager, graph, pages, cost, graph.grid.measure())
-    return Executors(eager, graph, pages, graph.grid.measure() if measure else None)
+        return Executors(eager, pages, graph, cost, graph.grid.measure())
+    return Executors(eager, pages, graph, graph.grid.measure() if measure else None)
 
 
 def build_graph_executor(

@@ -13,7 +13,7 @@ import torch
 from engine.drafters.base import NO_OUTPUTS
 from engine.drafters.tokens import adapt
 from engine.engine import Engine
-from engine.executor.build import build_graph_executor
+from engine.executor.build import Executors, build_graph_executor
 from engine.executor.eager import EagerExecutor
 from engine.models.config import ModelConfig
 from engine.scheduling.pages import PagePool
@@ -162,9 +162,8 @@ def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
     has_graph = has_graph and drafter.needs == NO_OUTPUTS
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
-    depth = None if depth is None else ChosenDepth(depth)
-    executor = EagerExecutor(runner, PAGE_SIZE, drafter.needs)
-    return Engine(
-        MODEL, config, executor, pool, drafter, budget=budget, graph=graph, depth=depth, drafters=drafters,
-        adapters=adapters,
-    )  # fmt: skip
+    executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
+    engine = Engine(MODEL, config, executors, drafter, budget=budget, drafters=drafters, adapters=adapters)
+    if depth is not None:
+        engine._depth = ChosenDepth(depth)
+    return engine

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
+from engine.executor.build import Executors
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.speculation import verify
 from ssd.errors import UserError
@@ -197,7 +198,7 @@ def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_dr
 
     def run(asked, drafter):
         built = build_engine(model, config, drafter)
-        return Engine(endless, config, built._executor, built.scheduler.pages, drafter).generate(asked)
+        return Engine(endless, config, Executors(built._executor, built.scheduler.pages), drafter).generate(asked)
 
     asked = [
         Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=room)),
@@ -222,9 +223,8 @@ def test_outputs_end_with_the_end_token(model, max_draft):
     config = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=max_draft)
     drafter = scripted_by([request], [full])
     engine = build_engine(model, config, drafter)
-    ending = Engine(
-        replace(model.config, eos_token_ids=(end,)), config, engine._executor, engine.scheduler.pages, drafter
-    )
+    executors = Executors(engine._executor, engine.scheduler.pages)
+    ending = Engine(replace(model.config, eos_token_ids=(end,)), config, executors, drafter)
     [completion] = ending.generate([request])
     assert completion.tokens.tolist() == full[: first + 1]
     assert completion.finish_reason is FinishReason.STOP

@@ -12,6 +12,7 @@ from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
+from engine.executor.build import Executors
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler, GrammarState
 from engine.scheduling.request import Request, SamplingParams
@@ -148,9 +149,8 @@ def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compile
     """The drafter is useless, so that the budget seldom calls it."""
     budget = TokenBudget(LinearCost(0.01))
     built = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
-    engine = Engine(
-        model.config, CONFIG, built._executor, built.scheduler.pages, NoDrafter(), budget=budget, grammars=compiler
-    )
+    executors = Executors(built._executor, built.scheduler.pages)
+    engine = Engine(model.config, CONFIG, executors, NoDrafter(), budget=budget, grammars=compiler)
     reports = []
     compare(plain, engine.generate(requests(), reports.append))
     drafted = [sum(each.drafted for each in report.results) for report in reports if report.is_backing_off]
