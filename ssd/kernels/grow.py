@@ -198,8 +198,6 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
             growing.nodes[node], growing.candidates[node], growing.chances[node], at, before,
             evidence, counted, levels, kinds, logits, weights,
         )  # fmt: skip
-        if count > limits.tokens:
-            return count
         if not limits.is_tree:
             opened = 0
         opened = _open_children(
@@ -209,6 +207,11 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
             return count
         parent, node = waiting.parents[0], count
         add_child(growing, parent, node, waiting.kinds[0], waiting.probs[0], pointers)
+        count += 1
+        if count > limits.tokens:
+            # Nothing can follow, and learning from its candidates gained nothing.
+            growing.nodes[node, CANDIDATES] = 0
+            return count
         opened -= 1
         for place in range(opened):
             waiting.parents[place], waiting.kinds[place] = waiting.parents[place + 1], waiting.kinds[place + 1]
@@ -218,6 +221,5 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         else:
             write_path(growing.nodes, node, text, size)
         written = node
-        count += 1
-        if count <= limits.tokens and growing.probs[node, PATH_PROB] >= SEARCHED_AGAIN * limits.price:
+        if growing.probs[node, PATH_PROB] >= SEARCHED_AGAIN * limits.price:
             piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

@@ -22,6 +22,9 @@ SPAN_COLUMNS = 4
 REACH = 128
 """Maximum number of occurrences that are counted on either side of the context's place; 512 and 4096 gained nothing."""
 
+FETCHED_FROM = 64
+"""Size of a search's range above which further steps are prefetched; the suffixes of smaller ones share cache lines."""
+
 
 @outline
 def place_spans(tiers, spans, context, end, depth):  # type: ignore[no-untyped-def]
@@ -39,6 +42,16 @@ def _begin(tier, span, end):  # type: ignore[no-untyped-def]
     """Start a binary search over a whole tier; over nothing if there is no context."""
     span[FIRST], span[END] = 0, tier[TIER_SIZE] if end > 0 else 0
     span[BEFORE], span[AFTER] = 0, 0
+
+
+@inline
+def _fetch_next(text, suffixes, first, middle, end):  # type: ignore[no-untyped-def]
+    """Prefetch what the next step of a binary search compares in either half, and the suffixes of the step after it."""
+    prefetch(text + 4 * (np.int64(peek(suffixes, (first + middle) // 2)) - 1))
+    prefetch(text + 4 * (np.int64(peek(suffixes, (middle + 1 + end) // 2)) - 1))
+    eighth = (end - first) // 8
+    for odd in range(1, 8, 2):
+        prefetch(suffixes + 4 * (first + odd * eighth))
 
 
 @inline
@@ -70,9 +83,8 @@ def place_all(tiers, spans, contexts, depth):  # type: ignore[no-untyped-def]
                 if span[FIRST] < span[END]:
                     middle = (span[FIRST] + span[END]) // 2
                     prefetch(tier[TIER_TEXT] + 4 * (np.int64(peek(tier[TIER_SUFFIXES], middle)) - 1))
-                    # The next middle is one of these two.
-                    prefetch(tier[TIER_SUFFIXES] + 4 * ((span[FIRST] + middle) // 2))
-                    prefetch(tier[TIER_SUFFIXES] + 4 * ((middle + 1 + span[END]) // 2))
+                    if span[END] - span[FIRST] > FETCHED_FROM:
+                        _fetch_next(tier[TIER_TEXT], tier[TIER_SUFFIXES], span[FIRST], middle, span[END])
             for index in range(len(contexts)):
                 span = spans[index, number]
                 if span[FIRST] < span[END]:
