@@ -1,1 +1,1 @@
-"""A target engine: runs a model, verifies drafts, and changes nothing but the speed."""
+"""An inference engine that verifies drafts: they change its speed, not its outputs."""

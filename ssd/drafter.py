@@ -118,13 +118,13 @@ def make_drafter(
     stats: Stats | None = None,
     remember: Callable[[np.ndarray, str | None], object] | None = None,
 ) -> CorpusDrafter:
-    """Return a drafter of the configured policy; arguments and errors as of `CorpusDrafter`."""
+    """Return a drafter of the configured policy; see `CorpusDrafter` for arguments and errors."""
     kind = drafter_class("suffix" if config is None else config.policy)
     return kind(config, corpus=corpus, stats=stats, remember=remember)
 
 
 def drafter_class(policy: PolicyName) -> type[CorpusDrafter]:
-    """Return the class of a policy; loading the kernels of `classic` takes a while, compiling them seconds."""
+    """Return the drafter class of a policy. Importing `classic` loads or compiles its kernels (seconds)."""
     if policy == "suffix":
         return SuffixDrafter
     from ssd.baselines.classic import ClassicDrafter

@@ -59,8 +59,8 @@ DEADLINE_S = 0.01
 class SsdGenerate:
     """A value for `custom_generate=` of `generate`, with one connection for any number of calls. Threads may share it.
 
-    Outputs are those of plain decoding: greedy ones up to near ties, which other shapes of a matrix product may resolve
-    otherwise; sampled ones in distribution, because the host draws more random numbers with drafts than without.
+    Greedy outputs equal those of plain decoding, except that near ties may be resolved differently because matrix
+    shapes differ. Sampled outputs follow the same distribution, but the host draws more random numbers with drafts.
     """
 
     def __init__(

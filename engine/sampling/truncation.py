@@ -50,7 +50,7 @@ class Truncation:
 
 
 class Limits(NamedTuple):
-    """The same settings on the device."""
+    """Truncation settings as tensors on the device."""
 
     top_k: Tensor
     """int64 [M]."""

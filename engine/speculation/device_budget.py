@@ -47,7 +47,7 @@ class DeviceBudget:
         self._sum = PROBE
         """Sum of gains, in durations of plain steps."""
         self._run = PROBE
-        """The same since drafting was last started, without the first steps, which write slots that were left."""
+        """Sum of gains since drafting last started, without the first steps, which catch up with committed tokens."""
         self._is_stopped = True
         self._steps = 0
         """Number of consecutive steps of the current kind."""

@@ -1,8 +1,8 @@
 """Choose whether a step is launched before or after the results of the previous one are read.
 
-Before (depth 1): the device never waits for the host, but drafts are made for the predicted outcome of the step in
-flight, and fewer draft tokens are accepted. After (depth 0): the device waits for the host between steps. Depth 0 is
-chosen if the host's part of a step costs less than the loss of accepted tokens.
+At depth 1 the next step is launched before: the device never waits for the host, but drafts are made for the predicted
+outcome of the step in flight, and fewer draft tokens are accepted. At depth 0 it is launched after: the device waits
+for the host between steps. Depth 0 is chosen if the host's part of a step costs less than the loss of accepted tokens.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def load(
     """Return a corpus with the contents of a snapshot.
 
     capacity: tokens, or None for that of the saved corpus; if it is less than the snapshot holds, the newest tokens are
-    loaded. depth: the match depth that is expected, None for any. clock: as of `Corpus`. Raises SnapshotError for a
+    loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. Raises SnapshotError for a
     file that cannot be used or has another match depth, with nothing loaded; ValueError for an impossible capacity.
     """
     path = Path(path)

@@ -12,7 +12,7 @@ DRAFTER_WORK = 150
 """Work of compiling the drafter's kernels: numba compiles about 110 functions, then optimizes the largest kernel as a
 whole, which takes a quarter of the time."""
 ENGINE_WORK = 190
-"""The same for the engine with an embedded drafter."""
+"""Work of compiling the kernels of the engine with an embedded drafter."""
 LAST = 99
 """Largest reported progress in percent: more functions than expected may be compiled."""
 STEP = 10

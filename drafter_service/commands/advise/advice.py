@@ -92,7 +92,7 @@ class Advice:
     other_users: float | None
     """Share of the traced accepted tokens that came from another user's text; None where the log has no users."""
     other_sessions: float | None
-    """The same for sessions."""
+    """Share of the traced accepted tokens that came from another session's text; None where the log has no sessions."""
     notes: Sequence[str]
     """Sentences about anything unusual in the log."""
 

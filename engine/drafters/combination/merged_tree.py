@@ -1,9 +1,9 @@
 """Merge the drafts of several drafters into one tree with calibrated acceptance probabilities.
 
 A node that several drafters propose is one node of the tree. Its `accept_prob` is a mix of their probabilities in the
-logistic domain, `squash(w . stretch(p))` with `stretch(p) = ln(p / (1 - p))`, whose weights are learned online from the
-tokens that the target produced (Mattern, "Mixing Strategies in Data Compression", 2012). The weights depend on which of
-the drafters propose the token, which propose only others at the same position, and which propose nothing there.
+logistic domain, `sigmoid(w . logit(p))`, whose weights are learned online from the tokens that the target produced
+(Mattern, "Mixing Strategies in Data Compression", 2012). The weights depend on which of the drafters propose the token,
+which propose only others at the same position, and which propose nothing there.
 
 Kernels work on the tree of one sequence: `tokens` and `parents` int64 [N], and `probs` float32 [N, S], the probability
 of each of S drafters, `ABSENT` if it does not propose the node.

@@ -42,7 +42,7 @@ class Run:
     seconds: float = 0.0
     """Time spent on steps, including those before interruptions."""
     cpu_seconds: float = 0.0
-    """Processor time of the same, which is less on a machine that does other work."""
+    """Processor time spent on these steps; on a machine that also does other work it is less than `seconds`."""
     recent: list[float] = field(default_factory=list)
     """Tokens per step, estimated on the last batches."""
 

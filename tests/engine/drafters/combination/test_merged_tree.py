@@ -62,14 +62,14 @@ class Naive:
         return [index for index, node in enumerate(self.nodes) if node[0] == parent]
 
     def inputs(self, index):
-        """State and stretched probability of each source."""
+        """State and logit of the probability of each source."""
         siblings = self.children(self.nodes[index][0])
         for source in range(SOURCES):
             masses = [self.nodes[each][2][source] for each in siblings if source in self.nodes[each][2]]
             if source in self.nodes[index][2]:
-                yield 1, stretch(self.nodes[index][2][source])
+                yield 1, logit(self.nodes[index][2][source])
             elif masses:
-                yield 2, stretch(0.5 * (1 - sum(masses)))
+                yield 2, logit(0.5 * (1 - sum(masses)))
             else:
                 yield 0, 0.0
 
@@ -101,7 +101,7 @@ class Naive:
             at = after
 
 
-def stretch(p):
+def logit(p):
     p = min(max(p, CLIP), 1 - CLIP)
     return math.log(p / (1 - p))
 
