@@ -117,7 +117,7 @@ gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and 
 EVIDENCE_ARGS ?=
 SOAK_MINUTES ?= 60
 
-soak: $(READY) ## run mixed load for SOAK_MINUTES, then the randomised tests with many more examples (hours)
+soak: $(READY) ## run mixed load for SOAK_MINUTES, then the randomized tests with many more examples (hours)
 	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
 	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
 
