@@ -123,7 +123,7 @@ class SamplingParams:
                 if not 0 <= token < model.vocab_size:
                     raise UserError(f"{name} holds the token id {token}; ids are 0 to {model.vocab_size - 1}")
         if self.min_tokens and len({*self.stop_token_ids, *model.eos_token_ids}) == model.vocab_size:
-            raise UserError("stop_token_ids contains the whole vocabulary, so no output can reach min_tokens")
+            raise UserError("stop_token_ids: they are the whole vocabulary, so no output can reach min_tokens")
 
     @cached_property
     def is_sampled(self) -> bool:

@@ -59,7 +59,7 @@ class DemoOptions:
     model: Path | None
 
 
-class Contest:
+class EnginePair:
     """The engines without and with drafts over one model, and the requests that both run."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, sampling: SamplingParams, client: DrafterClient) -> None:
@@ -129,16 +129,16 @@ def demonstrate(options: DemoOptions) -> bool:
     tokenizer = Tokenizer(folder)
     sampling = SamplingParams(options.max_tokens, options.temperature)
     with running_sidecar(*SIDECAR_OPTIONS) as address:
-        contest = Contest(model, tokenizer, sampling, DrafterClient(address, deadline_s=STEP_DEADLINE_S))
-        with closing(contest.drafting):
-            seconds = contest.probe(prompts[:PROBE_REQUESTS])
+        pair = EnginePair(model, tokenizer, sampling, DrafterClient(address, deadline_s=STEP_DEADLINE_S))
+        with closing(pair.drafting):
+            seconds = pair.probe(prompts[:PROBE_REQUESTS])
             count = options.requests or choose_requests(seconds, len(prompts))
             console.print(_introduction(folder.name, count, seconds, options.requests is None))
             items = make_workload(prompts, count, options.seed)
             with console.status("finding where each output ends (not timed)"):
-                requests = contest.requests(items)
-            measurements = contest.run(items, requests, console)
-            late_steps = contest.client.counters.timeouts
+                requests = pair.requests(items)
+            measurements = pair.run(items, requests, console)
+            late_steps = pair.client.counters.timeouts
     summary = summarize(measurements)
     settings: dict[str, object] = {**asdict(options), "model": folder.name, "requests": count, "late_steps": late_steps}
     write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)
