@@ -485,7 +485,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
         (("--threads", 100_000), "--threads"),
         (("--drafter", "rest"), "it needs a corpus; give --drafter-option path=SNAPSHOT"),
-        (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "cannot read absent.txt"),
+        (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "absent.txt: cannot be read"),
         (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
         (("--lora", "a=absent"), "--lora a: there is no folder absent"),
         (("--lora", "a=absent", "--in-flight", "1"), "--in-flight 1 cannot be combined with --lora"),
