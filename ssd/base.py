@@ -20,7 +20,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
-from ssd.sequences.tables import NODES, OWNER, SIZE, Sequences
+from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, offsets_of
 
@@ -206,8 +206,8 @@ class CorpusDrafter(ABC):
 
         Call `forget_own` on the other drafters that share the corpus.
         """
-        self.corpus.forget(request_id)
         self.forget_own(request_id)
+        self.corpus.forget(request_id)
 
     def forget_older_than(self, age_s: float) -> None:
         """Forget what finished more than `age_s` seconds ago, and sessions that have been idle for longer."""
@@ -271,7 +271,10 @@ class CorpusDrafter(ABC):
         running = opening.running
         prefix = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
         running.row = self._sequences.add(
-            opening.local, self.corpus.start_running(prefix), is_predicted=opening.is_predicted
+            opening.local,
+            self.corpus.start_running(prefix),
+            is_predicted=opening.is_predicted,
+            is_shared=running.learn,
         )
         self._running[sequence_id], self._row_of[sequence_id] = running, running.row
 
@@ -287,6 +290,7 @@ class CorpusDrafter(ABC):
             if running.request_id == request_id:
                 running.learn = False
                 if running.row >= 0:
+                    self._sequences.state[running.row, IS_SHARED] = 0
                     self.corpus.hide_running(self._owner_of(running))
 
     def end_sessions_before(self, moment: float) -> None:

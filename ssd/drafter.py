@@ -47,14 +47,14 @@ class SuffixDrafter(CorpusDrafter):
         super().__init__(config, corpus=corpus, stats=stats, remember=remember)
         self._is_tree = self.config.draft_shape == "tree"
         self._state = self._sequences.state
-        self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
+        self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)
 
     def begin(self, sequence_id: int, opening: Opening) -> None:
         """See `CorpusDrafter.begin`."""
         super().begin(sequence_id, opening)
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
-            self._frame = Frame(self._sequences, self.corpus.learned, self.stats)
+            self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)
 
     def draft_after(self, progress: Progress) -> DraftBatch:
         """Draft after K continuations of running sequences, as if they had been committed.

@@ -211,9 +211,9 @@ class Namespace:
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
-        self.corpus.forget(request_id)
         for drafter in self.drafters:
             drafter.forget_own(request_id)
+        self.corpus.forget(request_id)
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""

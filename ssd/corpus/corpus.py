@@ -20,9 +20,10 @@ import numpy as np
 from ssd.config import DrafterConfig
 from ssd.corpus.index import Index, MergeTimes, State
 from ssd.corpus.live import LiveTier
-from ssd.corpus.requests import Forget, Text, hash_of
+from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
 from ssd.corpus.ring import check_tokens
 from ssd.corpus.view import View
+from ssd.kernels.fallback import FallbackTable
 from ssd.kernels.probabilities import LearnedTables
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Corpus:
         self._appended = self._indexed = self._read = 0
         self._count_lock = threading.Lock()
         self.learned = LearnedTables()
+        self.fallback = FallbackTable(clock())
         self._refresh_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -216,7 +218,7 @@ class Corpus:
     @property
     def nbytes(self) -> int:
         """Memory in bytes between merges, the learned tables included."""
-        return self._index.nbytes + self.learned.nbytes
+        return self._index.nbytes + self.learned.nbytes + self.fallback.nbytes
 
     def _put(self, item: Text | Forget) -> None:
         self._inbox.append(item)
@@ -265,4 +267,7 @@ class Corpus:
             self._waiting = deque(kept)
         if forgets:
             self._index.forget(forgets)
+            # Which requests counted tokens are from is not recorded.
+            if any(forget.name != NO_NAME or forget.before > self.fallback.since for forget in forgets):
+                self.fallback.erase(self.clock())
         return size

@@ -129,7 +129,10 @@ def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # t
 
 @outline
 def count_continuations(counted, node, depth, evidence, pointers):  # type: ignore[no-untyped-def]
-    """Count the tokens that follow a node at `depth`; return the number of different ones, 0 if most requests end."""
+    """Count the tokens that follow a node at `depth`.
+
+    Returns the number of different ones, and whether most requests end there, which makes it 0.
+    """
     kinds = _read_pointers(counted, node, depth, pointers)
     ends = False
     for source in OWN_FIRST:
@@ -139,7 +142,7 @@ def count_continuations(counted, node, depth, evidence, pointers):  # type: igno
             mask, ahead = np.uint32(node[MASKS + row]), depth - evidence.found_at[piece]
             kinds, ended = _count_level(counted, kinds, row, evidence, piece, level, mask, ahead)
             ends = ends or ended
-    return 0 if ends else kinds
+    return (0 if ends else kinds), ends
 
 
 @inline

@@ -214,7 +214,7 @@ def _correct(candidates, chances, kinds, levels, logits, depth):  # type: ignore
 def estimate(node, candidates, chances, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
     """Write the probabilities of the first `kinds` candidates of a node, and their inputs.
 
-    before: the token at the node. Returns the sum of the probabilities, at least 1.
+    before: the token at the node. Returns the sum of the probabilities.
     """
     summarize_levels(levels, node, depth, evidence, counted, kinds)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
@@ -225,4 +225,4 @@ def estimate(node, candidates, chances, depth, before, evidence, counted, levels
         for row in range(ROWS):
             candidates[kind, CANDIDATE_MASKS + row] = counted.masks[kind, row]
     _mix(node, candidates, chances, kinds, counted, levels, logits, weights[weight_set], before)
-    return max(np.float32(1.0), _correct(candidates, chances, kinds, levels, logits, depth))
+    return _correct(candidates, chances, kinds, levels, logits, depth)

@@ -16,6 +16,7 @@ from numba import carray
 from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
 from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
+from ssd.kernels.fallback import SLOT_COUNT, Fallback, FallbackTable
 from ssd.kernels.grow import Open, new_open
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.match import SPAN_COLUMNS
@@ -30,13 +31,13 @@ from ssd.kernels.probabilities import (
     WEIGHT_SETS,
     LearnedTables,
 )
-from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
+from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, KEPT_FALLBACKS, NODE_COLUMNS, STATE_COLUMNS, Sequences
 from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 11, 17, 23, 32, 38, 41
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 13, 19, 25, 34, 40, 43
 
 
 class Tables(NamedTuple):
@@ -47,6 +48,16 @@ class Tables(NamedTuple):
     probs: np.ndarray
     candidates: np.ndarray
     chances: np.ndarray
+
+
+class Model(NamedTuple):
+    """The learned tables of `ssd.kernels.probabilities`, and the counted tokens of `ssd.kernels.fallback`."""
+
+    cells: np.ndarray
+    logits: np.ndarray
+    weights: np.ndarray
+    pace: np.ndarray
+    fallback: Fallback
 
 
 class Own(NamedTuple):
@@ -65,7 +76,7 @@ class Own(NamedTuple):
 class Frame:
     """The addresses for one drafter; a new one is made when its tables grow."""
 
-    def __init__(self, sequences: Sequences, learned: LearnedTables, stats: Stats) -> None:
+    def __init__(self, sequences: Sequences, learned: LearnedTables, fallback: FallbackTable, stats: Stats) -> None:
         width = sequences.tables[1].shape[1]
         own = Own(
             np.zeros((LOCAL_TIERS, 3), np.int64),
@@ -74,7 +85,7 @@ class Frame:
             np.zeros(width, np.uint8),
         )
         scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), own)
-        parts = (sequences.tables, learned.arrays, tuple(stats.counters), *scratch)
+        parts = (sequences.tables, (*learned.arrays, *fallback.arrays), tuple(stats.counters), *scratch)
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
         addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
@@ -123,19 +134,20 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
         longs(frame[TABLES], (rows, STATE_COLUMNS)),
         _ints(frame[TABLES + 1], (rows, width, NODE_COLUMNS)),
         _floats(frame[TABLES + 2], (rows, width, 2)),
-        _ints(frame[TABLES + 3], (rows, width, KEPT, CANDIDATE_COLUMNS)),
-        _floats(frame[TABLES + 4], (rows, width, KEPT, CHANCE_COLUMNS)),
+        _ints(frame[TABLES + 3], (rows, width, KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS)),
+        _floats(frame[TABLES + 4], (rows, width, KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS)),
     )
 
 
 @inline
 def open_model(frame):  # type: ignore[no-untyped-def]
-    """Return cells, logits, weights and running means of the learned tables."""
-    return (
+    """Return the learned tables."""
+    return Model(
         _floats(frame[MODEL], (CELL_COUNT, 2)),
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
         _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
         _doubles(frame[MODEL + 3], (2,)),
+        Fallback(_words(frame[MODEL + 4], (SLOT_COUNT, 3)), _words(frame[MODEL + 5], (1,))),
     )
 
 

@@ -10,6 +10,7 @@ from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.candidates import count_continuations, keep_best
 from ssd.kernels.estimate import estimate, fetch_cells
 from ssd.kernels.evidence import gather
+from ssd.kernels.fallback import add_fallbacks, fetch_slots
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
@@ -18,6 +19,7 @@ from ssd.sequences.tables import (
     CANDIDATES,
     DEPTH,
     EVIDENCE,
+    FALLBACKS,
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
@@ -27,6 +29,7 @@ from ssd.sequences.tables import (
     LENGTH,
     MASKS,
     MISSES,
+    NOT_ESTIMATED,
     PARENT,
     PATH_PROB,
     PROB,
@@ -37,9 +40,9 @@ from ssd.sequences.tables import (
 
 MIN_SCORE = np.float32(0.25)
 """Minimum score of a considered token, as a fraction of the price."""
-SEARCHED_AGAIN = np.float32(2.0)
-"""Minimum path probability of a node that is searched for again, as a multiple of the price: children of other nodes
-rarely exceed the price."""
+EXPLORED = np.float32(2.0)
+"""Minimum path probability of a node that is searched for again and gets fallback candidates, as a multiple of the
+price: children of other nodes rarely exceed the price."""
 
 
 class Growing(NamedTuple):
@@ -165,11 +168,14 @@ def _offer(waiting, opened, room, parent, kind, prob, path_prob):  # type: ignor
 
 
 @inline
-def _open_children(growing, waiting, opened, room, node, kinds, total, limits):  # type: ignore[no-untyped-def]
-    """Insert the children of a node that are worth verifying into the waiting candidates; return their number."""
+def _open_children(growing, waiting, opened, room, node, first, end, total, limits):  # type: ignore[no-untyped-def]
+    """Insert candidates of a node that are worth verifying into the waiting ones; return the number of these.
+
+    first, end: indices of the candidates. total: the sum that their probabilities are divided by.
+    """
     if growing.nodes[node, DEPTH] >= limits.depth:
         return opened
-    for kind in range(kinds):
+    for kind in range(first, end):
         prob = growing.chances[node, kind, FINAL] / total
         path_prob = growing.probs[node, PATH_PROB] * prob
         if path_prob >= limits.price:
@@ -178,7 +184,7 @@ def _open_children(growing, waiting, opened, room, node, kinds, total, limits): 
 
 
 @outline
-def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, logits, weights):  # type: ignore[no-untyped-def]
+def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, model):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
 
     scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own text; a path is written after it.
@@ -189,20 +195,30 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     opened, piece, node, count, written = 0, SOURCES, 0, 1, 0
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
-        kinds = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
+        candidates, chances, path_prob = growing.candidates[node], growing.chances[node], growing.probs[node, PATH_PROB]
+        if node == 0 or path_prob >= EXPLORED * limits.price:
+            fetch_slots(model.fallback, text, size + at)
+        kinds, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
         before = peek(text, size + at - 1)
-        fetch_cells(counted, kinds, before, logits)
-        kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / growing.probs[node, PATH_PROB], most)
-        growing.nodes[node, CANDIDATES] = kinds
+        fetch_cells(counted, kinds, before, model.logits)
+        kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / path_prob, most)
+        growing.nodes[node, CANDIDATES], growing.nodes[node, FALLBACKS] = kinds, 0
         total = estimate(
-            growing.nodes[node], growing.candidates[node], growing.chances[node], at, before,
-            evidence, counted, levels, kinds, logits, weights,
+            growing.nodes[node], candidates, chances, at, before,
+            evidence, counted, levels, kinds, model.logits, model.weights,
         )  # fmt: skip
+        if not is_end and (node == 0 or path_prob >= EXPLORED * limits.price):
+            least = np.float32(0.0) if node == 0 else limits.price / path_prob
+            left = max(np.float32(0.0), np.float32(1.0) - total)
+            add_fallbacks(
+                model.fallback, growing.nodes[node], candidates, chances, left, text, size + at, least, model.logits
+            )
         if not limits.is_tree:
             opened = 0
-        opened = _open_children(
-            growing, waiting, opened, limits.tokens + 1 - count if limits.is_tree else 1, node, kinds, total, limits
-        )
+        room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
+        fallbacks = KEPT + growing.nodes[node, FALLBACKS]
+        opened = _open_children(growing, waiting, opened, room, node, 0, kinds, max(np.float32(1.0), total), limits)
+        opened = _open_children(growing, waiting, opened, room, node, KEPT, fallbacks, np.float32(1.0), limits)
         if opened == 0:
             return count
         parent, node = waiting.parents[0], count
@@ -210,7 +226,7 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         count += 1
         if count > limits.tokens:
             # Nothing can follow, and learning from its candidates gained nothing.
-            growing.nodes[node, CANDIDATES] = 0
+            growing.nodes[node, CANDIDATES], growing.nodes[node, FALLBACKS] = NOT_ESTIMATED, 0
             return count
         opened -= 1
         for place in range(opened):
@@ -221,5 +237,5 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         else:
             write_path(growing.nodes, node, text, size)
         written = node
-        if growing.probs[node, PATH_PROB] >= SEARCHED_AGAIN * limits.price:
+        if growing.probs[node, PATH_PROB] >= EXPLORED * limits.price:
             piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

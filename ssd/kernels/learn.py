@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.kernels.jit import inline, outline, prefetch
+from ssd.kernels.fallback import count_missed, learn_fallbacks
+from ssd.kernels.jit import inline, outline, poke, prefetch
 from ssd.kernels.probabilities import (
     BLEND_INPUT,
     BLENDS,
@@ -20,7 +21,18 @@ from ssd.kernels.probabilities import (
     TOKEN_SEEN_CAP,
     learn_cell,
 )
-from ssd.sequences.tables import CANDIDATES, CELLS, PARENT, TOKEN, WEIGHT_SET
+from ssd.sequences.tables import (
+    CANDIDATES,
+    CELLS,
+    IS_SHARED,
+    NODES,
+    NOT_ESTIMATED,
+    PARENT,
+    SIZE,
+    TEXT,
+    TOKEN,
+    WEIGHT_SET,
+)
 from ssd.stats import COMMITTED, HITS, STEPS, record_node
 
 NO_NODE = -1
@@ -59,22 +71,39 @@ def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untype
             prefetch(logits.ctypes.data + 4 * cell)
 
 
-@outline
-def learn(growing, count, tokens, first, end, cells, logits, weights, accepted):  # type: ignore[no-untyped-def]
-    """Learn at each node of a draft that is on the path of the committed tokens, `tokens[first:end]`.
+@inline
+def learn_node(node, candidates, chances, token, model):  # type: ignore[no-untyped-def]
+    """Learn from the candidates of a node; return whether one of them, other than a fallback, was `token`."""
+    was_right = False
+    weights = model.weights[node[WEIGHT_SET]]
+    for kind in range(node[CANDIDATES]):
+        is_right = np.uint32(candidates[kind, 0]) == token
+        happened = np.float32(1.0) if is_right else np.float32(0.0)
+        learn_candidate(candidates[kind], chances[kind], happened, model.cells, model.logits, weights)
+        was_right = was_right or is_right
+    return was_right
 
-    count: number of nodes. accepted: uint8 [count], set for the nodes on the path.
+
+@outline
+def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untyped-def]
+    """Learn at each node of a sequence's draft that is on the path of the committed tokens.
+
+    accepted: uint8 [nodes], set for the nodes on the path.
     """
-    node = 0
+    node, count, text, size = np.int64(0), sequence[NODES], sequence[TEXT], sequence[SIZE]
     accepted[:count] = 0
-    for index in range(first, end):
-        token = tokens[index]
-        fetch_updated_cells(growing, node, cells, logits)
-        for kind in range(growing.nodes[node, CANDIDATES]):
-            candidate = growing.candidates[node, kind]
-            happened = np.float32(1.0) if np.uint32(candidate[0]) == token else np.float32(0.0)
-            weight_set = weights[growing.nodes[node, WEIGHT_SET]]
-            learn_candidate(candidate, growing.chances[node, kind], happened, cells, logits, weight_set)
+    # The contexts of fallback candidates include the committed tokens; the draft's last path was there.
+    for index in range(len(tokens)):
+        poke(text, size + index, tokens[index])
+    for index in range(len(tokens)):
+        if growing.nodes[node, CANDIDATES] == NOT_ESTIMATED:
+            return
+        token, candidates = tokens[index], growing.candidates[node]
+        fetch_updated_cells(growing, node, model.cells, model.logits)
+        if not learn_node(growing.nodes[node], candidates, growing.chances[node], token, model):
+            learn_fallbacks(growing.nodes[node], candidates, token, model.cells, model.logits)
+            if sequence[IS_SHARED]:
+                count_missed(model.fallback, text, size + index, token)
         node = _child_of(growing.nodes, count, node, token)
         if node == NO_NODE:
             return

@@ -29,6 +29,7 @@ RUN_BUCKETS, MISS_BUCKETS = 11, 4
 TOKEN_BITS, PAIR_BITS, TOKEN_SHARES = 14, 14, 4
 """Number of bits of the hashes of tokens and token pairs; tokens with equal hashes share cells."""
 FINAL_BUCKETS, FINAL_DEPTHS, FINAL_SOURCES = 33, 4, 4
+FALLBACK_CONTEXTS, FALLBACK_RANKS, FALLBACK_COUNTS, FALLBACK_SHARES = 3, 8, 4, 4
 
 # First cell of each table.
 MATCH_CELLS = 0
@@ -36,7 +37,8 @@ POINTER_CELLS = MATCH_CELLS + SOURCES * LEVELS * LENGTH_BUCKETS * COUNT_BUCKETS 
 TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
 PAIR_CELLS = TOKEN_CELLS + (TOKEN_SHARES << TOKEN_BITS)
 FINAL_CELLS = PAIR_CELLS + (TOKEN_SHARES << PAIR_BITS)
-CELL_COUNT = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
+FALLBACK_CELLS = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
+CELL_COUNT = FALLBACK_CELLS + FALLBACK_CONTEXTS * FALLBACK_RANKS * FALLBACK_COUNTS * FALLBACK_SHARES
 
 # Inputs of a mixture: cells of matches, pointers, the token and the pair of tokens, then the two blends.
 TABLE_INPUTS = ROWS + SOURCES + 2
@@ -65,6 +67,7 @@ LEARNING_RATE = 0.005
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
 START_SEEN = 0.5
 FINAL_START = 40.0
+FALLBACK_START, FALLBACK_START_SEEN = 0.01, 2.0
 
 # Rate and start of the running means from which the price is computed.
 PRICE_RATE = 0.001
@@ -203,6 +206,14 @@ def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
 
 
 @inline
+def fallback_cell(context, rank, count, total):  # type: ignore[no-untyped-def]
+    """Return the cell of a fallback candidate: the rank-th of its context, with `count` of the `total` counts there."""
+    counts = 0 if count == 1 else 1 if count < 4 else 2 if count < 8 else 3
+    share = min(FALLBACK_SHARES - 1, FALLBACK_SHARES * count // total)
+    return FALLBACK_CELLS + ((context * FALLBACK_RANKS + rank) * FALLBACK_COUNTS + counts) * FALLBACK_SHARES + share
+
+
+@inline
 def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
     """Update a cell's running mean with an outcome; `cap` bounds the number of outcomes that it averages over."""
     seen = cells[cell, SEEN] + 1.0
@@ -247,11 +258,15 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
             chance = _pointer_prior(index - POINTER_CELLS)
         elif index < FINAL_CELLS:
             chance = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
+        elif index >= FALLBACK_CELLS:
+            chance = FALLBACK_START
         else:
             chance = chance_of((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
         cells[index, CHANCE] = chance
         logits[index] = logit(chance)
-        cells[index, SEEN] = START_SEEN if index < FINAL_CELLS else FINAL_START
+        cells[index, SEEN] = (
+            START_SEEN if index < FINAL_CELLS else FINAL_START if index < FALLBACK_CELLS else FALLBACK_START_SEEN
+        )
 
 
 class LearnedTables:

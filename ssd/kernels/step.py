@@ -150,7 +150,6 @@ def add_root(growing):  # type: ignore[no-untyped-def]
 @inline
 def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
     """Learn from the committed tokens of each sequence, count them, and append them to its text."""
-    cells, logits, weights, pace = model
     for index in range(len(rows)):
         row = rows[index]
         sequence = tables.state[row]
@@ -159,8 +158,8 @@ def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, 
         if end > first:
             growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
             if sequence[NODES] > 0:
-                learn(growing, sequence[NODES], tokens, first, end, cells, logits, weights, on_path)
-                update_pace(pace, cost, np.int64(verified[index]), (end - first) / taken)
+                learn(growing, sequence, tokens[first:end], model, on_path)
+                update_pace(model.pace, cost, np.int64(verified[index]), (end - first) / taken)
             record(counters, growing, on_path, np.int64(verified[index]), end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, tokens[position], ring)
@@ -216,7 +215,6 @@ def step(  # type: ignore[no-untyped-def]
     if problem != DONE:
         return problem, at
     model = open_model(frame)
-    _, logits, weights, pace = model
     own = open_own(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
     commit_all(
@@ -225,7 +223,7 @@ def step(  # type: ignore[no-untyped-def]
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(state, rows, limits, tiers, depth)
     evidence, scratch = open_evidence(frame), (open_counted(frame), open_levels(frame), open_waiting(frame))
-    price = np.float32(cost * pace[0] / pace[1])
+    price = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0
     for index in range(len(rows)):
@@ -256,8 +254,7 @@ def step(  # type: ignore[no-untyped-def]
             size,
             depth,
             limits_here,
-            logits,
-            weights,
+            model,
         )
         sequence[NODES] = count
         at = write_draft(growing.nodes, growing.probs, count, at, drafted_tokens, parents, drafted_prob, sources)

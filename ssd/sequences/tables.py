@@ -19,18 +19,24 @@ TEXT, SIZE, ROOM, SORTED, SORTED_SIZE, FRESH, FRESH_SIZE, OWNER, NODES = range(9
 root included, 0 if there was none."""
 POINTERS = 9
 """Three columns for each source: a position or NO_POINTER; correct predictions in a row; misses."""
-STATE_COLUMNS = POINTERS + 6
+IS_SHARED = POINTERS + 6
+"""1 if other sequences may be offered this one's tokens, else 0."""
+STATE_COLUMNS = IS_SHARED + 1
 NO_POINTER = -1
 GONE = 99
 """Number of misses that marks a missing pointer."""
 
 # Columns of nodes, int32.
 TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
-"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from."""
+"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from. CANDIDATES:
+their number, or NOT_ESTIMATED for a last node, after which nothing may be drafted."""
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
 """RUNS and MISSES of both sources' pointers; the piece of evidence of each source; for each level of that evidence a
 mask of the samples that agree with the path."""
-NODE_COLUMNS = MASKS + ROWS
+FALLBACKS = MASKS + ROWS
+"""Number of fallback candidates."""
+NODE_COLUMNS = FALLBACKS + 1
+NOT_ESTIMATED = -1
 
 # Columns of probs, float32: accept_prob and path_prob.
 PROB, PATH_PROB = range(2)
@@ -41,6 +47,8 @@ CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4
 """Maximum number of candidates of a node whose probabilities are estimated, in a tree and in a path."""
+KEPT_FALLBACKS = 12
+"""Maximum number of fallback candidates of a node, which follow the others from index KEPT on."""
 
 MIN_ROWS = 16
 SPARE_TOKENS = 512
@@ -64,10 +72,11 @@ class Sequences:
         """state, nodes, probs, candidates, chances."""
         return self._tables
 
-    def add(self, local: LocalIndex, owner: int, *, is_predicted: bool = False) -> int:
+    def add(self, local: LocalIndex, owner: int, *, is_predicted: bool = False, is_shared: bool = True) -> int:
         """Add a sequence with the text of `local`; return its row.
 
-        is_predicted: whether the next tokens are expected to repeat that text from its beginning.
+        is_predicted: whether the next tokens are expected to repeat that text from its beginning. is_shared: whether
+        other sequences may be offered its tokens.
         """
         if not self._free:
             self._grow(2 * len(self.state))
@@ -76,7 +85,7 @@ class Sequences:
         self._locals[row] = local
         self.state[row] = 0
         self.used[row] = time.monotonic_ns()
-        self.state[row, OWNER] = owner
+        self.state[row, OWNER], self.state[row, IS_SHARED] = owner, is_shared
         self.state[row, [POINTERS, POINTERS + 3]] = NO_POINTER
         if is_predicted:
             self.state[row, POINTERS + 3 * LOCAL] = 0
@@ -164,8 +173,8 @@ class Sequences:
         fresh = (
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
             np.zeros((rows, nodes, 2), np.float32),
-            np.zeros((rows, nodes, KEPT, CANDIDATE_COLUMNS), np.int32),
-            np.zeros((rows, nodes, KEPT, CHANCE_COLUMNS), np.float32),
+            np.zeros((rows, nodes, KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS), np.int32),
+            np.zeros((rows, nodes, KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS), np.float32),
         )
         for new, old in zip(fresh, self._tables[1:], strict=False):
             new[:before] = old

@@ -185,7 +185,8 @@ def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
 def start_two(drafter):
     """Start sequence 1, and sequence 2 which drafts from its output."""
     drafter.start(1, SECRET[:5], request_id="mine")
-    drafter.start(2, SECRET[:5] + np.uint32(500))
+    # Its own tokens must not become fallback candidates: it commits those of sequence 1.
+    drafter.start(2, SECRET[:5] + np.uint32(500), learn=False)
     drafter.draft(progress_of({1: SECRET[5:30]}, 0))
     drafter.corpus.refresh()
     assert draft_of_second(drafter, SECRET[5:12]) == SECRET[12:20].tolist()

@@ -150,7 +150,8 @@ def draft_overestimated_tokens(steps, bug=None):
         for step in range(steps):
             context = int(rng.integers(len(CHANCES)))
             is_accepted = bool(rng.random() < CHANCES[context])
-            drafter.start(step, array([100 + context]))
+            # Tokens of private sequences do not become fallback candidates.
+            drafter.start(step, array([100 + context]), learn=False)
             drafts = drafter.draft(progress_of({step: []}, limit=1))
             assert drafts.tokens.tolist() == [200 + context]
             rows.append((context, drafts.accept_prob[0], is_accepted))

@@ -1,0 +1,204 @@
+"""Fallback candidates: tokens that may follow where every candidate of the evidence is wrong.
+
+When the target produces a token that was not among a node's candidates, the token is counted for three contexts: none,
+the token before the last one, and the two tokens before the last one. The last token is left out, because what followed
+it elsewhere is in the evidence. The probability that a node's candidates leave is divided among the tokens of its
+contexts, like the probability of an escape symbol in prediction by partial matching (Cleary and Witten, "Data
+compression using adaptive coding and partial string matching", 1984).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ssd.kernels.jit import inline, outline, peek, prefetch
+from ssd.kernels.probabilities import (
+    FALLBACK_CONTEXTS,
+    FALLBACK_RANKS,
+    FINAL,
+    ROWS,
+    SEEN_CAP,
+    fallback_cell,
+    learn_cell,
+    quick_chance,
+)
+from ssd.sequences.tables import (
+    CANDIDATE_MASKS,
+    CANDIDATES,
+    CELLS,
+    FALLBACKS,
+    FOUND_AGE,
+    FOUND_IN,
+    FOUND_LENGTH,
+    KEPT,
+    KEPT_FALLBACKS,
+)
+
+SLOTS, SLOTS_WITHOUT_CONTEXT = 8, 32
+"""Number of tokens that are counted for a context."""
+CONTEXT_BITS = (0, 12, 14)
+"""Number of bits of the hashes of contexts of 0, 1 and 2 tokens; contexts with equal hashes share their counts."""
+FIRST_SLOTS = (0, SLOTS_WITHOUT_CONTEXT, SLOTS_WITHOUT_CONTEXT + (SLOTS << CONTEXT_BITS[1]))
+SLOT_COUNT = FIRST_SLOTS[2] + (SLOTS << CONTEXT_BITS[2])
+MAX_COUNT = 1000
+"""All counts of a context are halved when one exceeds this, so that they follow changes of the traffic."""
+
+SLOT_TOKEN, SLOT_COUNT_OF, SLOT_EPOCH = range(3)
+"""Columns of slots."""
+
+
+class Fallback(NamedTuple):
+    """The counted tokens, in descending order of their counts for each context."""
+
+    slots: np.ndarray
+    """uint32 [SLOT_COUNT, 3]; a slot is empty if its count is 0 or its epoch is over."""
+    epoch: np.ndarray
+    """uint32 [1]: the current epoch."""
+
+
+class FallbackTable:
+    """Counts of the tokens that the evidence lacked, for all sequences that share a corpus."""
+
+    def __init__(self, now: float) -> None:
+        """Make an empty table; now: the time by the corpus's clock."""
+        self.arrays = Fallback(np.zeros((SLOT_COUNT, 3), np.uint32), np.zeros(1, np.uint32))
+        self.since = now
+        """When the table was empty for the last time."""
+
+    def erase(self, now: float) -> None:
+        """Remove all tokens.
+
+        A kernel that runs at the same time may write slots that it read before; they belong to the epoch before, so
+        they stay empty.
+        """
+        self.arrays.epoch[0] += 1
+        self.arrays.slots[:] = 0
+        self.since = now
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self.arrays.slots.nbytes
+
+
+@inline
+def first_slot(text, end, context):  # type: ignore[no-untyped-def]
+    """Return the first slot of the context of `context` tokens that ends before the last token, -1 if there is none."""
+    if end <= context:
+        return np.int64(-1)
+    if context == 0:
+        return np.int64(0)
+    key = (np.uint64(peek(text, end - 2)) + np.uint64(1)) * np.uint64(2654435761)
+    if context == 2:
+        key += (np.uint64(peek(text, end - 3)) + np.uint64(1)) * np.uint64(0x9E3779B1CD)
+    hashed = (key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - CONTEXT_BITS[context])
+    return FIRST_SLOTS[context] + SLOTS * np.int64(hashed)
+
+
+@inline
+def fetch_slots(fallback, text, end):  # type: ignore[no-untyped-def]
+    """Prefetch the slots of the contexts before `end` of a text, whose table is too large for the cache."""
+    for context in range(1, FALLBACK_CONTEXTS):
+        first = first_slot(text, end, context)
+        if first >= 0:
+            prefetch(fallback.slots.ctypes.data + 12 * first)
+            prefetch(fallback.slots.ctypes.data + 12 * first + 64)
+
+
+@inline
+def _is_empty(fallback, slot):  # type: ignore[no-untyped-def]
+    return fallback.slots[slot, SLOT_COUNT_OF] == 0 or fallback.slots[slot, SLOT_EPOCH] != fallback.epoch[0]
+
+
+@outline
+def _count(fallback, first, slots, token):  # type: ignore[no-untyped-def]
+    """Count a token of one context; without an empty slot, it replaces the last one."""
+    place = first
+    while place < first + slots - 1 and not _is_empty(fallback, place) and fallback.slots[place, SLOT_TOKEN] != token:
+        place += 1
+    count = np.uint32(1)
+    if not _is_empty(fallback, place) and fallback.slots[place, SLOT_TOKEN] == token:
+        count += fallback.slots[place, SLOT_COUNT_OF]
+    # The newest of several tokens with equal counts comes first.
+    while place > first and fallback.slots[place - 1, SLOT_COUNT_OF] <= count:
+        fallback.slots[place] = fallback.slots[place - 1]
+        place -= 1
+    slot = fallback.slots[place]
+    slot[SLOT_TOKEN], slot[SLOT_COUNT_OF], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
+    if count > MAX_COUNT:
+        for at in range(first, first + slots):
+            fallback.slots[at, SLOT_COUNT_OF] = (fallback.slots[at, SLOT_COUNT_OF] + 1) // 2
+
+
+@outline
+def count_missed(fallback, text, end, token):  # type: ignore[no-untyped-def]
+    """Count a token that the target produced after the text before `end`, and that no candidate had predicted."""
+    for context in range(FALLBACK_CONTEXTS):
+        first = first_slot(text, end, context)
+        if first >= 0:
+            _count(fallback, first, SLOTS if context else SLOTS_WITHOUT_CONTEXT, token)
+
+
+@inline
+def _place_of(candidates, begin, end, token):  # type: ignore[no-untyped-def]
+    """Return the index of a token among the candidates from `begin` to `end` - 1, `end` if it is not there."""
+    for place in range(begin, end):
+        if np.uint32(candidates[place, 0]) == token:
+            return place
+    return end
+
+
+@outline
+def _add(fallback, context, first, node, candidates, chances, left, least, logits):  # type: ignore[no-untyped-def]
+    """Add the tokens of one context whose probability is at least `least`, or larger than in an earlier context."""
+    slots, total = SLOTS if context else SLOTS_WITHOUT_CONTEXT, np.int64(0)
+    for slot in range(first, first + slots):
+        total += 0 if _is_empty(fallback, slot) else fallback.slots[slot, SLOT_COUNT_OF]
+    rank, kinds, end = 0, node[CANDIDATES], KEPT + node[FALLBACKS]
+    for slot in range(first, first + slots):
+        if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
+            break
+        token, count = fallback.slots[slot, SLOT_TOKEN], np.int64(fallback.slots[slot, SLOT_COUNT_OF])
+        if _place_of(candidates, 0, kinds, token) < kinds:
+            continue
+        cell = fallback_cell(context, rank, count, total)
+        rank += 1
+        prob, place = left * quick_chance(logits[cell]), _place_of(candidates, KEPT, end, token)
+        if prob < least or place == KEPT + KEPT_FALLBACKS or (place < end and chances[place, FINAL] >= prob):
+            continue
+        end = max(end, place + 1)
+        candidates[place, 0], candidates[place, CELLS], chances[place, FINAL] = np.int32(token), cell, prob
+    node[FALLBACKS] = end - KEPT
+
+
+@outline
+def add_fallbacks(fallback, node, candidates, chances, left, text, end, least, logits):  # type: ignore[no-untyped-def]
+    """Write a node's fallback candidates, from index KEPT on, and their number.
+
+    left: probability that none of the node's other candidates is right. text, end: the text that ends at the node.
+    least: minimum probability.
+    """
+    node[FALLBACKS] = 0
+    for context in range(FALLBACK_CONTEXTS - 1, -1, -1):
+        first = first_slot(text, end, context)
+        if first >= 0:
+            _add(fallback, context, first, node, candidates, chances, left, least, logits)
+    total = np.float32(0.0)
+    for kind in range(KEPT, KEPT + node[FALLBACKS]):
+        candidate = candidates[kind]
+        candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
+        candidate[CANDIDATE_MASKS : CANDIDATE_MASKS + ROWS] = 0
+        total += chances[kind, FINAL]
+    if total > left:
+        for kind in range(KEPT, KEPT + node[FALLBACKS]):
+            chances[kind, FINAL] *= left / total
+
+
+@inline
+def learn_fallbacks(node, candidates, token, cells, logits):  # type: ignore[no-untyped-def]
+    """Learn from a node's fallback candidates, given that no other candidate was right."""
+    for kind in range(KEPT, KEPT + node[FALLBACKS]):
+        happened = np.float32(1.0) if np.uint32(candidates[kind, 0]) == token else np.float32(0.0)
+        learn_cell(cells, logits, np.int64(candidates[kind, CELLS]), happened, SEEN_CAP)

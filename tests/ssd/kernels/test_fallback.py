@@ -1,0 +1,236 @@
+"""Fallback candidates: counted tokens, their probabilities, and who may be offered them."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus.corpus import Corpus
+from ssd.kernels.fallback import (
+    CONTEXT_BITS,
+    FIRST_SLOTS,
+    MAX_COUNT,
+    SLOT_COUNT,
+    SLOTS,
+    SLOTS_WITHOUT_CONTEXT,
+    FallbackTable,
+    add_fallbacks,
+    count_missed,
+    first_slot,
+)
+from ssd.kernels.jit import Int, Tokens, kernel
+from ssd.kernels.probabilities import CHANCE_COLUMNS, FINAL, LearnedTables, fallback_cell
+from ssd.sequences.tables import CANDIDATE_COLUMNS, CANDIDATES, FALLBACKS, KEPT, KEPT_FALLBACKS, NODE_COLUMNS
+from tests.replay import progress_of
+from tests.strategies import array, examples
+
+CAPACITY = 100_000
+SECRET = 7777
+
+
+def count_all(table, events):
+    """Count (text, token) events in a table."""
+    for text, token in events:
+        text = array(text)
+        count_missed(table.arrays, text.ctypes.data, len(text), np.uint32(token))
+
+
+class NaiveTable:
+    """The same counts in lists: of each context, [token, count] in descending order of counts."""
+
+    def __init__(self):
+        self.contexts = {}
+
+    def count(self, text, token):
+        for size in range(3):
+            if len(text) <= size:
+                continue
+            key, room = self.key(text, size)
+            entries = self.contexts.setdefault(key, [])
+            known = [entry for entry in entries if entry[0] == token]
+            if not known and len(entries) == room:
+                entries.pop()
+            old = known[0][1] if known else 0
+            entries[:] = [entry for entry in entries if entry[0] != token]
+            at = next((at for at, entry in enumerate(entries) if entry[1] <= old + 1), len(entries))
+            entries.insert(at, [token, old + 1])
+            if old + 1 > MAX_COUNT:
+                entries[:] = [[token, (count + 1) // 2] for token, count in entries]
+
+    def key(self, text, size):
+        return (size, *text[-1 - size : -1]), SLOTS if size else SLOTS_WITHOUT_CONTEXT
+
+    def candidates(self, text, known, left, logits):
+        """Return the probabilities of at most KEPT_FALLBACKS tokens other than `known`."""
+        found = {}
+        for size in (2, 1, 0):
+            entries = self.contexts.get(self.key(text, size)[0], []) if len(text) > size else []
+            total = sum(count for _, count in entries)
+            others = [entry for entry in entries if entry[0] not in known]
+            for rank, (token, count) in enumerate(islice(others, 8)):
+                prob = left / (1 + np.exp(-logits[cell_of(size, rank, count, total)]))
+                if token in found or len(found) < KEPT_FALLBACKS:
+                    found[token] = max(prob, found.get(token, 0.0))
+        total = sum(found.values())
+        return {token: prob * min(1.0, left / total) for token, prob in found.items()}
+
+
+def cell_of(context, rank, count, total):
+    return fallback_cell.py_func(context, rank, count, total)
+
+
+def events():
+    texts = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+    return st.lists(st.tuples(texts, st.integers(1, 60)), max_size=120)
+
+
+@given(events(), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sets(st.integers(1, 60), max_size=4))
+@examples(100)
+def test_candidates_are_those_of_a_naive_table(events, text, known):
+    # The contexts of four tokens have different hashes; that is checked below.
+    table, naive, learned = FallbackTable(0.0), NaiveTable(), LearnedTables()
+    learned.logits[:] = np.random.default_rng(0).normal(-2, 1, len(learned.logits))
+    count_all(table, events)
+    for before, token in events:
+        naive.count(before, token)
+    found = candidates_of(table, text, known, 0.7, learned.logits)
+    expected = naive.candidates(text, known, 0.7, learned.logits)
+    assert found.keys() == expected.keys()
+    for token, prob in found.items():
+        assert prob == pytest.approx(expected[token], rel=0.02)
+
+
+def candidates_of(table, text, known, left, logits):
+    """Return the fallback candidates of a node with the other candidates `known`, and their probabilities."""
+    node = np.zeros(NODE_COLUMNS, np.int32)
+    candidates = np.zeros((KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS), np.int32)
+    chances = np.zeros((KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS), np.float32)
+    candidates[: len(known), 0], node[CANDIDATES] = sorted(known), len(known)
+    text = array(text)
+    left, least = np.float32(left), np.float32(0.0)
+    add_fallbacks(table.arrays, node, candidates, chances, left, text.ctypes.data, len(text), least, logits)
+    kept = slice(KEPT, KEPT + node[FALLBACKS])
+    return dict(zip(candidates[kept, 0].tolist(), chances[kept, FINAL].tolist(), strict=True))
+
+
+@kernel(Tokens, Int, returns=Int)
+def slot_of(text, context):
+    return first_slot(text.ctypes.data, len(text), context)
+
+
+def test_contexts_have_their_own_slots_and_leave_out_the_last_token():
+    assert slot_of(array([1, 2]), 0) == 0
+    assert slot_of(array([1]), 1) == slot_of(array([1, 2]), 2) == -1
+    firsts = {slot_of(array([token, 9]), 1) for token in range(1, 5)}
+    pairs = {slot_of(array([one, other, 9]), 2) for one in range(1, 5) for other in range(1, 5)}
+    assert len(firsts) == 4
+    assert len(pairs) == 16
+    assert min(firsts) >= FIRST_SLOTS[1]
+    assert max(firsts) < FIRST_SLOTS[2] <= min(pairs)
+    assert max(pairs) <= SLOT_COUNT - SLOTS
+    assert SLOTS_WITHOUT_CONTEXT + SLOTS * ((1 << CONTEXT_BITS[1]) + (1 << CONTEXT_BITS[2])) == SLOT_COUNT
+    assert slot_of(array([1, 5]), 1) == slot_of(array([1, 6]), 1)
+
+
+def test_counts_of_a_context_are_halved():
+    table = FallbackTable(0.0)
+    count_all(table, [([3], 5)] * 10 + [([3], 6)] * MAX_COUNT)
+    before = table.arrays.slots[:2].tolist()
+    assert [row[:2] for row in before] == [[6, MAX_COUNT], [5, 10]]
+    count_all(table, [([3], 6)])
+    assert [row[:2] for row in table.arrays.slots[:2].tolist()] == [[6, MAX_COUNT // 2 + 1], [5, 5]]
+
+
+def test_an_erased_table_is_empty_even_if_old_slots_are_written_again():
+    table, logits = FallbackTable(0.0), LearnedTables().logits
+    count_all(table, [([1, 2, 3], 5)])
+    old = table.arrays.slots.copy()
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits).keys() == {5}
+    table.erase(10.0)
+    assert not table.arrays.slots.any()
+    assert table.since == 10.0
+    # A kernel that ran at the same time.
+    table.arrays.slots[:] = old
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits) == {}
+    count_all(table, [([1, 2, 3], 6)])
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits).keys() == {6}
+
+
+def replay_surprises(drafter, steps, tokens, **start):
+    """Commit one of three tokens after each of many tokens that occur once, so that there is no evidence.
+
+    Returns the mean probability of each token of `tokens` as the next one, in the second half of the steps.
+    """
+    rng = np.random.default_rng(0)
+    drafter.start(1, array([1]), **start)
+    rows = []
+    for step in range(steps):
+        drafts = drafter.draft(progress_of({1: [1000 + step]}, limit=8, cost=1e-6))
+        is_next = drafts.parents == -1
+        probs = dict(zip(drafts.tokens[is_next].tolist(), drafts.accept_prob[is_next].tolist(), strict=True))
+        rows.append([probs.get(token, 0.0) for token in tokens])
+        produced = int(rng.choice(tokens, p=[0.5, 0.3, 0.2]))
+        drafter.draft(progress_of({1: [produced]}, limit=0))
+    return np.array(rows[steps // 2 :]).mean(0)
+
+
+def drafter_on(corpus, **config):
+    return SuffixDrafter(DrafterConfig(capacity=CAPACITY, draft_shape="tree", **config), corpus=corpus)
+
+
+def test_probabilities_of_fallback_candidates_approach_frequencies():
+    with drafter_on(Corpus(CAPACITY, 32)) as drafter:
+        assert replay_surprises(drafter, 2000, [5, 6, 7]) == pytest.approx([0.5, 0.3, 0.2], abs=0.06)
+
+
+def test_tokens_of_a_private_sequence_are_not_counted():
+    corpus = Corpus(CAPACITY, 32)
+    with drafter_on(corpus) as drafter:
+        assert replay_surprises(drafter, 50, [5, 6, 7], learn=False).tolist() == [0, 0, 0]
+    assert not corpus.fallback.arrays.slots.any()
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def counted_tokens(corpus):
+    return {*corpus.fallback.arrays.slots[:, 0].tolist()} - {0}
+
+
+def test_forgetting_removes_counted_tokens():
+    clock = Clock()
+    corpus = Corpus(CAPACITY, 32, clock)
+    with drafter_on(corpus) as drafter:
+        replay_surprises(drafter, 20, [5, 6, SECRET], request_id="mine")
+        assert SECRET in counted_tokens(corpus)
+        drafter.forget("mine")
+        # The request still runs, but its tokens are not counted any more.
+        drafter.corpus.refresh()
+        assert counted_tokens(corpus) == set()
+        drafter.draft(progress_of({1: [900]}, limit=8))
+        drafter.draft(progress_of({1: [SECRET]}, limit=0))
+        assert counted_tokens(corpus) == set()
+
+
+def test_counted_tokens_are_removed_by_age_only_if_some_are_older():
+    clock = Clock()
+    corpus = Corpus(CAPACITY, 32, clock)
+    with drafter_on(corpus) as drafter:
+        replay_surprises(drafter, 20, [5, 6, SECRET])
+        clock.now += 60
+        drafter.forget_older_than(100)
+        corpus.refresh()
+        assert SECRET in counted_tokens(corpus)
+        drafter.forget_older_than(30)
+        corpus.refresh()
+        assert counted_tokens(corpus) == set()
+        assert corpus.fallback.since == clock.now
