@@ -39,6 +39,8 @@ class Running:
     """Index of the first token that is remembered when the sequence finishes; prompt tokens before it are not."""
     published: int
     """Number of tokens that other sequences could see when publishing last started or stopped."""
+    given: int
+    """Number of tokens that it began with: the prompt, and what was committed elsewhere."""
     session_id: Hashable
     request_id: str | None
     turns: frozenset[str | None]
@@ -191,6 +193,8 @@ class CorpusDrafter(ABC):
         rows = self._rows_of([sequence_id])
         self._step(rows, Progress.of_one(sequence_id, tokens, verified=verified, steps=steps))
         running = self._running.pop(sequence_id)
+        if not learn:
+            self._withdraw(running)
         del self._row_of[sequence_id]
         self._last_ids, self._last_rows = [], NO_ROWS
         self._opened.discard(running)
@@ -221,6 +225,7 @@ class CorpusDrafter(ABC):
     def close(self) -> None:
         """Forget the running sequences, and close the corpus if this drafter made it."""
         for running in self._running.values():
+            self._withdraw(running)
             self.corpus.end_running(self._owner_of(running))
         self._running.clear()
         self._row_of.clear()
@@ -260,7 +265,7 @@ class CorpusDrafter(ABC):
         turns = idle.turns if idle is not None else frozenset()
         # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
         first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
-        running = Running(first_learned, len(text), session_id, request_id, turns | {request_id}, learn)
+        running = Running(first_learned, len(text), len(text), session_id, request_id, turns | {request_id}, learn)
         self._opened.add(running)
         return Opening(text, local, running, is_predicted=hinted > 0 and len(text) == len(prompt))
 
@@ -274,7 +279,7 @@ class CorpusDrafter(ABC):
             opening.local,
             self.corpus.start_running(prefix),
             is_predicted=opening.is_predicted,
-            is_shared=running.learn,
+            is_shared=running.learn and self.PUBLISHES,
         )
         self._running[sequence_id], self._row_of[sequence_id] = running, running.row
 
@@ -290,7 +295,7 @@ class CorpusDrafter(ABC):
             if running.request_id == request_id:
                 running.learn = False
                 if running.row >= 0:
-                    self._sequences.state[running.row, IS_SHARED] = 0
+                    self._withdraw(running)
                     self.corpus.hide_running(self._owner_of(running))
 
     def end_sessions_before(self, moment: float) -> None:
@@ -348,6 +353,13 @@ class CorpusDrafter(ABC):
     def _check_is_new(self, sequence_id: int) -> None:
         if sequence_id in self._running:
             raise ValueError(f"sequence {sequence_id} is already running")
+
+    def _withdraw(self, running: Running) -> None:
+        """Stop offering single tokens of a running sequence to others, see `ssd.kernels.fallback`."""
+        state = self._sequences.state[running.row]
+        if state[IS_SHARED]:
+            state[IS_SHARED] = 0
+            self.corpus.fallback.remove_output(self._sequences.local(running.row).tokens, running.given)
 
     def _owner_of(self, running: Running) -> int:
         """Return a sequence's number in the live tier."""

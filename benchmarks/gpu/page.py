@@ -10,7 +10,7 @@ from typing import Any
 from ssd.errors import UserError
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-NOTHING = "Nothing has run or been measured on a GPU yet. The figures below are those to reach.\n"
+NOTHING = "Nothing has been run or measured on a GPU yet. The table below has the targets.\n"
 
 Document = dict[str, Any]
 

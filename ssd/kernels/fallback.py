@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.kernels.jit import inline, outline, peek, prefetch
+from ssd.kernels.jit import Int, Nothing, TokenRows, Tokens, TokensOut, inline, kernel, outline, peek, prefetch
 from ssd.kernels.probabilities import (
     FALLBACK_CONTEXTS,
     FALLBACK_RANKS,
@@ -41,46 +41,22 @@ SLOTS, SLOTS_WITHOUT_CONTEXT = 8, 32
 CONTEXT_BITS = (0, 12, 14)
 """Number of bits of the hashes of contexts of 0, 1 and 2 tokens; contexts with equal hashes share their counts."""
 FIRST_SLOTS = (0, SLOTS_WITHOUT_CONTEXT, SLOTS_WITHOUT_CONTEXT + (SLOTS << CONTEXT_BITS[1]))
-SLOT_COUNT = FIRST_SLOTS[2] + (SLOTS << CONTEXT_BITS[2])
+TOTAL_SLOTS = FIRST_SLOTS[2] + (SLOTS << CONTEXT_BITS[2])
 MAX_COUNT = 1000
 """All counts of a context are halved when one exceeds this, so that they follow changes of the traffic."""
 
-SLOT_TOKEN, SLOT_COUNT_OF, SLOT_EPOCH = range(3)
+SLOT_TOKEN, SLOT_TIMES, SLOT_EPOCH = range(3)
 """Columns of slots."""
+SLOT_BYTES, CACHE_LINE = 12, 64
 
 
 class Fallback(NamedTuple):
     """The counted tokens, in descending order of their counts for each context."""
 
     slots: np.ndarray
-    """uint32 [SLOT_COUNT, 3]; a slot is empty if its count is 0 or its epoch is over."""
+    """uint32 [TOTAL_SLOTS, 3]; a slot is empty if its count is 0 or its epoch is over."""
     epoch: np.ndarray
     """uint32 [1]: the current epoch."""
-
-
-class FallbackTable:
-    """Counts of the tokens that the evidence lacked, for all sequences that share a corpus."""
-
-    def __init__(self, now: float) -> None:
-        """Make an empty table; now: the time by the corpus's clock."""
-        self.arrays = Fallback(np.zeros((SLOT_COUNT, 3), np.uint32), np.zeros(1, np.uint32))
-        self.since = now
-        """When the table was empty for the last time."""
-
-    def erase(self, now: float) -> None:
-        """Remove all tokens.
-
-        A kernel that runs at the same time may write slots that it read before; they belong to the epoch before, so
-        they stay empty.
-        """
-        self.arrays.epoch[0] += 1
-        self.arrays.slots[:] = 0
-        self.since = now
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the table."""
-        return self.arrays.slots.nbytes
 
 
 @inline
@@ -103,13 +79,13 @@ def fetch_slots(fallback, text, end):  # type: ignore[no-untyped-def]
     for context in range(1, FALLBACK_CONTEXTS):
         first = first_slot(text, end, context)
         if first >= 0:
-            prefetch(fallback.slots.ctypes.data + 12 * first)
-            prefetch(fallback.slots.ctypes.data + 12 * first + 64)
+            prefetch(fallback.slots.ctypes.data + SLOT_BYTES * first)
+            prefetch(fallback.slots.ctypes.data + SLOT_BYTES * first + CACHE_LINE)
 
 
 @inline
 def _is_empty(fallback, slot):  # type: ignore[no-untyped-def]
-    return fallback.slots[slot, SLOT_COUNT_OF] == 0 or fallback.slots[slot, SLOT_EPOCH] != fallback.epoch[0]
+    return fallback.slots[slot, SLOT_TIMES] == 0 or fallback.slots[slot, SLOT_EPOCH] != fallback.epoch[0]
 
 
 @outline
@@ -120,16 +96,46 @@ def _count(fallback, first, slots, token):  # type: ignore[no-untyped-def]
         place += 1
     count = np.uint32(1)
     if not _is_empty(fallback, place) and fallback.slots[place, SLOT_TOKEN] == token:
-        count += fallback.slots[place, SLOT_COUNT_OF]
+        count += fallback.slots[place, SLOT_TIMES]
     # The newest of several tokens with equal counts comes first.
-    while place > first and fallback.slots[place - 1, SLOT_COUNT_OF] <= count:
+    while place > first and (_is_empty(fallback, place - 1) or fallback.slots[place - 1, SLOT_TIMES] <= count):
         fallback.slots[place] = fallback.slots[place - 1]
         place -= 1
     slot = fallback.slots[place]
-    slot[SLOT_TOKEN], slot[SLOT_COUNT_OF], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
+    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
     if count > MAX_COUNT:
         for at in range(first, first + slots):
-            fallback.slots[at, SLOT_COUNT_OF] = (fallback.slots[at, SLOT_COUNT_OF] + 1) // 2
+            fallback.slots[at, SLOT_TIMES] = (fallback.slots[at, SLOT_TIMES] + 1) // 2
+
+
+@outline
+def _uncount(fallback, first, slots, token):  # type: ignore[no-untyped-def]
+    """Reduce the count of a token of one context by one."""
+    place, end = first, first + slots
+    while place < end and (_is_empty(fallback, place) or fallback.slots[place, SLOT_TOKEN] != token):
+        place += 1
+    if place == end:
+        return
+    count = fallback.slots[place, SLOT_TIMES] - np.uint32(1)
+    while place + 1 < end and not _is_empty(fallback, place + 1) and fallback.slots[place + 1, SLOT_TIMES] > count:
+        fallback.slots[place] = fallback.slots[place + 1]
+        place += 1
+    slot = fallback.slots[place]
+    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
+
+
+@kernel(TokenRows, TokensOut, Tokens, Int, returns=Nothing)
+def uncount_output(slots, epoch, tokens, first):  # type: ignore[no-untyped-def]
+    """Reduce the counts of `tokens[first:]`, uint32, in all of their contexts.
+
+    Which of them were counted is not known, so counts of the same tokens by other sequences may be reduced, too.
+    """
+    fallback, text = Fallback(slots, epoch), tokens.ctypes.data
+    for end in range(first, len(tokens)):
+        for context in range(FALLBACK_CONTEXTS):
+            start = first_slot(text, end, context)
+            if start >= 0:
+                _uncount(fallback, start, SLOTS if context else SLOTS_WITHOUT_CONTEXT, tokens[end])
 
 
 @outline
@@ -152,15 +158,15 @@ def _place_of(candidates, begin, end, token):  # type: ignore[no-untyped-def]
 
 @outline
 def _add(fallback, context, first, node, candidates, chances, left, least, logits):  # type: ignore[no-untyped-def]
-    """Add the tokens of one context whose probability is at least `least`, or larger than in an earlier context."""
+    """Add the tokens of a context whose probability is at least `least`, unless earlier contexts gave a larger one."""
     slots, total = SLOTS if context else SLOTS_WITHOUT_CONTEXT, np.int64(0)
     for slot in range(first, first + slots):
-        total += 0 if _is_empty(fallback, slot) else fallback.slots[slot, SLOT_COUNT_OF]
+        total += 0 if _is_empty(fallback, slot) else fallback.slots[slot, SLOT_TIMES]
     rank, kinds, end = 0, node[CANDIDATES], KEPT + node[FALLBACKS]
     for slot in range(first, first + slots):
         if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
             break
-        token, count = fallback.slots[slot, SLOT_TOKEN], np.int64(fallback.slots[slot, SLOT_COUNT_OF])
+        token, count = fallback.slots[slot, SLOT_TOKEN], np.int64(fallback.slots[slot, SLOT_TIMES])
         if _place_of(candidates, 0, kinds, token) < kinds:
             continue
         cell = fallback_cell(context, rank, count, total)
@@ -202,3 +208,32 @@ def learn_fallbacks(node, candidates, token, cells, logits):  # type: ignore[no-
     for kind in range(KEPT, KEPT + node[FALLBACKS]):
         happened = np.float32(1.0) if np.uint32(candidates[kind, 0]) == token else np.float32(0.0)
         learn_cell(cells, logits, np.int64(candidates[kind, CELLS]), happened, SEEN_CAP)
+
+
+class FallbackTable:
+    """Counts of the tokens that the evidence lacked, for all sequences that share a corpus."""
+
+    def __init__(self, now: float) -> None:
+        """Make an empty table; now: the time by the corpus's clock."""
+        self.arrays = Fallback(np.zeros((TOTAL_SLOTS, 3), np.uint32), np.zeros(1, np.uint32))
+        self.since = now
+        """When the table was made or last erased."""
+
+    def erase(self, now: float) -> None:
+        """Remove all tokens.
+
+        A kernel that runs at the same time may write slots that it read before; they belong to the epoch before, so
+        they stay empty.
+        """
+        self.arrays.epoch[0] += 1
+        self.arrays.slots[:] = 0
+        self.since = now
+
+    def remove_output(self, tokens: np.ndarray, first: int) -> None:
+        """Remove what a sequence with the text `tokens`, uint32 [N], has counted; its output begins at `first`."""
+        uncount_output(*self.arrays, tokens, first)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table."""
+        return self.arrays.slots.nbytes

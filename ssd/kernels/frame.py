@@ -16,7 +16,7 @@ from numba import carray
 from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
 from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
-from ssd.kernels.fallback import SLOT_COUNT, Fallback, FallbackTable
+from ssd.kernels.fallback import TOTAL_SLOTS, Fallback, FallbackTable
 from ssd.kernels.grow import Open, new_open
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.match import SPAN_COLUMNS
@@ -141,13 +141,13 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
 
 @inline
 def open_model(frame):  # type: ignore[no-untyped-def]
-    """Return the learned tables."""
+    """Return the learned tables and the counted tokens."""
     return Model(
         _floats(frame[MODEL], (CELL_COUNT, 2)),
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
         _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
         _doubles(frame[MODEL + 3], (2,)),
-        Fallback(_words(frame[MODEL + 4], (SLOT_COUNT, 3)), _words(frame[MODEL + 5], (1,))),
+        Fallback(_words(frame[MODEL + 4], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 5], (1,))),
     )
 
 

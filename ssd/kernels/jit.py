@@ -23,6 +23,8 @@ Tokens = types.Array(types.uint32, 1, "C", readonly=True)
 """uint32 [N], read only: token ids or positions."""
 TokensOut = types.Array(types.uint32, 1, "C")
 """uint32 [N], written by the kernel."""
+TokenRows = types.Array(types.uint32, 2, "C")
+"""uint32 [N, columns], written by the kernel."""
 FloatsOut = types.Array(types.float32, 1, "C")
 """float32 [N], written by the kernel."""
 Bytes = types.Array(types.uint8, 1, "C")

@@ -92,7 +92,7 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
     """
     node, count, text, size = np.int64(0), sequence[NODES], sequence[TEXT], sequence[SIZE]
     accepted[:count] = 0
-    # The contexts of fallback candidates include the committed tokens; the draft's last path was there.
+    # Contexts are read from the text, so the tokens are written there before they are committed, over the last path.
     for index in range(len(tokens)):
         poke(text, size + index, tokens[index])
     for index in range(len(tokens)):

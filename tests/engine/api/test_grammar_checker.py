@@ -1,7 +1,9 @@
 """Grammars are checked in a process of their own; what takes long or crashes there does not reach the engine."""
 
 import json
+import os
 import re
+import signal
 from contextlib import aclosing
 
 import pytest
@@ -46,7 +48,9 @@ def chain(length):
     ids=["digits", "references", "invalid", "surrogate", "many expressions", "multiple"],
 )
 def test_reasons_of_refusals(compiler, grammar, message):
-    assert re.fullmatch(f"{message}.*" if message else "", refusal(compiler, grammar))
+    reason, is_final = refusal(compiler, grammar)
+    assert re.fullmatch(f"{message}.*" if message else "", reason)
+    assert is_final
 
 
 async def run(request):
@@ -63,19 +67,33 @@ async def events(checker, grammar):
 async def test_the_process_starts_for_the_first_grammar_and_after_its_end():
     checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
     assert await events(checker, None) == [None]
-    assert checker._connection is None
+    assert checker._process is None
     assert await events(checker, DIGITS) == [DIGITS]
-    first = checker._connection
-    with pytest.raises(UserError, match="json_schema: it cannot be used: llguidance fails with status -"):
+    first, connection = checker._process
+    with pytest.raises(UserError, match="json_schema: it cannot be used: llguidance crashes"):
         await events(checker, Grammar("json_schema", chain(2_500)))
     with pytest.raises(UserError, match="unclosed group"):
         await events(checker, Grammar("regex", "("))
-    first.send(None)  # Not a grammar, so that the process fails.
-    with pytest.raises(UserError, match="regex: it was not checked"):
-        await events(checker, Grammar("regex", "a"))
-    assert await events(checker, DIGITS) == [DIGITS]
-    assert checker._connection is None
+    connection.send(None)  # Not a grammar, so that the process fails.
     assert await events(checker, Grammar("regex", "a")) == [Grammar("regex", "a")]
+    assert checker._process[0] is not first
+
+
+async def test_a_process_that_does_not_answer_is_replaced(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
+    with pytest.raises(UserError, match="regex: the grammar could not be checked"):
+        await events(checker, DIGITS)
+    assert checker._process is None
+    monkeypatch.undo()
+    assert await events(checker, DIGITS) == [DIGITS]
+
+
+def test_a_result_that_may_have_another_cause_is_not_final(compiler, monkeypatch):
+    monkeypatch.setattr(module, "_reason", lambda _compiler, _grammar: os.kill(os.getpid(), signal.SIGKILL))
+    reason, is_final = refusal(compiler, DIGITS)
+    assert reason == "regex: the grammar could not be checked: compiling it ended with status -9"
+    assert not is_final
 
 
 async def test_a_bounded_number_of_results_is_kept(monkeypatch):

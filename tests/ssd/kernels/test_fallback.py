@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.drafters.model_free.rest import RestDrafter
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.kernels.fallback import (
     CONTEXT_BITS,
     FIRST_SLOTS,
     MAX_COUNT,
-    SLOT_COUNT,
     SLOTS,
     SLOTS_WITHOUT_CONTEXT,
+    TOTAL_SLOTS,
     FallbackTable,
     add_fallbacks,
     count_missed,
@@ -130,8 +131,8 @@ def test_contexts_have_their_own_slots_and_leave_out_the_last_token():
     assert len(pairs) == 16
     assert min(firsts) >= FIRST_SLOTS[1]
     assert max(firsts) < FIRST_SLOTS[2] <= min(pairs)
-    assert max(pairs) <= SLOT_COUNT - SLOTS
-    assert SLOTS_WITHOUT_CONTEXT + SLOTS * ((1 << CONTEXT_BITS[1]) + (1 << CONTEXT_BITS[2])) == SLOT_COUNT
+    assert max(pairs) <= TOTAL_SLOTS - SLOTS
+    assert SLOTS_WITHOUT_CONTEXT + SLOTS * ((1 << CONTEXT_BITS[1]) + (1 << CONTEXT_BITS[2])) == TOTAL_SLOTS
     assert slot_of(array([1, 5]), 1) == slot_of(array([1, 6]), 1)
 
 
@@ -234,3 +235,39 @@ def test_counted_tokens_are_removed_by_age_only_if_some_are_older():
         corpus.refresh()
         assert counted_tokens(corpus) == set()
         assert corpus.fallback.since == clock.now
+
+
+@pytest.mark.parametrize("end", ["finish", "close", "forget_own"])
+def test_what_a_sequence_counted_is_removed_if_it_is_not_remembered(end):
+    corpus = Corpus(CAPACITY, 32)
+    with drafter_on(corpus) as other, drafter_on(corpus) as drafter:
+        replay_surprises(other, 30, [5, 6, 7])
+        before = counted_tokens(corpus)
+        replay_surprises(drafter, 30, [5, 6, SECRET], request_id="mine")
+        assert SECRET in counted_tokens(corpus)
+        match end:
+            case "finish":
+                drafter.finish(1, array([SECRET]), learn=False)
+            case "close":
+                drafter.close()
+            case "forget_own":
+                drafter.forget_own("mine")
+        left = corpus.fallback.arrays.slots
+        assert SECRET not in {*left[left[:, 1] > 0, 0].tolist()}
+        assert {*left[left[:, 1] > 0, 0].tolist()} <= before
+
+
+def test_counts_that_are_removed_leave_the_others_in_order():
+    table = FallbackTable(0.0)
+    count_all(table, [([3], 5)] * 3 + [([3], 6)] * 2 + [([3], 7)])
+    table.remove_output(array([3, 5, 5, 7]), 1)
+    # One context of no token, and contexts that were never counted.
+    assert [row[:2] for row in table.arrays.slots[:2].tolist()] == [[6, 2], [5, 1]]
+    assert not table.arrays.slots[2:, 1].any()
+
+
+def test_a_drafter_that_does_not_publish_counts_nothing():
+    corpus = Corpus(CAPACITY, 32)
+    with RestDrafter(DrafterConfig(capacity=CAPACITY, draft_shape="tree"), corpus) as drafter:
+        replay_surprises(drafter, 30, [5, 6, 7])
+        assert counted_tokens(corpus) == set()

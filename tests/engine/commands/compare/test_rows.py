@@ -57,7 +57,7 @@ def test_only_paths_of_single_networks_are_sampled():
         ("mtp@width=3", "has no option width"),
         ("ssd@shape=star", "shape must be path or tree"),
         ("ssd@match_depth=x", "must be a number"),
-        ("ssd+ssd", "combine different drafters"),
+        ("ssd+ssd", "each drafter may appear once"),
     ],
 )
 def test_unusable_lists_are_refused(text, message):
