@@ -321,12 +321,12 @@ class CorpusDrafter(ABC):
         at = np.array([self._row_of.get(sequence_id, -1) for sequence_id in sequence_ids], np.int64)
         return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
 
-    def note_use(self) -> None:
+    def record_use(self) -> None:
         """Record that the sequences of the last batch were used now."""
         self._sequences.used[self._last_rows] = time.monotonic_ns()
 
     def last_use(self, sequence_id: int) -> int:
-        """Return when a running sequence began or `note_use` last recorded its use, in ns of a monotonic clock."""
+        """Return when a running sequence began or `record_use` last recorded its use, in ns of a monotonic clock."""
         return int(self._sequences.used[self._row_of[sequence_id]])
 
     def size_of(self, sequence_id: int) -> int:

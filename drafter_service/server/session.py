@@ -142,7 +142,7 @@ class Session:
             drafts = self._drafter.draft(batch)
         except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
             return None
-        self._drafter.note_use()
+        self._drafter.record_use()
         self._use.committed += len(batch.tokens)
         self._use.steps += stats.steps - steps
         self._tokens += len(batch.tokens)
@@ -296,7 +296,7 @@ class Session:
                 continue
             self._tokens += bounds[index + 1] - bounds[index]
         drafts = self._drafter.draft(_part(batch, ready))
-        self._drafter.note_use()
+        self._drafter.record_use()
         return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _drafter_of(self, sequence_id: int) -> CorpusDrafter | ShadowDrafter:

@@ -123,7 +123,7 @@ class ShadowDrafter:
             steps=np.array([step.steps for step in steps.values()], np.uint32),
         )
         self.drafter.draft(progress)
-        self.drafter.note_use()
+        self.drafter.record_use()
         for each, size in zip(sequences, sizes, strict=True):
             each.tokens, each.has_draft = each.tokens[size:], True
 

@@ -6,6 +6,7 @@ does not know how drafts are chosen.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -231,8 +232,9 @@ class Corpus:
 
     def _refresh_until_stopped(self, interval_s: float) -> None:
         if sys.platform == "linux":
-            # On other systems, this would affect all threads of the process.
-            os.nice(MAINTAINER_NICENESS)
+            # On other systems, this would affect all threads of the process. A sandbox may refuse it.
+            with contextlib.suppress(OSError):
+                os.nice(MAINTAINER_NICENESS)
         while not self._stopping.is_set():
             self._wake.wait()
             self._wake.clear()

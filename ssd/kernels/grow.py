@@ -196,7 +196,8 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         candidates, chances, path_prob = growing.candidates[node], growing.chances[node], growing.probs[node, PATH_PROB]
-        if node == 0 or path_prob >= EXPLORED * limits.price:
+        is_explored = node == 0 or path_prob >= EXPLORED * limits.price
+        if is_explored:
             fetch_slots(model.fallback, text, size + at)
         kinds, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
         before = peek(text, size + at - 1)
@@ -207,7 +208,8 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
             growing.nodes[node], candidates, chances, at, before,
             evidence, counted, levels, kinds, model.logits, model.weights,
         )  # fmt: skip
-        if not is_end and (node == 0 or path_prob >= EXPLORED * limits.price):
+        if is_explored and not is_end:
+            # Those of the root are all learned from, whatever the price.
             least = np.float32(0.0) if node == 0 else limits.price / path_prob
             left = max(np.float32(0.0), np.float32(1.0) - total)
             add_fallbacks(
@@ -216,9 +218,9 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         if not limits.is_tree:
             opened = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
-        fallbacks = KEPT + growing.nodes[node, FALLBACKS]
+        end = KEPT + growing.nodes[node, FALLBACKS]
         opened = _open_children(growing, waiting, opened, room, node, 0, kinds, max(np.float32(1.0), total), limits)
-        opened = _open_children(growing, waiting, opened, room, node, KEPT, fallbacks, np.float32(1.0), limits)
+        opened = _open_children(growing, waiting, opened, room, node, KEPT, end, np.float32(1.0), limits)
         if opened == 0:
             return count
         parent, node = waiting.parents[0], count
