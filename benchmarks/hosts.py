@@ -139,8 +139,7 @@ def open_transformers(method: str) -> Callable[[list[str], int], Run]:
     elif method == "ssd":
         from drafter_service.plugins.transformers import SsdGenerate
 
-        address = json.loads(os.environ["SSD_PLUGIN"])["ssd"]
-        options = {"custom_generate": SsdGenerate(model, address, max_draft=MAX_DRAFT)}
+        options = {"custom_generate": SsdGenerate(model, max_draft=MAX_DRAFT)}
     steps = [0]
     model.register_forward_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
 
@@ -214,7 +213,7 @@ def sidecar() -> Iterator[subprocess.Popen[str]]:
         assert process.stdout is not None
         if "listening at" not in process.stdout.readline():
             raise SystemExit("the sidecar did not start")
-        os.environ["SSD_PLUGIN"] = json.dumps({"ssd": address, "deadline_s": 0.05})
+        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "deadline_s": 0.05})
         try:
             yield process
         finally:

@@ -3,56 +3,42 @@
     llama = Llama("model.gguf", logits_all=True)
     llama.draft_model = SsdDraftModel(llama)
 
-The host asks for a draft with nothing but the text, and says neither which request it belongs to nor when a request
+The host gives a draft model nothing but the text, and says neither which request it belongs to nor when a request
 ends. So a text that cannot follow from the last text and its draft begins a new request, and ends the one before.
 """
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from drafter_service.auth.connector import ClientAccess
-from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
+from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import identity_of, name_and_version
+from drafter_service.plugins.settings import host_settings
 
-LOG = logging.getLogger("llama_cpp.ssd_drafter")
+LOG = HostLog("llama_cpp")
 
 TESTED = ("0.3.36",)
 """Versions of llama-cpp-python."""
 
 MAX_DRAFT = 16
 DEADLINE_S = 0.01
-"""Maximum wait for drafts, in seconds: a fraction of a step."""
+"""Default of the maximum wait for drafts, in seconds: a fraction of a step."""
 
 
 class SsdDraftModel:
     """A value for the `draft_model` of a `Llama`. One model may use it, in one thread at a time."""
 
-    def __init__(
-        self,
-        llama: Any,
-        ssd: str = DEFAULT_ADDRESS,
-        *,
-        folder: Path | str | None = None,
-        namespace: str = "",
-        max_draft: int = MAX_DRAFT,
-        deadline_s: float = DEADLINE_S,
-        access: ClientAccess | None = None,
-        capacity: int = DrafterSettings.capacity,
-    ) -> None:
-        """Prepare drafts for a `Llama`; the connection is opened by the first request.
+    def __init__(self, llama: Any, *, max_draft: int = MAX_DRAFT, **settings: Any) -> None:
+        """Prepare drafts of at most `max_draft` tokens; the connection is opened by the first request.
 
-        ssd: address of a sidecar, or "embedded". folder: a folder with the model's `tokenizer.json` and `config.json`,
-        with which other hosts share the corpus; by default the corpus is named after the model's file. namespace: name
-        of the corpus instead. deadline_s, access: see `DrafterClient`. capacity: tokens that an embedded drafter
-        remembers. Raises ValueError if max_draft is not positive, or if the `Llama` computes the last logits only.
+        settings: see `PluginSettings`; by default those in the environment variable `SSD_PLUGIN`. Raises ValueError if
+        max_draft is not positive or the `Llama` computes the last logits only, and UserError for settings that are not
+        valid.
         """
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaDraftModel
@@ -61,16 +47,8 @@ class SsdDraftModel:
             raise ValueError("drafts need the logits of all tokens: Llama(..., logits_all=True)")
         LlamaDraftModel.register(type(self))
         name = Path(llama.model_path).stem
-        settings = DrafterSettings(
-            ssd,
-            namespace,
-            identity_of(name, llama.n_vocab(), warn, folder=folder),
-            deadline_s=deadline_s,
-            access=access,
-            capacity=capacity,
-            host=name_and_version("llama-cpp-python"),
-        )
-        self._session = HostSession(settings, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), warn)
+        own = host_settings(settings, "llama-cpp-python", name, llama.n_vocab(), LOG.warning, deadline_s=DEADLINE_S)
+        self._session = HostSession(own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning)
         self._request_id = 0
         self._text = np.empty(0, np.intc)
         """Text of the running request; empty if there is none."""
@@ -79,7 +57,9 @@ class SsdDraftModel:
         self._is_supported = llama_cpp.__version__ in TESTED
         if not self._is_supported:
             installed = llama_cpp.__version__
-            warn(f"llama-cpp-python {installed} was not tested, only {', '.join(TESTED)}; continuing without drafts")
+            LOG.warning(
+                f"llama-cpp-python {installed} was not tested, only {', '.join(TESTED)}; continuing without drafts"
+            )
 
     @property
     def counters(self) -> DraftCounters:
@@ -135,8 +115,3 @@ def follows(text: np.ndarray, before: np.ndarray, draft: list[int]) -> bool:
         and np.array_equal(text[: len(before)], before)
         and np.array_equal(added[:accepted], draft[:accepted])
     )
-
-
-def warn(message: str) -> None:
-    """Write a line to the log."""
-    LOG.warning("ssd-drafter: %s", message)

@@ -6,15 +6,13 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
-from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.messages import Welcome
-from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.settings import EMBEDDED, PluginSettings
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
 
@@ -23,32 +21,8 @@ if TYPE_CHECKING:  # It imports numba.
 
     HostDrafter = DrafterClient | SuffixDrafter
 
-EMBEDDED = "embedded"
-DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 MAX_NAMESPACES = 8
-"""Maximum number of namespaces in use at a time. A step asks the drafters of its namespaces one after another."""
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """Where drafts come from."""
-
-    ssd: str = DEFAULT_ADDRESS
-    """Address of a sidecar, or "embedded" for a drafter in this process."""
-    namespace: str = ""
-    """Namespace of requests without salt; "" for one named after the model."""
-    model: ModelIdentity = field(default_factory=ModelIdentity)
-    """The served model, without adapter."""
-    deadline_s: float = DEADLINE_S
-    """Maximum wait for the drafts of a step, in seconds."""
-    access: ClientAccess | None = None
-    """TLS files and bearer token for the sidecar."""
-    capacity: int = DrafterConfig.capacity
-    """Tokens that an embedded drafter remembers, per namespace."""
-    shadow: bool = False
-    """Whether all drafts are withheld; the sidecar reports what they would have gained."""
-    host: str = ""
-    """Name and version of the host, such as "vllm/0.32.0"."""
+"""Maximum number of namespaces in use at a time. A step calls the drafters of its namespaces one after another."""
 
 
 @dataclass(eq=False)
@@ -85,7 +59,7 @@ class Namespace:
 class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
-    def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
+    def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
         """report: called with a message, from any thread, when a connection is lost."""
         self._settings = settings
         self._limits = limits
@@ -96,7 +70,7 @@ class HostNamespaces:
     def find(self, adapter: str, salt: str) -> Namespace | None:
         """Return the namespace of an adapter and a salt; None if too many others have running sequences.
 
-        Raises UserError if it cannot be opened, when it is asked for the first time.
+        Raises UserError if it cannot be opened, when it is called the first time.
         """
         key = adapter, salt
         if key not in self._open:
@@ -130,16 +104,16 @@ class HostNamespaces:
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
-        if settings.ssd == EMBEDDED and settings.shadow:
-            raise UserError('"shadow" needs a sidecar; set "ssd" to the address of one, not "embedded"')
-        if settings.ssd == EMBEDDED:
+        if settings.sidecar == EMBEDDED and settings.shadow:
+            raise UserError('"shadow" needs a sidecar; set "sidecar" to the address of one, not "embedded"')
+        if settings.sidecar == EMBEDDED:
             from ssd.drafter import SuffixDrafter
 
             max_draft = min(self._limits.max_draft, MAX_DRAFT)
             shape: DraftShape = "tree" if self._limits.trees else "path"
             return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape))
         return DrafterClient(
-            settings.ssd,
+            settings.sidecar,
             deadline_s=settings.deadline_s,
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
@@ -148,13 +122,13 @@ class HostNamespaces:
             shadow=settings.shadow,
             required=False,
             on_lost=lambda reason: self._report(
-                f"no drafts from the drafter at {settings.ssd} ({reason}); continuing without drafts"
+                f"no drafts from the drafter at {settings.sidecar} ({reason}); continuing without drafts"
             ),
-            on_resumed=lambda: self._report(f"reconnected to the drafter at {settings.ssd}; drafting resumes"),
+            on_resumed=lambda: self._report(f"reconnected to the drafter at {settings.sidecar}; drafting resumes"),
         )
 
 
-def namespace_name(settings: DrafterSettings, adapter: str, salt: str) -> str:
+def namespace_name(settings: PluginSettings, adapter: str, salt: str) -> str:
     """Return the name of the namespace of an adapter and a salt; "" for the one that is named after the model.
 
     The name does not contain the salt, which may be a secret.

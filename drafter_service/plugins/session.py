@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from drafter_service.plugins.draft import NO_DRAFT, Draft
-from drafter_service.plugins.namespaces import DrafterSettings, HostNamespaces, Namespace
+from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import UserError
 from ssd.types import Progress, offsets_of
 
@@ -99,7 +100,7 @@ class Turn:
 class HostSession:
     """The requests of one host. Any thread may call it."""
 
-    def __init__(self, settings: DrafterSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
+    def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
         """report: writes a message to the host's log; called once per kind of problem, from any thread."""
         self.counters = DraftCounters()
         self._limits = limits

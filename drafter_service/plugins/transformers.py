@@ -14,23 +14,19 @@ caller.
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from drafter_service.auth.connector import ClientAccess
-from drafter_service.plugins.namespaces import DEFAULT_ADDRESS, DrafterSettings
+from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import identity_of, name_and_version
+from drafter_service.plugins.settings import host_settings
 
-LOG = logging.getLogger("transformers.ssd_drafter")
-"""Below the host's own logger, so that its handlers and its verbosity apply."""
+LOG = HostLog("transformers")
 
 TESTED = ("5.23",)
 """Versions of transformers, without the last number."""
@@ -53,7 +49,7 @@ per token, and would return more tokens than plain decoding."""
 
 MAX_DRAFT = 16
 DEADLINE_S = 0.01
-"""Maximum wait for drafts, in seconds: a fraction of a step."""
+"""Default of the maximum wait for drafts, in seconds: a fraction of a step."""
 
 
 class SsdGenerate:
@@ -63,39 +59,18 @@ class SsdGenerate:
     shapes differ. Sampled outputs follow the same distribution, but the host draws more random numbers with drafts.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        ssd: str = DEFAULT_ADDRESS,
-        *,
-        folder: Path | str | None = None,
-        namespace: str = "",
-        max_draft: int = MAX_DRAFT,
-        deadline_s: float = DEADLINE_S,
-        access: ClientAccess | None = None,
-        capacity: int = DrafterSettings.capacity,
-    ) -> None:
-        """Prepare drafts for `model`; the connection is opened by the first call of `generate`.
+    def __init__(self, model: Any, *, max_draft: int = MAX_DRAFT, **settings: Any) -> None:
+        """Prepare drafts of at most `max_draft` tokens; the connection is opened by the first call of `generate`.
 
-        ssd: address of a sidecar, or "embedded". folder: the model's files, whose tokenizer.json identifies the
-        vocabulary; by default the folder that the model was loaded from. namespace: name of the corpus; "" for one
-        named after the model. deadline_s, access: see `DrafterClient`. capacity: tokens that an embedded drafter
-        remembers. Raises ValueError if max_draft is not positive.
+        settings: see `PluginSettings`; by default those in the environment variable `SSD_PLUGIN`. Raises ValueError if
+        max_draft is not positive, and UserError for settings that are not valid.
         """
         config = model.config.get_text_config()
         self._model = model
         limits = HostLimits(max_draft, config.vocab_size, getattr(config, "max_position_embeddings", None))
-        identity = identity_of(model.config.name_or_path, config.vocab_size, warn, folder=folder)
-        settings = DrafterSettings(
-            ssd,
-            namespace,
-            identity,
-            deadline_s=deadline_s,
-            access=access,
-            capacity=capacity,
-            host=name_and_version("transformers"),
-        )
-        self._session = HostSession(settings, limits, warn)
+        name = model.config.name_or_path
+        own = host_settings(settings, "transformers", name, config.vocab_size, LOG.warning, deadline_s=DEADLINE_S)
+        self._session = HostSession(own, limits, LOG.warning)
         self._request_ids = itertools.count()
         self._reported: set[str] = set()
         self._unsupported = unsupported_version(type(model))
@@ -202,7 +177,7 @@ class SsdGenerate:
     def _report_once(self, reason: str) -> None:
         if reason not in self._reported:
             self._reported.add(reason)
-            warn(f"{reason}; decoding without drafts")
+            LOG.warning(f"{reason}; decoding without drafts")
 
 
 class Candidates:
@@ -248,11 +223,6 @@ class WithCandidates:
 
     def _get_candidate_generator(self, **_: Any) -> Candidates:
         return self._candidates
-
-
-def warn(message: str) -> None:
-    """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", message)
 
 
 def unsupported_version(model_class: type) -> str:

@@ -45,7 +45,7 @@ def sidecar(address, max_draft=16):
 def socket():
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        os.environ["SSD_PLUGIN"] = json.dumps({"ssd": address, "deadline_s": DEADLINE_S})
+        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "deadline_s": DEADLINE_S})
         yield address
 
 

@@ -46,8 +46,7 @@ def make_worker_class(server_args: Any) -> type:  # noqa: ARG001
 
 def check_server_args(server_args: Any) -> None:
     """Raise ValueError, before the model is loaded, for a version or arguments of the host that are not supported."""
-    from drafter_service.observability.facts import ModelIdentity
-    from drafter_service.plugins.settings import settings_from_environment
+    from drafter_service.plugins.settings import read_settings
     from ssd.config import MAX_DRAFT
     from ssd.errors import UserError
 
@@ -67,7 +66,7 @@ def check_server_args(server_args: Any) -> None:
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     try:
-        settings_from_environment(ModelIdentity())
+        read_settings({})
     except UserError as problem:
         reason = reason or str(problem)
     if reason:

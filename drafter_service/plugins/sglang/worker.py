@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
 
+from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import identity_of, name_and_version, settings_from_environment
+from drafter_service.plugins.settings import host_settings
 from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, ancestors, path_nodes
 
-LOG = logging.getLogger("sglang.srt.ssd_drafter")
-"""Below the host's loggers, so that its handlers and its level apply."""
+LOG = HostLog("sglang.srt")
 
 COST_OF_A_NODE = 0.001
 """Cost of verifying one more token, as a fraction of a step: nearly none, because the host verifies padding instead."""
@@ -84,8 +83,8 @@ def limits_of(model_config: Any, nodes: int, width: int) -> HostLimits:
 def open_session(server_args: Any, limits: HostLimits) -> HostSession:
     """Open the session of a scheduler; the connection is opened by its first request."""
     revision = getattr(server_args, "revision", None) or ""
-    identity = identity_of(server_args.model_path, limits.vocab_size, warn, revision=revision)
-    return HostSession(settings_from_environment(identity, name_and_version("sglang")), limits, warn)
+    settings = host_settings({}, "sglang", server_args.model_path, limits.vocab_size, LOG.warning, revision=revision)
+    return HostSession(settings, limits, LOG.warning)
 
 
 def broadcast(nodes: np.ndarray, group: Any) -> None:
@@ -93,8 +92,3 @@ def broadcast(nodes: np.ndarray, group: Any) -> None:
     import torch
 
     torch.distributed.broadcast(torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group)
-
-
-def warn(message: str) -> None:
-    """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", message)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from drafter_service.client import DrafterClient
-from drafter_service.plugins.namespaces import EMBEDDED, DrafterSettings
-from drafter_service.plugins.settings import settings_from_environment
-from drafter_service.plugins.vllm.requests import model_identity_of
+from drafter_service.plugins.settings import EMBEDDED, PluginSettings
+from drafter_service.plugins.vllm.requests import settings_of
 from drafter_service.plugins.vllm.variants import Choice, Variant, check_version, choose
 from ssd.errors import UserError
 
@@ -73,20 +72,20 @@ def report(choice: Choice) -> int:
 def report_sidecar(config: Any) -> int:
     """Print where drafts would come from, and whether it answers; return the exit status."""
     try:
-        settings = settings_from_environment(model_identity_of(config.model_config, print))
-        print(f"sidecar: {settings.ssd}: {answer_of(settings)}")
+        settings = settings_of(config.model_config, print)
+        print(f"sidecar: {settings.sidecar}: {answer_of(settings)}")
     except UserError as problem:
         print(f"sidecar: {problem}")
         return 1
     return 0
 
 
-def answer_of(settings: DrafterSettings) -> str:
+def answer_of(settings: PluginSettings) -> str:
     """Return what a sidecar answers. Raises UserError if it refuses this model, or nothing answers."""
-    if settings.ssd == EMBEDDED:
+    if settings.sidecar == EMBEDDED:
         return "a corpus in vLLM's own process"
     with DrafterClient(
-        settings.ssd, model=settings.model, namespace=settings.namespace, access=settings.access
+        settings.sidecar, model=settings.model, namespace=settings.namespace, access=settings.access
     ) as client:
         return f"connected, namespace {client.welcome.namespace}" if client.welcome else "connected"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.options import End, RequestOptions
-from drafter_service.plugins.vllm.engine_session import variant_of, warn
+from drafter_service.plugins.vllm.engine_session import LOG, variant_of
 from drafter_service.plugins.vllm.requests import OptionsReader, end_of
 from drafter_service.plugins.vllm.variants import Variant
 
@@ -35,7 +35,7 @@ class SchedulerWithReports:
         """Raise ValueError if the engine does not schedule asynchronously."""
         super().__init__(*args, **kwargs)
         self._is_drafting = variant_of(self.vllm_config) is not Variant.NONE
-        self._options = OptionsReader(warn)
+        self._options = OptionsReader(LOG.warning)
         self._ended: dict[str, tuple[End, int]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.settings import name_and_version, settings_from_environment
-from drafter_service.plugins.vllm.requests import model_identity_of
+from drafter_service.plugins.vllm.requests import settings_of
 from drafter_service.plugins.vllm.variants import Variant, choose
 from ssd.config import MAX_DRAFT
 
-LOG = logging.getLogger("vllm.ssd_drafter")
-"""Below the host's own logger, so that its handlers and its level apply."""
-
-
-def warn(message: str) -> None:
-    """Write a line to the host's log."""
-    LOG.warning("ssd-drafter: %s", message)
+LOG = HostLog("vllm")
 
 
 def variant_of(vllm_config: Any) -> Variant:
@@ -30,7 +23,7 @@ def variant_of(vllm_config: Any) -> Variant:
     if choice.is_error:
         raise ValueError(f"ssd-drafter: {choice.reason}")
     if choice.variant is Variant.NONE:
-        warn(f"{choice.reason}; serving without drafts")
+        LOG.warning(f"{choice.reason}; serving without drafts")
     return choice.variant
 
 
@@ -44,8 +37,8 @@ def open_session(vllm_config: Any) -> HostSession:
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
     )
-    settings = settings_from_environment(model_identity_of(model, warn), name_and_version("vllm"))
-    session = HostSession(settings, limits, warn)
-    LOG.info("ssd-drafter: up to %d draft tokens per step from %s", limits.max_draft, settings.ssd)
+    settings = settings_of(model, LOG.warning)
+    session = HostSession(settings, limits, LOG.warning)
+    LOG.info(f"up to {limits.max_draft} draft tokens per step from {settings.sidecar}")
     session.open()
     return session

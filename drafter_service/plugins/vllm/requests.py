@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter_service.client.identity import ADAPTER_FILE, fingerprint
-from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.options import End, RequestOptions
-from drafter_service.plugins.settings import identity_of
+from drafter_service.plugins.settings import PluginSettings, host_settings
 from ssd.errors import UserError
 
 ENDS = {
@@ -72,6 +71,9 @@ class OptionsReader:
             return f"{name}:{path}"
 
 
-def model_identity_of(model: Any, warn: Callable[[str], None]) -> ModelIdentity:
-    """Return the identity of a `ModelConfig`. warn: writes a message to the host's log."""
-    return identity_of(model.model, model.get_vocab_size(), warn, revision=model.revision or "")
+def settings_of(model: Any, warn: Callable[[str], None]) -> PluginSettings:
+    """Return the settings for a `ModelConfig`. Raises UserError for settings that are not valid.
+
+    warn: writes a message to the host's log.
+    """
+    return host_settings({}, "vllm", model.model, model.get_vocab_size(), warn, revision=model.revision or "")

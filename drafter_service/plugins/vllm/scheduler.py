@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.vllm.engine_session import open_session, variant_of, warn
+from drafter_service.plugins.vllm.engine_session import LOG, open_session, variant_of
 from drafter_service.plugins.vllm.requests import OptionsReader, end_of
 from drafter_service.plugins.vllm.variants import Variant
 
@@ -28,7 +28,7 @@ class SchedulerWithDrafts:
         """Raise ValueError if the engine schedules asynchronously, which vLLM's synchronous scheduler cannot do."""
         super().__init__(*args, **kwargs)
         self._session: HostSession | None = None
-        self._options = OptionsReader(warn)
+        self._options = OptionsReader(LOG.warning)
         self._offered: dict[str, int] = {}
         """Number of draft tokens that each request was given for the next step."""
         self._max_draft = 0

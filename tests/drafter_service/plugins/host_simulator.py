@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_service.plugins.namespaces import DrafterSettings
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import PluginSettings
 from ssd import Corpus, SuffixDrafter
 
 VOCAB_SIZE = 50
@@ -104,9 +104,9 @@ class HostRequest:
 class SimulatedHost:
     """Runs requests with the drafts of a session, as a serving engine does."""
 
-    def __init__(self, open_drafter=RecordingDrafter, settings: DrafterSettings | None = None):
+    def __init__(self, open_drafter=RecordingDrafter, settings: PluginSettings | None = None):
         self.reports: list[str] = []
-        self.session = HostSession(settings or DrafterSettings(ssd="embedded"), LIMITS, self.reports.append)
+        self.session = HostSession(settings or PluginSettings(sidecar="embedded"), LIMITS, self.reports.append)
         self.drafters: dict[tuple[str, str], object] = {}
         if settings is None:
             self.session._namespaces._drafter = self._record(open_drafter)

@@ -114,7 +114,7 @@ def llama(request, monkeypatch):
 
 @pytest.fixture
 def ssd(llama):
-    with SsdDraftModel(llama, "embedded", capacity=20_000, max_draft=8) as ssd:
+    with SsdDraftModel(llama, sidecar="embedded", capacity=20_000, max_draft=8) as ssd:
         llama.draft_model = ssd
         yield ssd
         assert ssd.counters.failures == 0
@@ -122,7 +122,7 @@ def ssd(llama):
 
 @pytest.fixture
 def log(caplog):
-    caplog.set_level("WARNING", LOG.name)
+    caplog.set_level("WARNING", LOG.logger.name)
     return caplog
 
 
@@ -201,7 +201,7 @@ def test_drafts_are_arrays_of_the_hosts_type(llama, ssd):
 
 def test_an_untested_version_has_no_drafts(llama, log, monkeypatch):
     monkeypatch.setattr("llama_cpp.__version__", "0.1")
-    with SsdDraftModel(llama, "embedded", capacity=20_000) as ssd:
+    with SsdDraftModel(llama, sidecar="embedded", capacity=20_000) as ssd:
         llama.draft_model = ssd
         assert generated(llama, PROMPTS[0]) == plain(PROMPTS[0])
         assert ssd.counters.steps == 0
@@ -209,7 +209,7 @@ def test_an_untested_version_has_no_drafts(llama, log, monkeypatch):
 
 
 def test_a_missing_sidecar_costs_drafts(llama, log):
-    with SsdDraftModel(llama, "unix:/nonexistent/drafter.sock") as ssd:
+    with SsdDraftModel(llama, sidecar="unix:/nonexistent/drafter.sock") as ssd:
         llama.draft_model = ssd
         assert generated(llama, PROMPTS[0]) == plain(PROMPTS[0])
         assert ssd.counters.drafted == ssd.counters.failures == 0
@@ -218,4 +218,4 @@ def test_a_missing_sidecar_costs_drafts(llama, log):
 def test_a_model_that_computes_the_last_logits_alone_is_refused(llama):
     llama._logits_all = False
     with pytest.raises(ValueError, match="logits_all=True"):
-        SsdDraftModel(llama, "embedded")
+        SsdDraftModel(llama, sidecar="embedded")

@@ -8,9 +8,10 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.plugins.namespaces import MAX_NAMESPACES, DrafterSettings, namespace_name
+from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import PluginSettings
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
@@ -24,7 +25,7 @@ def embedded(**limits):
     """Return a session over an embedded drafter, and the list of its reports."""
     reports = []
     limits = HostLimits(**{"max_draft": 8, "vocab_size": 50, **limits})
-    return HostSession(DrafterSettings(ssd="embedded", capacity=20_000), limits, reports.append), reports
+    return HostSession(PluginSettings(sidecar="embedded", capacity=20_000), limits, reports.append), reports
 
 
 def first_draft(session, prompt=LOOP, options=None, extras=None, name="a"):
@@ -157,7 +158,7 @@ def test_salts_and_adapters_share_no_text(session):
 
 
 def test_namespaces_are_named_by_a_hash_of_salt_and_adapter():
-    default, named = DrafterSettings(), DrafterSettings(namespace="team")
+    default, named = PluginSettings(), PluginSettings(namespace="team")
     assert namespace_name(default, "", "") == ""
     assert namespace_name(default, "lora", "") == ""
     assert namespace_name(named, "", "") == "team"
@@ -219,7 +220,7 @@ def test_a_prompt_outside_of_the_vocabulary_has_no_drafts():
 
 def test_the_drafter_gets_no_tokens_outside_the_vocabulary_of_the_models_files():
     reports = []
-    settings = DrafterSettings(ssd="embedded", capacity=20_000, model=ModelIdentity(vocab_size=6))
+    settings = PluginSettings(sidecar="embedded", capacity=20_000, model=ModelIdentity(vocab_size=6))
     session = HostSession(settings, HostLimits(max_draft=8, vocab_size=50), reports.append)
     assert first_draft(session)
     assert first_draft(session, [1, 6, 1], name="b") == []
@@ -265,7 +266,7 @@ def test_a_failing_drafter_costs_drafts_of_its_requests_alone():
 @pytest.mark.parametrize("address", ["nowhere", "unix:/nonexistent/drafter.sock"])
 def test_a_missing_sidecar_costs_drafts_and_is_reported_once(address):
     reports = []
-    session = HostSession(DrafterSettings(ssd=address), LIMITS, reports.append)
+    session = HostSession(PluginSettings(sidecar=address), LIMITS, reports.append)
     text = list(LOOP)
     for name in "ab":
         session.start(name, text)
@@ -282,7 +283,7 @@ def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
     reports = []
     service = FakeService(lambda _text, limit: [1] * limit, max_draft=4, may_learn=False)
     with fake_server_thread(socket_address, service):
-        session = HostSession(DrafterSettings(ssd=socket_address, deadline_s=10), LIMITS, reports.append)
+        session = HostSession(PluginSettings(sidecar=socket_address, deadline_s=10), LIMITS, reports.append)
         for number in range(2):
             options = RequestOptions(salt=str(number))
             wait_until(lambda: first_draft(session, options=options))  # noqa: B023
@@ -297,7 +298,7 @@ def test_what_a_sidecar_does_not_allow_is_reported_once(socket_address):
 def test_a_sidecar_that_refuses_a_model_is_reported_once(socket_address, server, model):
     reports = []
     with DrafterClient(socket_address, model=ModelIdentity("m", "abc", "", 50), namespace="n"):
-        settings = DrafterSettings(ssd=socket_address, namespace="n", model=model)
+        settings = PluginSettings(sidecar=socket_address, namespace="n", model=model)
         session = HostSession(settings, LIMITS, reports.append)
         for number in range(3):
             assert first_draft(session, name=str(number)) == []
@@ -322,7 +323,7 @@ def test_calls_of_a_confused_host_do_not_raise(session):
 
 def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server):
     """Two passes of the same requests, in batches: the second has the text of the first."""
-    settings = DrafterSettings(ssd=socket_address, deadline_s=10)
+    settings = PluginSettings(sidecar=socket_address, deadline_s=10)
     remote, local = SimulatedHost(settings=settings), SimulatedHost()
     prompts = {str(seed): [10 + seed, 20 + seed, 30 + seed] for seed in range(4)}
     for host in (remote, local):
@@ -345,7 +346,7 @@ def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server):
 
 
 def test_a_sidecar_scores_the_drafts_that_a_host_withholds(socket_address, server):
-    settings = DrafterSettings(ssd=socket_address, deadline_s=10, namespace="withheld", shadow=True)
+    settings = PluginSettings(sidecar=socket_address, deadline_s=10, namespace="withheld", shadow=True)
     host = SimulatedHost(settings=settings)
     wait_until(lambda: host.session._namespaces.find("", "").drafter.welcome)
     for name in "ab":
@@ -370,7 +371,7 @@ def test_a_sidecar_scores_the_drafts_that_a_host_withholds(socket_address, serve
 
 def test_an_embedded_drafter_has_no_shadow_mode():
     reports = []
-    session = HostSession(DrafterSettings(ssd="embedded", shadow=True), LIMITS, reports.append)
+    session = HostSession(PluginSettings(sidecar="embedded", shadow=True), LIMITS, reports.append)
     assert first_draft(session) == []
     (report,) = reports
     assert report.startswith('"shadow" needs a sidecar; ')
@@ -378,7 +379,7 @@ def test_an_embedded_drafter_has_no_shadow_mode():
 
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     reports = []
-    session = HostSession(DrafterSettings(ssd=socket_address, deadline_s=5), LIMITS, reports.append)
+    session = HostSession(PluginSettings(sidecar=socket_address, deadline_s=5), LIMITS, reports.append)
     arguments = ("--listen", socket_address, "--capacity", "100k")
     with served(*arguments) as process:
         wait_until(lambda: first_draft(session))

@@ -1,5 +1,6 @@
 """Settings that users of a host give, and the identity of the model that it serves."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,13 @@ import pytest
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.plugins.namespaces import DrafterSettings
-from drafter_service.plugins.settings import identity_of, name_and_version, read_settings, settings_from_environment
+from drafter_service.plugins.settings import (
+    PluginSettings,
+    host_settings,
+    identity_of,
+    name_and_version,
+    read_settings,
+)
 from ssd.errors import UserError
 
 MODEL = ModelIdentity(name="m", vocab_size=50)
@@ -26,26 +32,56 @@ def model_folder(tmp_path):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Return a function that sets the variable, which is not set before."""
+    monkeypatch.delenv("SSD_PLUGIN", raising=False)
+    return lambda text: monkeypatch.setenv("SSD_PLUGIN", text)
+
+
 def test_settings_are_read_from_json_values():
-    values = {"ssd": "embedded", "deadline_s": 1, "capacity": 1000, "access": {"token": "/t", "allow_plaintext": True}}
+    values = {"sidecar": "embedded", "folder": "/m", "access": {"token": "/t", "allow_plaintext": True}}
     access = ClientAccess(token=Path("/t"), allow_plaintext=True)
-    assert read_settings(values, MODEL) == DrafterSettings("embedded", "", MODEL, 1.0, access, 1000)
-    assert read_settings({}, MODEL) == DrafterSettings(model=MODEL)
+    assert read_settings(values) == PluginSettings("embedded", folder=Path("/m"), access=access)
+    assert read_settings({"access": access, "folder": Path("/m")}) == PluginSettings(folder=Path("/m"), access=access)
+    assert read_settings({}) == PluginSettings()
+
+
+def test_given_settings_precede_those_of_the_environment_and_these_the_defaults(environment):
+    environment('{"sidecar": "drafter:50051", "namespace": "chat"}')
+    assert read_settings({"namespace": "sql"}, deadline_s=0.5) == PluginSettings("drafter:50051", "sql", deadline_s=0.5)
+    environment('{"deadline_s": 0.1}')
+    assert read_settings({}, deadline_s=0.5).deadline_s == 0.1
 
 
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (["embedded"], "must be an object"),
         ({"adress": "x"}, "unknown setting 'adress'"),
         ({"model": "m"}, "unknown setting 'model'"),
         ({"capacity": "much"}, "setting capacity: "),
         ({"access": {"key": "k"}}, "needs certificate"),
     ],
 )
-def test_unreadable_settings_are_named(values, reason):
+def test_unreadable_settings_are_named(environment, values, reason):
     with pytest.raises(UserError, match=reason):
-        read_settings(values, MODEL)
+        read_settings(values)
+    environment(json.dumps(values))
+    with pytest.raises(UserError, match=f"variable SSD_PLUGIN: .*{reason}"):
+        read_settings({})
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ('["embedded"]', "must be an object")])
+def test_an_environment_without_settings_is_refused(environment, text, reason):
+    environment(text)
+    with pytest.raises(UserError, match=f"variable SSD_PLUGIN.* {reason}"):
+        read_settings({})
+
+
+def test_settings_of_a_host_identify_its_model(model_folder):
+    settings = host_settings({"folder": str(model_folder)}, "numpy", "owner/model", 50, pytest.fail)
+    assert settings.model == model_identity(model_folder)
+    assert settings.host == f"numpy/{np.__version__}"
 
 
 def test_a_model_is_identified_by_its_folder_or_by_the_cache_of_the_hub(tmp_path, model_folder, monkeypatch):
@@ -72,20 +108,6 @@ def test_a_model_without_readable_files_is_identified_by_its_name(tmp_path, monk
     assert not reports
     assert identity_of("m", 50, reports.append, folder=tmp_path) == MODEL
     assert "named after the model's name alone" in reports[0]
-
-
-def test_settings_are_read_from_the_environment(monkeypatch):
-    monkeypatch.delenv("SSD_PLUGIN", raising=False)
-    assert settings_from_environment(MODEL) == DrafterSettings(model=MODEL)
-    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "drafter:50051"}')
-    assert settings_from_environment(MODEL) == DrafterSettings("drafter:50051", model=MODEL)
-
-
-@pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ('{"sdd": 1}', "unknown setting 'sdd'")])
-def test_an_environment_that_is_not_valid_is_refused(monkeypatch, text, reason):
-    monkeypatch.setenv("SSD_PLUGIN", text)
-    with pytest.raises(UserError, match=f"SSD_PLUGIN:? {reason}"):
-        settings_from_environment(MODEL)
 
 
 def test_the_version_of_a_host_is_that_of_its_package_or_of_its_module(monkeypatch):

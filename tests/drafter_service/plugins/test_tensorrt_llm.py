@@ -55,7 +55,7 @@ def drafter_class(request, monkeypatch):
 
 @pytest.fixture
 def drafter(drafter_class):
-    drafter = drafter_class("model", MAX_DRAFT, "embedded", vocab_size=50, capacity=20_000)
+    drafter = drafter_class("model", max_draft_len=MAX_DRAFT, vocab_size=50, sidecar="embedded", capacity=20_000)
     yield drafter
     drafter.shutdown()
 
@@ -65,9 +65,9 @@ def log():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    plugin.LOG.addHandler(handler)
+    plugin.LOG.logger.addHandler(handler)
     yield lines
-    plugin.LOG.removeHandler(handler)
+    plugin.LOG.logger.removeHandler(handler)
 
 
 def prepare(drafter, *requests):

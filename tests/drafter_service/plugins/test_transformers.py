@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture
 def ssd(model):
-    with SsdGenerate(model, "embedded", capacity=20_000) as ssd:
+    with SsdGenerate(model, sidecar="embedded", capacity=20_000) as ssd:
         yield ssd
         assert ssd.counters.failures == 0
 
@@ -44,9 +44,9 @@ def log():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    LOG.addHandler(handler)
+    LOG.logger.addHandler(handler)
     yield lines
-    LOG.removeHandler(handler)
+    LOG.logger.removeHandler(handler)
 
 
 class RecordingStreamer:
@@ -218,7 +218,7 @@ def test_a_cache_of_an_earlier_call_is_decoded_without_drafts(model, tokenizer, 
 def test_an_untested_version_is_not_used(model, tokenizer, log, monkeypatch):
     monkeypatch.setattr("drafter_service.plugins.transformers.TESTED", ("0.1",))
     inputs = ids(tokenizer, PROMPTS[0])
-    with SsdGenerate(model, "embedded") as ssd:
+    with SsdGenerate(model, sidecar="embedded") as ssd:
         assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
         assert ssd.counters.steps == 0
     assert log == [
@@ -228,7 +228,7 @@ def test_an_untested_version_is_not_used(model, tokenizer, log, monkeypatch):
 
 def test_without_a_sidecar_there_are_no_drafts(model, tokenizer, log):
     inputs = ids(tokenizer, PROMPTS[0])
-    with SsdGenerate(model, "unix:/nonexistent/drafter.sock") as ssd:
+    with SsdGenerate(model, sidecar="unix:/nonexistent/drafter.sock") as ssd:
         assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)
         assert ssd.counters.drafted == ssd.counters.failures == 0
         wait_until(lambda: log)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafter_service.plugins.namespaces import DrafterSettings
 from drafter_service.plugins.options import End, HostLimits
+from drafter_service.plugins.settings import PluginSettings
 from drafter_service.plugins.sglang.algorithm import TESTED
 from drafter_service.plugins.sglang.worker import open_session
 from tests.drafter_service.plugins import signatures
@@ -160,7 +160,7 @@ class Server:
         }.items():
             assert hasattr(ngram_worker, name)
             monkeypatch.setattr(ngram_worker, name, value)
-        monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
+        monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
         model = SimpleNamespace(vocab_size=VOCAB_SIZE, context_len=4096)
         runner = SimpleNamespace(model_config=model, max_running_requests=8, watermark_state=None)
         target_worker = SimpleNamespace(
@@ -401,5 +401,5 @@ def test_options_of_a_request(host):
 def test_the_default_settings_are_those_of_the_sidecar(monkeypatch):
     monkeypatch.delenv("SSD_PLUGIN", raising=False)
     session = open_session(SimpleNamespace(model_path="dummy", revision=None), HostLimits(NODES, VOCAB_SIZE))
-    assert session._namespaces._settings.ssd == DrafterSettings().ssd
+    assert session._namespaces._settings.sidecar == PluginSettings().sidecar
     session.close()

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import drafter_service
 from drafter_service.plugins.draft import Draft
-from drafter_service.plugins.namespaces import DrafterSettings
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import PluginSettings
 from drafter_service.plugins.sglang import algorithm, worker
 from drafter_service.plugins.sglang.batch import BatchDrafts, JoinedText, accepted_tokens, ancestors, options_of
 from tests.drafter_service.plugins import signatures
@@ -55,7 +55,7 @@ class Request(SimpleNamespace):
 @pytest.fixture
 def session():
     reports = []
-    session = HostSession(DrafterSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50), reports.append)
+    session = HostSession(PluginSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50), reports.append)
     session.reports = reports
     yield session
     session.close()
@@ -77,7 +77,7 @@ def host(monkeypatch):
         self.draft_token_num, self.enable_overlap, self.topk = NODES, False, 1
 
     monkeypatch.setattr(NGRAMWorker, "__init__", initialize)
-    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
+    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
 
 
 def new_worker(monkeypatch, **group):
@@ -216,7 +216,7 @@ def test_a_tree_is_padded_after_its_last_node(session, drafts, monkeypatch):
 
 def test_accepted_branches_of_trees_are_counted():
     """A target that continues a text in two ways: the drafts have both."""
-    session = HostSession(DrafterSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50, trees=True), print)
+    session = HostSession(PluginSettings("embedded", capacity=20_000), HostLimits(NODES - 1, 50, trees=True), print)
     drafts = BatchDrafts(session, NODES)
     turns = ([7, 8, 9], [7, 20, 21])
     committed = 0

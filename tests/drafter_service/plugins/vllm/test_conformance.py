@@ -22,7 +22,7 @@ def _host():
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch):
-    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
+    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 

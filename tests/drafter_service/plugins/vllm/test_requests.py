@@ -8,7 +8,7 @@ import pytest
 
 from drafter_service.client.identity import fingerprint
 from drafter_service.plugins.options import End
-from drafter_service.plugins.vllm.requests import OptionsReader, end_of, model_identity_of
+from drafter_service.plugins.vllm.requests import OptionsReader, end_of, settings_of
 from tests.drafter_service.plugins.vllm.fake_vllm import Request, RequestStatus
 from tests.drafter_service.raw import eventually
 
@@ -70,6 +70,6 @@ def test_a_model_is_identified_by_its_tokenizer_and_folder(tmp_path, warnings):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 4096}}))
     config = SimpleNamespace(model=str(folder), revision=None, get_vocab_size=lambda: 4096)
-    identity = model_identity_of(config, warnings.append)
+    identity = settings_of(config, warnings.append).model
     assert (identity.name, identity.tokenizer, identity.vocab_size) == ("model", fingerprint(folder), 4096)
     assert not warnings

@@ -47,11 +47,11 @@ def log():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    LOG.addHandler(handler)
+    LOG.logger.addHandler(handler)
     LOG.setLevel(logging.WARNING)  # vLLM itself, where it is installed, may have set another one above it.
     yield lines
     LOG.setLevel(logging.NOTSET)
-    LOG.removeHandler(handler)
+    LOG.logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def tested_version(monkeypatch):
     """Let the fake be of a tested version, with an embedded drafter."""
     choice = Choice(Variant.V1_SCHEDULER, "")
     monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: choice)
-    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "embedded", "capacity": 20000}')
+    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_invalid_settings_are_refused(monkeypatch):
 
 
 def test_without_a_sidecar_requests_are_served_and_one_line_says_so(log, monkeypatch):
-    monkeypatch.setenv("SSD_PLUGIN", '{"ssd": "unix:/nonexistent/drafter.sock"}')
+    monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "unix:/nonexistent/drafter.sock"}')
     scheduler = Scheduler(vllm_config())
     scheduler.run(Request("a", PROMPT))
     assert scheduler.freed[0].output == output_of(PROMPT, 30)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_service.plugins.namespaces import DrafterSettings
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
+from drafter_service.plugins.settings import PluginSettings
 from drafter_service.plugins.vllm import runner, speculator
 from drafter_service.plugins.vllm.async_scheduler import REPORT, SchedulerWithReports, StepReport
 from drafter_service.plugins.vllm.speculator import WorkerDrafts
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def drafts():
-    session = HostSession(DrafterSettings("embedded", capacity=20_000), HostLimits(MAX_DRAFT, VOCAB_SIZE), print)
+    session = HostSession(PluginSettings("embedded", capacity=20_000), HostLimits(MAX_DRAFT, VOCAB_SIZE), print)
     drafts = WorkerDrafts(session, MAX_DRAFT, CONTEXT_WINDOW)
     yield drafts
     assert session.counters.failures == 0
