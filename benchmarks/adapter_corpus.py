@@ -82,7 +82,7 @@ def windows(trace: Trace) -> Iterator[tuple[int, Trace]]:
 
 def measure(kind: str, base: Trace, own: Trace, cost: float) -> dict[int, Counts]:
     """Return the sums of each window, by its end."""
-    config = {"policy": "suffix", "draft_shape": "path", "max_draft": 32, "cost": cost}
+    config = {"draft_shape": "path", "max_draft": 32, "cost": cost}
     drafter = Switched(Trace(own.name, base.requests + own.requests), config, sessions=False)
     if kind != "own":
         replay(drafter, base)

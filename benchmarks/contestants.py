@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,8 +17,10 @@ import numpy as np
 import ssd
 from benchmarks.traces import Request, Trace
 from engine.drafters.model_free.none import NoDrafter
+from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
+from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
@@ -150,15 +153,15 @@ class Embedded:
 class Remembering(Embedded):
     """A drafter over a corpus that holds the whole trace and is refreshed by the replay."""
 
-    def __init__(self, trace: Trace, config: dict[str, Any], *, sessions: bool) -> None:
+    def __init__(
+        self, trace: Trace, config: dict[str, Any], *, sessions: bool, kind: type[CorpusDrafter] = SuffixDrafter
+    ) -> None:
         """Make the drafter; config: its settings without the capacity. sessions: whether it gets session ids."""
-        from ssd.drafter import make_drafter
-
         learned = DrafterConfig.learned_prompt_tokens + 1
         capacity = max(MIN_CAPACITY, trace.output_tokens + len(trace.requests) * learned)
         settings = DrafterConfig(capacity=capacity, **config)
         self._corpus = ssd.Corpus.from_config(settings)
-        self._own = make_drafter(settings, corpus=self._corpus)
+        self._own = kind(settings, corpus=self._corpus)
         self._sessions = sessions
         super().__init__(self._own, settings.max_draft, has_probs=True)
 
@@ -216,7 +219,6 @@ def own_entries(
     ks: Sequence[int],
     shapes: Sequence[str],
     costs: Sequence[float],
-    classic_matches: Sequence[int] = (32,),
 ) -> Iterator[Entry]:
     """Return the settings of one of the project's drafters."""
     if drafter == "none":
@@ -226,20 +228,21 @@ def own_entries(
         if drafter == "ngram":
             yield Entry("ngram", f"k={k}", lambda _trace, k=k: Embedded(NgramDrafter(), k), k)
         elif drafter == "classic":
-            for matches in classic_matches:
-                yield _classic_entry(k, matches)
+            yield _classic_entry(k)
         else:
             for shape in shapes:
                 for cost in costs:
                     yield _ssd_entry(k, shape, cost)
 
 
-def _classic_entry(k: int, matches: int) -> Entry:
-    config = {"policy": "classic", "max_draft": k, "classic_matches": matches}
-    settings = f"k={k} matches={matches or 'all'}"
-    return Entry("classic", settings, lambda trace: Remembering(trace, config, sessions=False), k)
+def _classic_entry(k: int) -> Entry:
+    from ssd.baselines.classic import ClassicDrafter
+
+    config = {"max_draft": k}
+    build = partial(Remembering, config=config, sessions=False, kind=ClassicDrafter)
+    return Entry("classic", f"k={k}", build, k)
 
 
 def _ssd_entry(k: int, shape: str, cost: float) -> Entry:
-    config = {"policy": "suffix", "draft_shape": shape, "max_draft": k, "cost": cost}
+    config = {"draft_shape": shape, "max_draft": k, "cost": cost}
     return Entry("ssd", f"{shape} k={k}", lambda trace: Remembering(trace, config, sessions=True), k, shape, cost)

@@ -31,7 +31,7 @@ from benchmarks.peers import PEERS, missing, peer_entries
 from benchmarks.rounds import replay, replay_known
 from benchmarks.scores import Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
-from ssd.config import MAX_DRAFT, DrafterConfig, check_cost
+from ssd.config import MAX_DRAFT, check_cost
 
 PLAIN_WIDTH = 200
 """Width of the tables in characters if the output is not a terminal."""
@@ -72,7 +72,7 @@ def entries_of(drafter: str, options: argparse.Namespace) -> list[Entry]:
     """Return the settings of a drafter that the command line selects."""
     if drafter in PEERS:
         return list(peer_entries(drafter, options.k))
-    return list(own_entries(drafter, options.k, options.draft_shape, options.cost, options.classic_matches))
+    return list(own_entries(drafter, options.k, options.draft_shape, options.cost))
 
 
 def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
@@ -140,13 +140,6 @@ def build_parser() -> argparse.ArgumentParser:
         type=list_of(draft_size),
         default=[32],
         help=f"most tokens in a draft, at most {MAX_DRAFT} (32); arctic has its own grid",
-    )
-    add(
-        "--classic-matches",
-        type=list_of(int),
-        default=[DrafterConfig.classic_matches],
-        metavar="N",
-        help="matches that classic samples, 0: all (32)",
     )
     add(
         "--draft-shape",

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ssd.config import DrafterConfig, PolicyName
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
@@ -80,8 +80,6 @@ class Opening:
 class CorpusDrafter(ABC):
     """Base of the drafters that share a `Corpus`. One thread at a time may use a drafter."""
 
-    POLICY: ClassVar[PolicyName]
-    """The policy that the class implements; a configuration with another one is refused."""
     PUBLISHES: ClassVar[bool]
     """Whether drafts may come from running requests, so that committed tokens go to the corpus's live tier."""
 
@@ -97,12 +95,10 @@ class CorpusDrafter(ABC):
 
         config: settings; a given corpus determines capacity and match depth. stats: counters to add to.
         remember: called with the tokens and the request id of each finished request instead of `corpus.append`; it must
-        copy the tokens. Raises ValueError for a policy of another class, and for a capacity or match depth that differs
-        from both the default and the corpus's.
+        copy the tokens. Raises ValueError for a capacity or match depth that differs from both the default and the
+        corpus's.
         """
-        config = config or DrafterConfig(policy=self.POLICY)
-        if config.policy != self.POLICY:
-            raise ValueError(f"{type(self).__name__} implements policy={self.POLICY!r}, not {config.policy!r}")
+        config = config or DrafterConfig()
         self.config = config if corpus is None else _fitted(config, corpus)
         self.stats = stats or Stats()
         self._owns_corpus = corpus is None

@@ -10,7 +10,6 @@ MAX_REFRESH_INTERVAL_S = 86_400
 MAX_DRAFT = 64
 MAX_MATCH_DEPTH = 64
 
-PolicyName = Literal["suffix", "classic"]
 DraftShape = Literal["path", "tree"]
 
 
@@ -20,8 +19,6 @@ class DrafterConfig:
 
     capacity: int = 16_000_000
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
-    policy: PolicyName = "suffix"
-    """`suffix`: calibrated probabilities, `SuffixDrafter`. `classic`: the baseline, `ClassicDrafter`."""
     draft_shape: DraftShape = "path"
     """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
@@ -39,10 +36,6 @@ class DrafterConfig:
     """Maximum number of tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
     refresh_interval_s: float = 0.005
     """Seconds between two updates of the index with finished requests."""
-    classic_context: int = 10
-    """Policy `classic`: context tokens that are searched for first, then one token fewer each time."""
-    classic_matches: int = 32
-    """Policy `classic`: matches whose continuations are counted, a sample if there are more; 0 counts all of them."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Settings of other drafters by name, those of the engine and third-party ones; the drafters of `ssd` read none."""
 
@@ -54,24 +47,17 @@ class DrafterConfig:
             ("learned_prompt_tokens", 0, 1 << 20),
             ("idle_sessions", 0, 1 << 20),
             ("idle_tokens", 0, 1 << 32),
-            ("classic_context", 1, MAX_MATCH_DEPTH),
-            ("classic_matches", 0, 1 << 32),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
-        if self.policy == "classic" and self.classic_context > self.match_depth:
-            raise ValueError(
-                f"classic_context must not exceed match_depth, {self.match_depth}, not {self.classic_context}"
-            )
         check_cost(self.cost)
         if not 0 < self.refresh_interval_s <= MAX_REFRESH_INTERVAL_S:
             raise ValueError(
                 f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "
                 f"not {self.refresh_interval_s}"
             )
-        for name, choices in (("policy", ("suffix", "classic")), ("draft_shape", ("path", "tree"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        if self.draft_shape not in ("path", "tree"):
+            raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
 
 
 def check_cost(cost: float) -> None:

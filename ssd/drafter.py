@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ssd.base import CorpusDrafter, Opening
-from ssd.config import DrafterConfig, PolicyName, check_cost
+from ssd.config import DrafterConfig, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.draft_after import draft_after
@@ -32,7 +32,6 @@ class SuffixDrafter(CorpusDrafter):
     One thread at a time may use it. Several drafters can share a corpus, each with its own running sequences.
     """
 
-    POLICY = "suffix"
     PUBLISHES = True
 
     def __init__(
@@ -109,24 +108,3 @@ class SuffixDrafter(CorpusDrafter):
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
             return BAD_ARRAYS, 0
-
-
-def make_drafter(
-    config: DrafterConfig | None = None,
-    *,
-    corpus: Corpus | None = None,
-    stats: Stats | None = None,
-    remember: Callable[[np.ndarray, str | None], object] | None = None,
-) -> CorpusDrafter:
-    """Return a drafter of the configured policy; see `CorpusDrafter` for arguments and errors."""
-    kind = drafter_class("suffix" if config is None else config.policy)
-    return kind(config, corpus=corpus, stats=stats, remember=remember)
-
-
-def drafter_class(policy: PolicyName) -> type[CorpusDrafter]:
-    """Return the drafter class of a policy. Importing `classic` loads or compiles its kernels (seconds)."""
-    if policy == "suffix":
-        return SuffixDrafter
-    from ssd.baselines.classic import ClassicDrafter
-
-    return ClassicDrafter

@@ -6,20 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ssd import Corpus, DraftBatch, DrafterConfig
-from ssd.base import CorpusDrafter
-from ssd.drafter import make_drafter
+from ssd import Corpus, DraftBatch, DrafterConfig, SuffixDrafter
 from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
-def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> CorpusDrafter:
+def drafter_of(requests: Iterable[Sequence[int]] = (), **settings: object) -> SuffixDrafter:
     """Return a drafter over a corpus with some requests; `corpus.refresh` adds later ones."""
     config = DrafterConfig(**{"capacity": 100_000, **settings})
     corpus = Corpus.from_config(config)
     for request in requests:
         corpus.append(np.asarray(request, np.uint32))
     corpus.refresh()
-    return make_drafter(config, corpus=corpus)
+    return SuffixDrafter(config, corpus=corpus)
 
 
 def progress_of(

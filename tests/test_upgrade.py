@@ -129,6 +129,17 @@ def test_calls_of_the_last_release_are_answered(address, request_message):
             assert call(data, timeout=TIMEOUT_S) is not None
 
 
+def test_what_the_last_release_sends_in_removed_fields_is_ignored(address):
+    """A drafting policy, which every namespace had."""
+    first = OLD_REQUEST(step=1, hello={"protocol": 3, "namespace": "removed", "policy": "classic"})
+    with connected(address) as caller:
+        stream = caller.stream()
+        welcome = last_release("Welcome").FromString(stream.ask(first.SerializeToString()).welcome.SerializeToString())
+        assert (welcome.namespace, welcome.policy) == ("removed", "")
+        # The drafter of that policy would not draft from the running request.
+        assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
+
+
 def test_fields_of_a_later_version_are_ignored(address):
     with connected(address) as caller:
         stream = caller.stream("later")
@@ -204,7 +215,7 @@ def test_an_engine_of_this_version_works_with_a_service_of_the_last_release(fold
 
 
 def test_a_snapshot_of_the_last_release_is_restored(folder, address):
-    """It has no capacity, and its description has neither policy nor counters."""
+    """It has no capacity; its description has no counters, and the policy of a drafter that services no longer have."""
     namespace = folder / "snapshots" / "stored"
     namespace.mkdir(parents=True)
     corpus = Corpus(300_000)
@@ -217,7 +228,9 @@ def test_a_snapshot_of_the_last_release_is_restored(folder, address):
     write_sections(
         namespace / "corpus.ssd", [Section(name, array.dtype.str, [array]) for name, array in sections.items()]
     )
-    (namespace / "namespace.json").write_text(json.dumps({"name": "stored", "model": {"name": "m"}}))
+    (namespace / "namespace.json").write_text(
+        json.dumps({"name": "stored", "model": {"name": "m"}, "policy": "classic"})
+    )
     with connected(address) as caller:
         assert caller.probe("stored", counted(0)[:8], limit=2) == [8, 9]
 

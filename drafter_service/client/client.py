@@ -67,7 +67,6 @@ class DrafterClient:
         deadline_s: float = DEADLINE_S,
         model: ModelIdentity | None = None,
         namespace: str = "",
-        policy: str = "",
         host: str = "",
         access: ClientAccess | None = None,
         shadow: bool = False,
@@ -78,8 +77,7 @@ class DrafterClient:
         """Connect to the service at `address`, and reconnect after each loss.
 
         deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
-        for one named after the model. policy: how the namespace drafts if this client creates it, "suffix" or
-        "classic"; "" for the service's default. host: name and version of the engine for the service's report, such as
+        for one named after the model. host: name and version of the engine for the service's report, such as
         "vllm/0.32.0". access: TLS files and bearer token. shadow: withhold all drafts; the service reports what they
         would have gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
         until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
@@ -92,7 +90,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._on_lost = on_lost
         self._on_resumed = on_resumed
-        self._protocol = Protocol(hello_message(model, namespace, policy, host), shadow=shadow)
+        self._protocol = Protocol(hello_message(model, namespace, host), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required

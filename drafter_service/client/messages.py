@@ -98,8 +98,6 @@ class Welcome:
     """What the service allows a client, as it says when they connect."""
 
     namespace: str
-    policy: str
-    """How the namespace drafts: "suffix" or "classic"."""
     may_learn: bool
     """Whether the service learns from this client."""
     max_draft: int
@@ -134,14 +132,13 @@ class Counters:
         )
 
 
-def hello_message(model: ModelIdentity | None, namespace: str, policy: str, host: str = "") -> pb.Hello:
+def hello_message(model: ModelIdentity | None, namespace: str, host: str = "") -> pb.Hello:
     """Return the first message of a stream: the versions of host and client, and the served model."""
     return pb.Hello(
         protocol=PROTOCOL,
         client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),
         model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
-        policy=policy,
     )
 
 

@@ -18,7 +18,6 @@ FLAGS = {
     "listen": "listen",
     "capacity": "drafting.capacity",
     "max_draft": "drafting.max_draft",
-    "policy": "drafting.policy",
     "draft_shape": "drafting.draft_shape",
     "cost": "drafting.cost",
     "refresh_interval": "drafting.refresh_interval_s",
@@ -44,11 +43,6 @@ FLAGS = {
 @click.option("--config", type=_FILE, help="TOML file with settings; flags and SSD_DRAFTER_... variables override it.")
 @click.option("--listen", metavar="ADDRESS", help=f"unix:/path or host:port.  [default: {DEFAULT_ADDRESS}]")
 @click.option("--capacity", type=Quantity(), help="Tokens that a namespace remembers.  [default: 16M]")
-@click.option(
-    "--policy",
-    type=click.Choice(["suffix", "classic"]),
-    help="Drafting policy: calibrated drafts from all matches (suffix), or the baseline (classic).  [default: suffix]",
-)
 @click.option(
     "--max-draft",
     type=int,

@@ -160,10 +160,10 @@ class Admin:
         if namespace is None:
             stored = store.describe(name) if store is not None else None
             model = stored.model if stored is not None else None
-            config = self._namespaces.drafting(name, stored.policy if stored is not None else "")
+            config = self._namespaces.drafting(name)
         else:
             model, config = namespace.model, namespace.config
-        message = pb.Namespace(name=name, capacity=config.capacity, policy=config.policy)
+        message = pb.Namespace(name=name, capacity=config.capacity)
         if model is not None:
             message.model.CopyFrom(pb.Model(**vars(model)))
         if namespace is not None:

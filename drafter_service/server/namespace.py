@@ -25,11 +25,10 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.shadow import TimeBudget
 from drafter_service.settings.tree import Limits
-from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
-from ssd.drafter import make_drafter
+from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 
 MAX_NAMES = 1 << 17
@@ -44,7 +43,7 @@ POLL_S = 0.005
 
 
 class IdentityError(ValueError):
-    """The client's model or policy differs from the namespace's."""
+    """The client's model differs from the namespace's."""
 
 
 class ClosedError(RuntimeError):
@@ -101,7 +100,7 @@ class Namespace:
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
-        self.drafters: set[CorpusDrafter] = set()
+        self.drafters: set[SuffixDrafter] = set()
         self.streams: set[StreamHandle] = set()
         self.active_calls = 0
         """Number of calls in progress that use the namespace."""
@@ -145,14 +144,14 @@ class Namespace:
         name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
         return self._uses.setdefault(name, ClientUse())
 
-    def new_drafter(self, *, shadow: bool = False) -> CorpusDrafter:
+    def new_drafter(self, *, shadow: bool = False) -> SuffixDrafter:
         """Return a drafter for one stream or call. shadow: whether its drafts are withheld, and counted apart."""
         stats = self.shadow.stats if shadow else self.stats
-        drafter = make_drafter(self.config, corpus=self.corpus, stats=stats, remember=self.learn)
+        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
 
-    def release(self, drafter: CorpusDrafter) -> None:
+    def release(self, drafter: SuffixDrafter) -> None:
         """Close a drafter whose stream or call has ended."""
         self.drafters.discard(drafter)
         drafter.close()

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import structlog
@@ -15,15 +15,14 @@ import structlog
 from drafter_service.observability.facts import History, ModelIdentity
 from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Dropped
-from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
+from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.store import NAME, Description, Store
 from drafter_service.settings.tree import ServiceConfig
-from ssd.config import DrafterConfig, PolicyName
+from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
 from ssd.corpus.snapshot import Loaded
-from ssd.drafter import drafter_class
 from ssd.errors import UserError
 
 logger = structlog.get_logger(__name__)
@@ -72,8 +71,6 @@ class Namespaces:
                 f"namespaces.memory_limit: {config.namespaces.memory_limit:,} bytes are too few for a namespace of "
                 f"{config.drafting.capacity:,} tokens, which needs {max_bytes(config.drafting.capacity):,}"
             )
-        # Clients do not wait for kernels to be compiled.
-        drafter_class(config.drafting.policy)
         self._config = config
         self._on_loaded, self._on_unload = on_loaded, on_unload
         self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
@@ -95,23 +92,17 @@ class Namespaces:
         return sum(size for name, size in self._reserved.items() if name not in idle)
 
     @asynccontextmanager
-    async def use(self, name: str, model: ModelIdentity, policy: str = "") -> AsyncIterator[Namespace]:
+    async def use(self, name: str, model: ModelIdentity) -> AsyncIterator[Namespace]:
         """Create or restore a namespace if it is not loaded, and keep it loaded within the block.
 
-        policy: policy of a new namespace; "" for the service's default. Raises NamespaceError, MemoryLimitError, and
-        IdentityError for a model or policy that differs from the namespace's.
+        Raises NamespaceError, MemoryLimitError, and IdentityError for a model that differs from the namespace's.
         """
         if not NAME.fullmatch(name):
             raise NamespaceError(
                 f"a namespace cannot be called {name[:200]!r}; use 1 to 128 letters, digits, '_', '.', '@' and '-'"
             )
         async with _lock(self._loading, name):
-            namespace = self.loaded.get(name) or await self._load(name, model, policy)
-            if policy not in ("", namespace.config.policy):
-                raise IdentityError(
-                    f"namespace {name!r} drafts with the policy {namespace.config.policy!r}, not {policy[:64]!r}; "
-                    "choose another namespace"
-                )
+            namespace = self.loaded.get(name) or await self._load(name, model)
             namespace.adopt(model)
             namespace.active_calls += 1
         try:
@@ -185,22 +176,17 @@ class Namespaces:
         for namespace in list(self.loaded.values()):
             await self._unload(namespace)
 
-    def drafting(self, name: str, policy: str = "") -> DrafterConfig:
-        """Return the drafter configuration of a namespace. Raises NamespaceError for an unknown policy."""
+    def drafting(self, name: str) -> DrafterConfig:
+        """Return the drafter configuration of a namespace."""
         capacity = self._config.namespaces.capacities.get(name, self._config.drafting.capacity)
-        config = self._config.drafting
-        chosen = self._config.namespaces.policies.get(name) or policy or config.policy
-        try:
-            return replace(config, capacity=capacity, policy=cast("PolicyName", chosen))
-        except ValueError as problem:
-            raise NamespaceError(str(problem)[:500]) from None
+        return replace(self._config.drafting, capacity=capacity)
 
-    async def _load(self, name: str, model: ModelIdentity, policy: str) -> Namespace:
+    async def _load(self, name: str, model: ModelIdentity) -> Namespace:
         is_known = name in self._config.namespaces.capacities or (self.store is not None and self.store.has(name))
         if not is_known and not self._config.namespaces.create:
             raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
         stored = self.store.describe(name) if self.store else None
-        drafting = self.drafting(name, stored.policy if stored is not None else policy)
+        drafting = self.drafting(name)
         await self._reserve(name, max_bytes(drafting.capacity))
         try:
             loaded = await asyncio.to_thread(self._restore, name, drafting)
@@ -224,8 +210,7 @@ class Namespaces:
         return namespace
 
     def _restore(self, name: str, drafting: DrafterConfig) -> Loaded | None:
-        """Load the drafter's kernels and the stored corpus; a corpus that cannot be used is renamed and logged."""
-        drafter_class(drafting.policy)
+        """Load the stored corpus; one that cannot be used is renamed and logged."""
         if self.store is None or not self.store.corpus_path(name).exists():
             return None
         try:
@@ -287,7 +272,6 @@ def _describe(namespace: Namespace) -> Description:
     return Description(
         name=namespace.name,
         model=namespace.model,
-        policy=namespace.config.policy,
         clients=namespace.clients.model_copy(),
         duplicates=namespace.duplicates,
         log_position=namespace.log_position(),

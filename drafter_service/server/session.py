@@ -23,7 +23,8 @@ from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
-from ssd.base import CorpusDrafter, Opening
+from ssd.base import Opening
+from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
 LONG_PROMPT = 8192
@@ -299,7 +300,7 @@ class Session:
         self._drafter.record_use()
         return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
 
-    def _drafter_of(self, sequence_id: int) -> CorpusDrafter | ShadowDrafter:
+    def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
         """Return the drafter that has a sequence, or will have it."""
         if sequence_id not in self._withheld:
             return self._drafter

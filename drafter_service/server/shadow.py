@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssd.base import CorpusDrafter, Opening
+from ssd.base import Opening
+from ssd.drafter import SuffixDrafter
 from ssd.types import Progress, offsets_of
 
 SHARE = 0.03
@@ -53,7 +54,7 @@ class Step(NamedTuple):
 class ShadowDrafter:
     """Requests drafts as an engine that verifies them does; the result is in the drafter's `stats`."""
 
-    def __init__(self, drafter: CorpusDrafter) -> None:
+    def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter = drafter
         self._sequences: dict[int, Withheld] = {}
 

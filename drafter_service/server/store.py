@@ -31,8 +31,6 @@ class Description(BaseModel):
 
     name: str
     model: ModelIdentity
-    policy: str = ""
-    """Drafting policy; "" in files of earlier versions."""
     clients: ClientTotals = ClientTotals()
     duplicates: int = 0
     log_position: str | None = None

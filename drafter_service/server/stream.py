@@ -140,7 +140,7 @@ class DraftStreams:
         rights = StreamRights(authorized, name)
         rights.may_learn()
         async with AsyncExitStack() as stack:
-            namespace = await stack.enter_async_context(self._namespaces.use(name, model, hello.policy))
+            namespace = await stack.enter_async_context(self._namespaces.use(name, model))
             session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME])
             namespace.streams.add(stream)
             try:
@@ -196,7 +196,6 @@ def _welcome(session: Session, limits: Limits, *, may_learn: bool) -> pb.Welcome
     return pb.Welcome(
         protocol=PROTOCOL,
         namespace=namespace.name,
-        policy=namespace.config.policy,
         may_learn=may_learn,
         max_draft=session.max_draft,
         max_sequences=limits.sequences,

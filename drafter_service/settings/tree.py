@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from ssd.config import DrafterConfig, PolicyName
+from ssd.config import DrafterConfig
 from ssd.corpus.ring import check_capacity
 
 Positive = Annotated[int, Ge(1)]
@@ -95,8 +95,6 @@ class NamespacesConfig:
     """Seconds after which a namespace without streams is saved and unloaded, if it can be saved."""
     capacities: Mapping[str, Positive] = field(default_factory=dict)
     """Capacities in tokens of namespaces that differ from `drafting.capacity`. They are loaded at the start."""
-    policies: Mapping[str, PolicyName] = field(default_factory=dict)
-    """Policies (`suffix` or `classic`) of namespaces that differ from `drafting.policy`."""
 
 
 @dataclass(frozen=True)

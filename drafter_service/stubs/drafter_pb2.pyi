@@ -23,18 +23,16 @@ class DraftRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client", "model", "namespace", "policy")
+    __slots__ = ("protocol", "client", "model", "namespace")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     model: Model
     namespace: str
-    policy: str
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocab_size")
@@ -49,22 +47,20 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., adapter: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "namespace", "policy", "may_learn", "max_draft", "max_sequences", "max_tokens")
+    __slots__ = ("protocol", "namespace", "may_learn", "max_draft", "max_sequences", "max_tokens")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     MAY_LEARN_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     namespace: str
-    policy: str
     may_learn: bool
     max_draft: int
     max_sequences: int
     max_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., policy: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow")
@@ -285,7 +281,7 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s", "policy")
+    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IS_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -294,7 +290,6 @@ class Namespace(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: Model
     is_loaded: bool
@@ -303,8 +298,7 @@ class Namespace(_message.Message):
     memory_bytes: int
     streams: int
     idle_s: float
-    policy: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ..., policy: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class DropNamespaceRequest(_message.Message):
     __slots__ = ("namespace",)

@@ -34,7 +34,7 @@ DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
 SNAPSHOT_PATH = "path"
 """Option of `rest`: the snapshot of its corpus."""
-GIVEN_BY_FLAGS = {"policy": "--drafter", "draft_shape": "--draft-shape", "max_draft": "--max-draft"}
+GIVEN_BY_FLAGS = {"draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 
 
@@ -132,7 +132,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from ssd.baselines.classic import ClassicDrafter
 
-    return ClassicDrafter(replace(config, policy="classic"))
+    return ClassicDrafter(config)
 
 
 def _lookahead(config: DrafterConfig, _resources: Resources) -> AnyDrafter:

@@ -14,6 +14,8 @@ import numpy as np
 from numba import types
 
 from ssd.base import CorpusDrafter
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
@@ -24,6 +26,10 @@ from ssd.types import DraftBatch, Path, Progress
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 """Odd constant of the hash of a continuation (2**64 divided by the golden ratio)."""
+LONGEST = 10
+"""Context tokens that are searched for first."""
+MOST = 32
+"""Matches whose continuations are counted, a sample if there are more."""
 
 
 class ClassicDrafter(CorpusDrafter):
@@ -33,8 +39,23 @@ class ClassicDrafter(CorpusDrafter):
     token's `accept_prob` is the continuation's share of the counted matches, that of the others is 1.
     """
 
-    POLICY = "classic"
     PUBLISHES = False
+
+    def __init__(
+        self,
+        config: DrafterConfig | None = None,
+        *,
+        corpus: Corpus | None = None,
+        longest: int = LONGEST,
+        most: int = MOST,
+    ) -> None:
+        """Make a drafter over `corpus`, or over a new one, as `CorpusDrafter` does.
+
+        longest, most: as for `most_frequent_continuation`.
+        """
+        super().__init__(config, corpus=corpus)
+        self._longest = min(longest, self.config.match_depth)
+        self._most = most
 
     def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
         progress.check(self.offered())
@@ -57,15 +78,15 @@ class ClassicDrafter(CorpusDrafter):
 
     def _draft_path(self, row: int, limit: int) -> Path:
         """Draft at most `limit` tokens for the sequence of a row, and record them as its last draft."""
-        state, config, view = self._sequences.state[row], self.config, self.corpus.view
+        state, view = self._sequences.state[row], self.corpus.view
         draft = np.empty(limit, np.uint32)
         size, length, votes, counted = most_frequent_continuation(
             view.arrays[0],
             view.arrays[2],
             int(state[TEXT]),
             int(state[SIZE]),
-            config.classic_context,
-            config.classic_matches,
+            self._longest,
+            self._most,
             draft,
         )
         draft = draft[:size]

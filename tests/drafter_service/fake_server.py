@@ -70,7 +70,6 @@ class FakeService:
         return pb.Welcome(
             protocol=3,
             namespace=hello.namespace or "default",
-            policy="suffix",
             may_learn=self.may_learn,
             max_draft=self.max_draft,
             max_tokens=self.max_tokens,

@@ -53,8 +53,8 @@ def batch(committed, limit=8, **fields):
     return batch_message(progress_of(committed, limit, **fields))
 
 
-def hello(namespace="", policy="", **model):
-    return pb.Hello(protocol=3, model=pb.Model(**model), namespace=namespace, policy=policy)
+def hello(namespace="", **model):
+    return pb.Hello(protocol=3, model=pb.Model(**model), namespace=namespace)
 
 
 def texts(*runs, names=()):

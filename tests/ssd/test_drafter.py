@@ -483,7 +483,6 @@ def test_memory_includes_running_sequences_and_the_corpus(drafter):
         {"refresh_interval_s": 0},
         {"refresh_interval_s": float("inf")},
         {"refresh_interval_s": float("nan")},
-        {"policy": "best"},
         {"draft_shape": "bush"},
     ],
     ids=lambda setting: "{}={}".format(*next(iter(setting.items()))),

@@ -120,17 +120,14 @@ def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> O
     elif trial.drafter == "arctic":
         inner = ArcticDrafter(trial.cost)
     else:
-        from ssd.drafter import make_drafter
-
         config = DrafterConfig(
             capacity=trial.capacity,
-            policy="classic" if trial.drafter == "classic" else "suffix",
             draft_shape=trial.draft_shape,
             max_draft=trial.max_draft,
             cost=trial.cost,
         )
         corpus = Corpus.from_config(config)
-        inner = make_drafter(config, corpus=corpus)
+        inner = _corpus_drafter(trial.drafter, config, corpus)
     tracer = Tracer(traffic, corpus) if trial.is_whole and corpus is not None else None
     drafter = TimedDrafter(inner, tracer, corpus)
     recorded = traffic.concurrency()
@@ -149,6 +146,16 @@ def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> O
     draft_ms = 1e3 * drafter.seconds / max(1, drafter.calls)
     prompt_tokens = traffic.uncached_prompt_tokens() / max(1, int(traffic.output_lengths.sum()))
     return Outcome(trial, result, draft_ms, prompt_tokens, None if tracer is None else tracer.origins)
+
+
+def _corpus_drafter(name: str, config: DrafterConfig, corpus: Corpus) -> CorpusDrafter:
+    if name == "classic":
+        from ssd.baselines.classic import ClassicDrafter
+
+        return ClassicDrafter(config, corpus=corpus)
+    from ssd.drafter import SuffixDrafter
+
+    return SuffixDrafter(config, corpus=corpus)
 
 
 def needed_capacity(traffic: Traffic, most: int) -> int:

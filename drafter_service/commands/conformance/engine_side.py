@@ -179,7 +179,7 @@ class EngineChecker:
         if request.HasField("hello"):
             name = request.hello.namespace or "conformance"
             response.welcome.CopyFrom(
-                pb.Welcome(protocol=PROTOCOL, namespace=name, policy="suffix", may_learn=True, max_draft=MAX_DRAFT)
+                pb.Welcome(protocol=PROTOCOL, namespace=name, may_learn=True, max_draft=MAX_DRAFT)
             )
         return Reply(response, is_late=event is Scenario.LATE)
 

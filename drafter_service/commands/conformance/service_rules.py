@@ -121,7 +121,6 @@ def check_welcome(stream: TestedStream) -> None:
     require(welcome.protocol == PROTOCOL, f"welcome.protocol is {welcome.protocol}, not {PROTOCOL}")
     require(bool(welcome.namespace), "welcome.namespace is empty")
     require(welcome.max_draft > 0, "welcome.max_draft is 0")
-    require(welcome.policy in ("suffix", "classic"), f"welcome.policy is {welcome.policy!r}")
 
 
 def check_drafts(stream: TestedStream) -> None:

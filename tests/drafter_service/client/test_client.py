@@ -60,10 +60,10 @@ def draft_of(client, committed, limit=1, **outcome):
 
 def test_a_stream_begins_with_the_handshake(fake, connect):
     model = ModelIdentity("org/model", "abc", "lora", 1000)
-    connect(model=model, namespace="team-a", policy="classic", host="vllm/0.32.0")
+    connect(model=model, namespace="team-a", host="vllm/0.32.0")
     [request] = fake.service.requests
     hello = request.hello
-    assert (hello.protocol, hello.namespace, hello.policy) == (3, "team-a", "classic")
+    assert (hello.protocol, hello.namespace) == (3, "team-a")
     assert (hello.model.name, hello.model.tokenizer) == ("org/model", "abc")
     assert (hello.model.adapter, hello.model.vocab_size) == ("lora", 1000)
     assert hello.client.startswith("vllm/0.32.0 ssd-drafter/")
@@ -71,7 +71,7 @@ def test_a_stream_begins_with_the_handshake(fake, connect):
 
 def test_the_service_says_what_it_allows(fake, connect):
     fake.service.max_draft, fake.service.may_learn = 16, False
-    assert connect(namespace="team-a").welcome == Welcome("team-a", "suffix", False, 16, 0, 0)
+    assert connect(namespace="team-a").welcome == Welcome("team-a", False, 16, 0, 0)
 
 
 def test_the_number_of_steps_is_sent(fake, connect):

@@ -200,7 +200,6 @@ def test_usage_errors_are_explained(run, arguments, error):
         (["--listen", "unix:{new}", "--cost", "0"], "drafting: cost, the fraction of a step"),
         (["--listen", "unix:{new}", "--cost", "nan"], "drafting: cost, the"),
         (["--listen", "unix:{new}", "--max-draft", "65"], "drafting: max_draft must be 1 to 64, not 65"),
-        (["--listen", "unix:{new}", "--set", "drafting.policy=article"], "drafting.policy"),
         (["--listen", "unix:{new}", "--set", "limits.stream=5"], "there is no setting limits.stream; did you mean"),
         (["--listen", "unix:{new}", "--set", "limits"], "'limits' is not of the form KEY=VALUE"),
         (["--listen", "unix:{new}", "--set", "namespaces.capacities={'a/b' = 5000}"], "a namespace cannot be called"),

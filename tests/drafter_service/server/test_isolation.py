@@ -38,13 +38,13 @@ for method in LOOKED_UP:
 
 
 @asynccontextmanager
-async def counting(monkeypatch, tmp_path, address, policy):
+async def counting(monkeypatch, tmp_path, address):
     """Run a service for two tenants; yield its namespaces, and the counts of their lookups by name and by corpus."""
     callers = tmp_path / "callers.toml"
     callers.write_text("".join(caller_entry(name, name, "read", "learn", "admin") for name in "ab"))
     config = ServiceConfig(
         listen=address,
-        drafting=DrafterConfig(capacity=10_000, policy=policy),
+        drafting=DrafterConfig(capacity=10_000),
         access=AccessConfig(callers=callers),
         reports=ReportsConfig(sample_s=3600),  # Samples read all namespaces.
     )
@@ -117,8 +117,7 @@ def use_service(address, loaded, names, views):
         assert "b" in {corpora[corpus] for corpus in views}
 
 
-@pytest.mark.parametrize("policy", ["suffix", "classic"])
 @run
-async def test_calls_look_up_nothing_outside_the_callers_namespaces(monkeypatch, tmp_path, socket_address, policy):
-    async with counting(monkeypatch, tmp_path, socket_address, policy) as (loaded, names, views):
+async def test_calls_look_up_nothing_outside_the_callers_namespaces(monkeypatch, tmp_path, socket_address):
+    async with counting(monkeypatch, tmp_path, socket_address) as (loaded, names, views):
         await asyncio.to_thread(use_service, socket_address, loaded, names, views)

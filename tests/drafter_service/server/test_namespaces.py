@@ -432,21 +432,6 @@ async def test_refused_names_use_no_memory():
         assert namespaces._reserved == {}
 
 
-def test_kernels_are_not_loaded_in_the_event_loop(monkeypatch):
-    """Compiling them takes seconds."""
-    loaded = []
-    monkeypatch.setattr(module, "drafter_class", lambda policy: loaded.append((policy, threading.current_thread())))
-
-    async def test():
-        async with opened() as namespaces, namespaces.use("a", UNKNOWN_MODEL, "classic"):
-            pass
-
-    asyncio.run(test())
-    [(_, start), (policy, thread)] = loaded
-    assert (policy, start) == ("classic", threading.main_thread())
-    assert thread is not start
-
-
 @pytest.fixture
 def clock():
     clock = Clock()
@@ -551,9 +536,3 @@ def test_a_used_namespace_is_not_idle(namespace):
     assert not namespace.is_idle
     session.close()
     assert namespace.is_idle
-
-
-def test_a_namespace_can_have_its_own_policy():
-    settings = NamespacesConfig(policies={"team-a": "classic"})
-    namespaces = Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=settings))
-    assert [namespaces.drafting(name).policy for name in ("team-a", "other")] == ["classic", "suffix"]

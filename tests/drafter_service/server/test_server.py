@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.types import ROOT
-from tests.drafter_service.raw import connected, eventually
+from tests.drafter_service.raw import eventually
 from tests.replay import progress_of, replay_one
 from tests.servers import SERVE, served
 from tests.ssd.test_drafter import TEXT
@@ -70,18 +70,6 @@ def assert_learned(client, prompt=TEXT[:50], output=TEXT[50:]):
 def test_a_service_learns_over_its_stream(client):
     assert replay_one(client, 0, TEXT[:50], TEXT[50:]) > 200
     assert_learned(client)
-
-
-def test_a_service_with_the_classic_policy_drafts_as_the_baseline(socket_address):
-    arguments = ("--listen", socket_address, "--policy", "classic", "--refresh-interval", "0.01")
-    with served(*arguments), DrafterClient(socket_address, deadline_s=10) as client:
-        client.start(1, array([1, 2, 3, 1, 2]))
-        # The baseline drafts only from finished requests.
-        assert client.draft(progress_of({1: []}, limit=2)).tokens.tolist() == []
-        replay_one(client, 0, TEXT[:50], TEXT[50:])
-        assert_learned(client)
-        with connected(socket_address) as caller:
-            assert [row.policy for row in caller.call("ListNamespaces").namespaces] == ["classic"]
 
 
 def test_health_and_reflection(service):

@@ -91,10 +91,9 @@ def test_the_cost_of_the_engine_is_used(session):
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
 
 
-@pytest.mark.parametrize("policy", ["suffix", "classic"])
-def test_only_accepted_draft_tokens_count_as_passages(policy):
+def test_only_accepted_draft_tokens_count_as_passages():
     text = np.arange(100, 160, dtype=np.uint32)
-    config = DrafterConfig(capacity=10_000, refresh_interval_s=3600, policy=policy)
+    config = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
     corpus = Corpus(config.capacity, config.match_depth)
     corpus.append(text)
     corpus.refresh()

@@ -22,7 +22,6 @@ def description(name="a", **changes):
         "model": ModelIdentity("llama", "t", "lora", 99),
         "clients": ClientTotals(timeouts=7),
         "duplicates": 3,
-        "policy": "classic",
         "log_position": "1-2",
         "saved_at": 100.0,
         "history": [tuple(SAMPLE)],
@@ -46,7 +45,7 @@ def test_fields_that_a_description_lacks_have_defaults(store):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text('{"name": "a", "model": {}, "history": [[1, 2]]}')
     kept = store.describe("a")
-    assert (kept.clients, kept.log_position, kept.policy, kept.samples()) == (ClientTotals(), None, "", [])
+    assert (kept.clients, kept.log_position, kept.samples()) == (ClientTotals(), None, [])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'])

@@ -124,7 +124,6 @@ def test_the_default_namespace_follows_from_the_model(caller):
     [
         (pb.Hello(protocol=2), "FAILED_PRECONDITION", "the client uses protocol 2, this service 3; install the same"),
         (pb.Hello(), "FAILED_PRECONDITION", "the client uses protocol 0, this service 3"),
-        (hello("n", policy="best"), "INVALID_ARGUMENT", "policy must be"),
         (hello("../etc"), "INVALID_ARGUMENT", "a namespace cannot be called '../etc'"),
         (hello("a/b"), "INVALID_ARGUMENT", "a namespace cannot be called"),
         (hello("."), "INVALID_ARGUMENT", "a namespace cannot be called"),
@@ -189,23 +188,6 @@ def test_the_sequences_of_a_stream_end_with_it(caller, name):
         stream.ask(starts=[start(1, [1, 2, 3, 1])])
         getattr(stream, end)()
         assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
-
-
-def test_a_stream_chooses_the_policy_of_a_new_namespace(caller, name):
-    assert caller.stream(f"{name}-default").welcome.policy == "suffix"
-    for _ in range(2):
-        stream = caller.stream(name, policy="classic")
-        assert stream.welcome.policy == caller.stream(name).welcome.policy == "classic"
-    stream.ask(starts=[start(1, [1, 2, 3])])
-    stream.ask(finishes=[finish(1, [4, 5, 6])])
-    assert eventually(lambda: caller.probe(name, [2, 3], limit=3)) == [4, 5, 6]
-    listed = {one.name: one.policy for one in caller.call("ListNamespaces").namespaces}
-    assert (listed[name], listed[f"{name}-default"]) == ("classic", "suffix")
-    refused = caller.stream()
-    refused.send(hello=hello(name, policy="suffix"))
-    status, details = refused.refusal()
-    assert status is grpc.StatusCode.FAILED_PRECONDITION
-    assert "drafts with the policy 'classic', not 'suffix'" in details
 
 
 def test_long_prompts_are_indexed_while_other_streams_are_served(caller, name):

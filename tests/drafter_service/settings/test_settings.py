@@ -19,7 +19,6 @@ from tests.strategies import examples
 
 SAMPLES = {
     "listen": "127.0.0.1:5",
-    "drafting.policy": "classic",
     "drafting.draft_shape": "tree",
     "drafting.cost": 0.5,
     "drafting.refresh_interval_s": 0.25,
@@ -44,7 +43,6 @@ NUMBERS = {
     "drafting.capacity": 5000,
     "drafting.max_draft": 9,
     "drafting.match_depth": 16,
-    "drafting.classic_context": 5,
 }
 
 
@@ -58,7 +56,7 @@ def leaves(section=ServiceConfig, path=""):
     for field in fields(section):
         if is_dataclass(hints[field.name]):
             yield from leaves(hints[field.name], f"{path}{field.name}.")
-        elif field.name not in ("capacities", "policies", "options"):
+        elif field.name not in ("capacities", "options"):
             yield f"{path}{field.name}", hints[field.name]
 
 
@@ -135,7 +133,6 @@ def test_integers_may_have_suffixes(tmp_path):
         ({"drafting.max_draft": 100}, "drafting: max_draft must be 1 to 64, not 100"),
         ({"drafting.cost": "nan"}, "drafting: cost, the fraction"),
         ({"drafting.draft_shape": "bush"}, "drafting.draft_shape: Input should be 'path' or 'tree'"),
-        ({"drafting.policy": "article"}, "drafting.policy"),
         ({"limits.streams": 0}, "limits.streams: Input should be greater than or equal to 1"),
         ({"limits.streams": "1.5"}, "limits.streams: '1.5' is not a number"),
         ({"limits.streams": None}, "limits.streams: Input should be a valid integer"),
@@ -239,15 +236,6 @@ def test_any_assignment_is_accepted_or_refused(key, value):
     assert isinstance(config, ServiceConfig)
 
 
-def test_policies_of_namespaces_are_read():
-    flags = read_assignments(["namespaces.policies={'team-a' = 'classic'}", "drafting.classic_matches=0"])
-    config = loaded(flags=flags)
-    assert config.namespaces.policies == {"team-a": "classic"}
-    assert config.drafting.classic_matches == 0
-    with pytest.raises(UserError, match=r"namespaces\.policies\.team-a"):
-        loaded(flags=read_assignments(["namespaces.policies={'team-a' = 'best'}"]))
-
-
 def test_every_setting_is_printed_below_its_meaning():
     lines = to_toml(ServiceConfig()).splitlines()
     settings = [(above, line) for above, line in pairwise(lines) if re.match(r"#?\w+ = ", line)]
@@ -255,7 +243,7 @@ def test_every_setting_is_printed_below_its_meaning():
         key.rpartition(".")[2] for key, _ in leaves()
     ]
     tables = [(above, line) for above, line in pairwise(lines) if line.startswith("[")]
-    assert {"[namespaces.capacities]", "[namespaces.policies]"} < {line for _, line in tables}
+    assert "[namespaces.capacities]" in {line for _, line in tables}
     assert all(above.startswith("# ") and above.endswith(".") for above, _ in settings + tables)
 
 

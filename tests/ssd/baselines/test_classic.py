@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 
 from ssd import ClassicDrafter, Corpus, DrafterConfig, SuffixDrafter, snapshot
 from tests import naive
-from tests.replay import drafter_of, progress_of, replay_one
+from tests.replay import progress_of, replay_one
 from tests.strategies import array, corpus_and_context
 
-CONFIG = DrafterConfig(capacity=10_000, policy="classic")
+CONFIG = DrafterConfig(capacity=10_000)
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
 
 
 def classic_drafter(requests=(), **settings):
-    return drafter_of(requests, policy="classic", capacity=10_000, **settings)
+    corpus = Corpus.from_config(CONFIG)
+    for request in requests:
+        corpus.append(array(request))
+    corpus.refresh()
+    return ClassicDrafter(CONFIG, corpus=corpus, **settings)
 
 
 def draft_after(drafter, context, limit=8):
@@ -30,7 +34,7 @@ def test_drafts_that_count_all_matches_equal_the_slow_reference(corpus, limit, l
     """Requests are in several tiers: some are merged together, the others one by one."""
     requests, context = corpus
     requests = [request for request in requests if request]
-    with classic_drafter(requests[:refreshed], classic_matches=0, classic_context=longest) as drafter:
+    with classic_drafter(requests[:refreshed], most=0, longest=longest) as drafter:
         for request in requests[refreshed:]:
             drafter.corpus.append(array(request))
             drafter.corpus.refresh()
@@ -44,7 +48,7 @@ def test_at_most_ten_tokens_are_searched_for_by_default():
     requests = [list(range(30)), [99, *range(6, 15), 77], *[[88, *range(5, 15), 66]] * 2]
     # The first request matches the longest context, but ten tokens match as well elsewhere, and twice.
     assert draft_after(classic_drafter(requests), list(range(15)), limit=1).tokens.tolist() == [66]
-    assert draft_after(classic_drafter(requests, classic_context=15), list(range(15)), limit=1).tokens.tolist() == [15]
+    assert draft_after(classic_drafter(requests, longest=15), list(range(15)), limit=1).tokens.tolist() == [15]
 
 
 def test_the_most_recent_of_equally_frequent_continuations_is_drafted():
@@ -53,9 +57,9 @@ def test_the_most_recent_of_equally_frequent_continuations_is_drafted():
 
 def test_a_sample_of_the_matches_is_counted():
     requests = [[1, 2]] * 60 + [[1, 3]] * 40
-    drafts = draft_after(classic_drafter(requests, classic_matches=0), [1])
+    drafts = draft_after(classic_drafter(requests, most=0), [1])
     assert (drafts.tokens.tolist(), drafts.accept_prob.tolist()) == ([2], pytest.approx([0.6]))
-    share = draft_after(classic_drafter(requests, classic_matches=10), [1]).accept_prob[0]
+    share = draft_after(classic_drafter(requests, most=10), [1]).accept_prob[0]
     assert share >= 0.5
     assert 10 * share == pytest.approx(round(10 * share))
 
@@ -73,7 +77,7 @@ def test_a_repeated_request_takes_far_fewer_steps():
 
 
 def test_new_text_is_found_after_the_next_refresh():
-    with ClassicDrafter(DrafterConfig(policy="classic", capacity=10_000, refresh_interval_s=0.01)) as drafter:
+    with ClassicDrafter(DrafterConfig(capacity=10_000, refresh_interval_s=0.01)) as drafter:
         drafter.corpus.append(array([1, 2, 3]))
         deadline = time.monotonic() + 30
         while drafter.propose([1]).tokens.tolist() != [2, 3]:
@@ -111,13 +115,6 @@ def test_a_corpus_of_the_suffix_drafter_is_drafted_from(tmp_path):
     assert ClassicDrafter(corpus=loaded.corpus).propose([2]).tokens.tolist() == [3, 4]
 
 
-def test_each_drafter_refuses_the_other_policy():
-    with pytest.raises(ValueError, match="ClassicDrafter implements policy='classic', not 'suffix'"):
-        ClassicDrafter(DrafterConfig())
-    with pytest.raises(ValueError, match="SuffixDrafter implements policy='suffix', not 'classic'"):
-        SuffixDrafter(CONFIG)
-
-
 def test_impossible_input_is_refused():
     drafter = ClassicDrafter(CONFIG, corpus=Corpus(10_000, 32))
     drafter.start(1, array([1, 2, 1]))
@@ -134,7 +131,9 @@ def test_impossible_input_is_refused():
     assert drafter.stats.steps == drafter.stats.committed == 0
 
 
-def test_more_context_than_is_matched_is_refused():
-    with pytest.raises(ValueError, match="classic_context must not exceed match_depth, 8, not 10"):
-        DrafterConfig(policy="classic", match_depth=8)
-    assert DrafterConfig(match_depth=8).match_depth == 8
+def test_no_more_context_is_matched_than_the_corpus_has_in_its_keys():
+    corpus = Corpus(10_000, 2)
+    for request in ([9, 1, 2, 5], [8, 1, 2, 6], [8, 1, 2, 6]):
+        corpus.append(array(request))
+    corpus.refresh()
+    assert draft_after(ClassicDrafter(corpus=corpus), [9, 1, 2]).tokens.tolist() == [6]
