@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay import list_of, positive
-from drafter_service.commands.advise.advice import Advice, advise, plan_samples, plan_whole
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.traffic import Traffic
-from drafter_service.commands.advise.trials import Outcome, Trial, run_trials
 from ssd.hardware.cost_profile import CostProfile
 
 if TYPE_CHECKING:
-    from benchmarks.serving import Run
+    from benchmarks.support.serving import Run
+    from drafter_service.commands.advise.advice import Advice
+    from drafter_service.commands.advise.trials import Outcome, Trial
 
 MAX_DRAFT = 16
 """Maximum length of the engine's drafts."""
@@ -48,19 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     # PyTorch takes seconds to import.
     from benchmarks.engine import build_parser as engine_parser
-    from benchmarks.engine_contest import prepare, run_rounds
+    from benchmarks.support.engine_comparison import prepare, run_rounds
 
     concurrency = ",".join(map(str, options.concurrency))
     given = ["--no-peers", "--concurrency", concurrency]
     given += ["--requests", str(options.requests), "--max-tokens", str(options.max_tokens)]
-    contest, contestants, notes = prepare(engine_parser().parse_args(given))
+    comparison, candidates, notes = prepare(engine_parser().parse_args(given))
     found: dict[int, list[dict[str, float]]] = {count: [] for count in options.concurrency}
     for number in range(options.rounds):
         profile = measured_profile(concurrency)
-        runs = run_rounds(contest, contestants if number % 2 == 0 else contestants[::-1], 1)
+        runs = run_rounds(comparison, candidates if number % 2 == 0 else candidates[::-1], 1)
         for count, rows in found.items():
             [plain], [drafted] = runs["none", count], runs["ssd", count]
-            traffic = traffic_of([item.request.prompt for item in contest.items], plain.outputs)
+            traffic = traffic_of([item.request.prompt for item in comparison.items], plain.outputs)
             rows.append(figures(plain, drafted, predict(traffic, profile, count)))
     rows = [{"concurrency": count, **medians(each)} for count, each in found.items()]
     table = Table(*(name.replace("_", " ") for name in COLUMNS))
@@ -96,6 +96,9 @@ def traffic_of(prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> 
 
 def predict(traffic: Traffic, profile: CostProfile, concurrency: int) -> Advice:
     """Return the advice for a number of requests at once."""
+    from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
+    from drafter_service.commands.advise.trials import run_trials
+
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokens"
         traffic.tokens.tofile(path)

@@ -8,7 +8,7 @@ Requests are those of the demo's workload, or with --replay recorded traffic: th
 the recorded ones, so that a shape with random weights has the acceptance of real text. A trace is an .npz file, see
 benchmarks/traces/reading.py. With --structured all outputs match a JSON schema: `none` then verifies no drafts, and
 `forced` drafts only the tokens that the schema forces, as the other drafters do besides their own. Every run begins
-with an empty cache and an empty corpus. Contestants alternate, in
+with an empty cache and an empty corpus. Candidates alternate, in
 reversed order every second round; figures are medians over the rounds:
 
     tokens_per_s          output tokens divided by the time of the whole run, prompts included
@@ -19,7 +19,7 @@ reversed order every second round; figures are medians over the rounds:
     tokens_per_step       per sequence; drafted_per_step likewise
     overhead_ms_per_step  time outside model and drafter, median of the steps in which every sequence produced tokens
     share                 share of each stage in the time of all steps; commit includes drafters' `finish`
-    peak_mib              peak memory of the process, including the models of all contestants; on a GPU: GPU memory
+    peak_mib              peak memory of the process, including the models of all candidates; on a GPU: GPU memory
     identical_to_none     whether all outputs equal those of `none`; null without `none`, and with --replay
 
 The last line is one JSON document. Times depend on the machine: compare only within one run.
@@ -38,8 +38,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_rows import FORCED
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
+from benchmarks.support.engine_rows import FORCED
 from engine.commands.options import ATTENTIONS, DTYPES
 from engine.drafters.registry import KINDS, parse_kinds
 from ssd.errors import UserError
@@ -56,19 +56,19 @@ MORE_COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every contestant and print the table and the document."""
+    """Run every candidate and print the table and the document."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     # PyTorch takes seconds to import.
-    from benchmarks.engine_contest import prepare, run_rounds
-    from benchmarks.engine_rows import rows_of
+    from benchmarks.support.engine_comparison import prepare, run_rounds
+    from benchmarks.support.engine_rows import rows_of
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     try:
-        contest, contestants, notes = prepare(options)
+        comparison, candidates, notes = prepare(options)
         for note in notes:
             console.print(note, markup=False)
-        rounds = run_rounds(contest, contestants, options.rounds)
+        rounds = run_rounds(comparison, candidates, options.rounds)
     except UserError as error:
         parser.error(str(error))
     rows = rows_of(rounds, replayed=options.replay is not None)
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="every output has --max-tokens")
     add("--temperature", type=float, default=0.0, help="0, greedy")
     add("--rounds", type=positive, default=3, metavar="N", help="3")
-    add("--threads", type=positive, metavar="N", help="of PyTorch, for all contestants")
+    add("--threads", type=positive, metavar="N", help="of PyTorch, for all candidates")
     add(
         "--in-flight",
         type=int,
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def shape_name(text: str) -> str:
     """Check the name of a shape."""
-    from benchmarks import shapes
+    from benchmarks.support import shapes
 
     if text not in shapes.SHAPES:
         raise argparse.ArgumentTypeError(f"shapes are {', '.join(shapes.SHAPES)}, not {text!r}")

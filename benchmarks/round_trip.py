@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve()
 NAMES = ("remote", "embedded")
 
 
-class Contestant:
+class StepProcess:
     """A process that runs the steps of one commit."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -58,14 +58,14 @@ class Contestant:
 
 
 @contextmanager
-def contestant(folder: Path, tokens: int) -> Iterator[Contestant]:
+def step_process(folder: Path, tokens: int) -> Iterator[StepProcess]:
     """Start the process of a commit."""
     command = [sys.executable, str(HERE), "--run", "--tokens", str(tokens)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        yield Contestant(process)
+        yield StepProcess(process)
         assert process.stdin is not None
         process.stdin.close()
 
@@ -73,21 +73,21 @@ def contestant(folder: Path, tokens: int) -> Iterator[Contestant]:
 def compare(against: Path, tokens: int, rounds: int) -> dict[str, Any]:
     """Return the added microseconds of both commits, and their ratios."""
     with ExitStack() as stack:
-        contestants = {
-            name: stack.enter_context(contestant(folder, tokens))
+        processes = {
+            name: stack.enter_context(step_process(folder, tokens))
             for name, folder in (("this", HERE.parent.parent), ("other", against.resolve()))
         }
-        for each in contestants.values():
+        for each in processes.values():
             assert each.answer() == "ready"
         for batch in BATCHES:
             for number in range(rounds):
-                for each in list(contestants.values())[:: 1 if number % 2 else -1]:
+                for each in list(processes.values())[:: 1 if number % 2 else -1]:
                     for name in NAMES:
                         each.run(batch, name)
     result: dict[str, Any] = {}
     for batch in BATCHES:
         added, cpu = {}, {}
-        for name, each in contestants.items():
+        for name, each in processes.items():
             embedded = each.percentiles(batch, "embedded", "step_s")
             added[name] = each.percentiles(batch, "remote", "step_s") - embedded
             cpu[name] = each.percentiles(batch, "remote", "engine_cpu_s")
@@ -107,8 +107,9 @@ def _compared(figures: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
 def run(tokens: int) -> None:
     """Run the blocks of steps that standard input asks for."""
     import ssd
-    from benchmarks.sidecar import LONG_DEADLINE_S, client_of, engine_on, fill, service
-    from benchmarks.text import Writer
+
+    # Other commits have `Writer` in another module.
+    from benchmarks.sidecar import LONG_DEADLINE_S, Writer, client_of, engine_on, fill, service
     from ssd.config import DrafterConfig
 
     corpus = ssd.Corpus(tokens)

@@ -1,7 +1,7 @@
-"""Measure a sidecar: round trips, load, learning, shadow mode, warm-up and restarts. `python -m benchmarks.sidecar`.
+"""Measure a sidecar: round trips, load, learning, shadow mode and restarts. `python -m benchmarks.sidecar`.
 
-Each part starts the real service. The text comes from `benchmarks.text`. Engines are simulated; if several of them load
-the service, each is a separate process. The last line of the output is one JSON document.
+Each part starts the real service. Text is synthetic. Engines are simulated; if several of them load the service, each
+is a separate process. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import grpc
 import numpy as np
 
 import ssd
-from benchmarks.simulated import SimulatedEngine
-from benchmarks.text import Writer
+from benchmarks.support.simulated import SimulatedEngine
+from benchmarks.support.text import Writer
 from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
@@ -366,13 +366,6 @@ def measure_restart(folder: Path, capacity: int) -> dict[str, Any]:
     return {"restart_s_16m": round(statistics.median(times), 2), "restart_tokens": capacity}
 
 
-def measure_warm(log: Callable[[str], None]) -> dict[str, Any]:
-    """Measure warm-up from logs, see `benchmarks.warm`."""
-    from benchmarks.warm import MEGABYTES, ROUNDS, measure
-
-    return measure(MEGABYTES, ROUNDS, log)
-
-
 def main() -> None:
     """Run the chosen measurements and print their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -381,7 +374,7 @@ def main() -> None:
         "--capacity", type=int, default=16_000_000, help="tokens in the corpus for learning and restarts"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each measurement under load")
-    parser.add_argument("--parts", default="rtt,load,learn,shadow,warm,restart", help="parts to measure")
+    parser.add_argument("--parts", default="rtt,load,learn,shadow,restart", help="parts to measure")
     options = parser.parse_args()
 
     def log(text: str) -> None:
@@ -392,7 +385,6 @@ def main() -> None:
         "load": lambda folder: measure_load(folder, options.corpus, options.seconds),
         "learn": lambda folder: measure_learning(folder, options.capacity, options.seconds),
         "shadow": lambda folder: measure_shadow(folder, options.corpus),
-        "warm": lambda _: measure_warm(log),
         "restart": lambda folder: measure_restart(folder, options.capacity),
     }
     result: dict[str, Any] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.contestants import Entry, own_entries
-from benchmarks.peers import PEERS, missing, peer_entries
-from benchmarks.rounds import replay, replay_known
-from benchmarks.scores import Row, best_rows, row_of
+from benchmarks.support.drafters import Entry, own_entries
+from benchmarks.support.peers import PEERS, missing, peer_entries
+from benchmarks.support.rounds import replay, replay_known
+from benchmarks.support.scores import Row, best_rows, row_of
 from benchmarks.traces import Trace
 
 OUTPUT_TOKENS = 20_000
@@ -38,7 +38,7 @@ def skipped() -> dict[str, str]:
 def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     """Replay a trace and return rows by section; note: called before each replay with its description.
 
-    `single`: the best setting of each contender for each cost, one request at a time. `concurrent`: the same with
+    `single`: the best setting of each candidate for each cost, one request at a time. `concurrent`: the same with
     `CONCURRENT` requests at once; other drafters in the settings that were best for single requests. `short`: drafts of
     at most `SHORT_K` tokens. `known`: the same after all requests were replayed before.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.evidence.index_tables import index_summary, index_table
 from benchmarks.evidence.markdown import ROOT, table
 from benchmarks.evidence.results import Document
-from benchmarks.scores import Row
+from benchmarks.support.scores import Row
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
 """Documents that have blocks of evidence."""
@@ -28,7 +28,7 @@ NAMES = {
     "ngram": "prompt lookup (`ngram`)",
     "classic": "`classic`",
 }
-"""Names of contenders in order of the tables; an asterisk marks re-implementations."""
+"""Names of candidates in order of the tables; an asterisk marks re-implementations."""
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
@@ -146,7 +146,7 @@ def _made_with(document: Document) -> str:
 
 
 def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    """Return a table of contenders by recordings."""
+    """Return a table of candidates by recordings."""
     traces = sorted({row["trace"] for row in rows})
     cells = {(_name(row), row["trace"]): cell(row) for row in rows}
     lines = [(NAMES[name], *(cells[name, trace] for trace in traces)) for name in _names(rows)]
@@ -158,7 +158,7 @@ def _at(rows: Sequence[Row], cost: float) -> list[Row]:
 
 
 def _name(row: Row) -> str:
-    """Return the contender of a row."""
+    """Return the candidate of a row."""
     return f"ssd {row['shape']}" if row["drafter"] == "ssd" else row["drafter"]
 
 
@@ -167,13 +167,13 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Return the contenders of rows in the order of `NAMES`."""
+    """Return the candidates of rows in the order of `NAMES`."""
     present = {_name(row) for row in rows}
     return [name for name in NAMES if name in present]
 
 
 def _mean(rows: Sequence[Row], name: str, column: str) -> float:
-    """Return a contender's geometric mean over the recordings."""
+    """Return a candidate's geometric mean over the recordings."""
     return _geometric([row[column] for row in rows if _name(row) == name])
 
 

@@ -29,7 +29,7 @@ from benchmarks.gpu.command import PAGE, RESULTS, TRACE, build_parser, child_arg
 from benchmarks.gpu.page import merged, read_results, update_page
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.processes import run_part
-from benchmarks.memory import device_name
+from benchmarks.support.memory import device_name
 from ssd.errors import UserError
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy", "numba")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
-from benchmarks.memory import free_bytes
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.support.memory import free_bytes
+from benchmarks.support.shapes import SHAPES, random_model
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import SCALES, Setting
 from benchmarks.gpu.parts import PARTS
-from benchmarks.shapes import SHAPES
+from benchmarks.support.shapes import SHAPES
 from engine.commands.options import ATTENTIONS
 from engine.models.loader import DTYPES
 

@@ -11,14 +11,14 @@ from itertools import chain
 from statistics import median
 from time import sleep
 
-from benchmarks.engine_rows import overhead, share
 from benchmarks.gpu.bench import MAX_DRAFT, Bench
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, Stream, path, random_requests
 from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
 from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
-from benchmarks.requests import Item
-from benchmarks.serving import Run, serve
+from benchmarks.support.engine_rows import overhead, share
+from benchmarks.support.requests import Item
+from benchmarks.support.serving import Run, serve
 from engine.commands.demo.sidecar import running_sidecar
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
@@ -81,7 +81,7 @@ def rejected(bench: Bench) -> Iterator[Figure]:
 
 def peers(bench: Bench) -> Iterator[Figure]:
     """Compare transformers' `generate` and its prompt lookup on the same weights and requests, one stream."""
-    from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
+    from benchmarks.support.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 
     if not is_installed():
         raise SkippedError("transformers is not installed")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from benchmarks.engine import main
-from benchmarks.engine_contest import Contest
-from benchmarks.engine_rows import rows_of
-from benchmarks.requests import Limits, replay_items
-from benchmarks.serving import Clock, Run, serve
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.support.engine_comparison import Comparison
+from benchmarks.support.engine_rows import rows_of
+from benchmarks.support.requests import Limits, replay_items
+from benchmarks.support.serving import Clock, Run, serve
+from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.support.transformers_peer import TransformersPeer, same_model
 from benchmarks.traces import Request, Trace
-from benchmarks.transformers_peer import TransformersPeer, same_model
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
@@ -72,7 +72,7 @@ def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
         named.append((name, target.folder))
         return build_drafter(name, config, target, **sidecar)
 
-    monkeypatch.setattr("benchmarks.engine_contest.build_drafter", build)
+    monkeypatch.setattr("benchmarks.support.engine_comparison.build_drafter", build)
     monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 10.0)
     main(
         [
@@ -168,7 +168,7 @@ def test_figures_are_medians_and_ratios_are_taken_within_a_round():
 
 def test_tokens_of_one_step_share_its_time(monkeypatch):
     now = iter([1.0, 1.6])
-    monkeypatch.setattr("benchmarks.serving.perf_counter", lambda: next(now))
+    monkeypatch.setattr("benchmarks.support.serving.perf_counter", lambda: next(now))
     clock = Clock(began=0.25)
     clock.record(2)
     clock.record(3)
@@ -200,7 +200,7 @@ def test_invalid_options_are_refused(capsys, tmp_path):
 
 
 def test_missing_transformers_is_reported(capsys, monkeypatch):
-    monkeypatch.setattr("benchmarks.engine_contest.is_installed", lambda: False)
+    monkeypatch.setattr("benchmarks.support.engine_comparison.is_installed", lambda: False)
     main([*SMALL, "--drafter", "none", "--concurrency", "2"])
     result = document(capsys)
     assert [row["drafter"] for row in result["results"]] == ["none"]
@@ -208,8 +208,8 @@ def test_missing_transformers_is_reported(capsys, monkeypatch):
 
 
 def test_rounds_go_forwards_and_backwards(capsys, monkeypatch):
-    order, run = [], Contest.run
-    monkeypatch.setattr(Contest, "run", lambda self, who, *a, **k: order.append(who[0]) or run(self, who, *a, **k))
+    order, run = [], Comparison.run
+    monkeypatch.setattr(Comparison, "run", lambda self, who, *a, **k: order.append(who[0]) or run(self, who, *a, **k))
     main([*SMALL, "--no-peers", "--drafter", "none,ngram", "--concurrency", "1", "--rounds", "2"])
     warm_up = ["none", "ngram"]
     assert order == [*warm_up, "none", "ngram", "ngram", "none"]

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evidence import measure, results, tables
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.index_tables import index_summary, index_table
-from benchmarks.peers import PEERS
+from benchmarks.support.peers import PEERS
 
 
 def row(drafter, trace, s, *, shape="path", cost=0.02, concurrency=1, drafted=4.0):

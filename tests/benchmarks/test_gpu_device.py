@@ -6,8 +6,8 @@ import torch
 from benchmarks.gpu.bench import TINY, Bench, Setting
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.timeline import record, span
-from benchmarks.memory import free_bytes, peak_bytes
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.support.memory import free_bytes, peak_bytes
+from benchmarks.support.shapes import SHAPES, random_model
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from benchmarks.gpu.page import BEGIN, END, NOTHING, merged, read_results, table
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, recorded_output
 from benchmarks.gpu.timeline import Interval, by_name, gaps, idle_share, span
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.support.shapes import SHAPES, random_model
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.errors import UserError
 
@@ -348,8 +348,8 @@ def test_reported_figures_are_kept_for_any_end_of_a_part(monkeypatch, program, s
 
 
 def test_the_kv_cache_is_limited_by_free_memory():
-    from benchmarks.engine_contest import engine_config
-    from benchmarks.requests import Item
+    from benchmarks.support.engine_comparison import engine_config
+    from benchmarks.support.requests import Item
     from engine.scheduling.request import Request, SamplingParams
 
     items = [Item(Request([1] * 1000, SamplingParams(max_tokens=1000)), 0)]

@@ -4,25 +4,21 @@ import subprocess
 import sys
 
 BENCHMARKS = (
-    "adapters",
+    "advice",
     "contention",
-    "copy_edit",
     "engine",
     "evidence",
     "experts",
     "hosts",
     "index",
     "isolation",
-    "late_drafts",
-    "quantized",
     "replay",
-    "shared_log",
+    "round_trip",
     "sidecar",
     "soak",
     "startup",
     "steps",
     "traces",
-    "warm",
 )
 
 SCRIPT = """

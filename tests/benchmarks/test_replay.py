@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import peers
-from benchmarks.contestants import OWN_DRAFTERS, Draft, Running, own_entries
 from benchmarks.replay import main
-from benchmarks.rounds import replay, replay_known, walk
-from benchmarks.scores import best_rows, compare, figures
+from benchmarks.support import peers
+from benchmarks.support.drafters import OWN_DRAFTERS, Draft, Running, own_entries
+from benchmarks.support.rounds import replay, replay_known, walk
+from benchmarks.support.scores import best_rows, compare, figures
 from benchmarks.traces import Trace, copy_edit, load_trace
 
 COST = 0.05

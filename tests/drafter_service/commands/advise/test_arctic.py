@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.peers.arctic import Arctic
-from benchmarks.rounds import replay
+from benchmarks.support.peers.arctic import Arctic
+from benchmarks.support.rounds import replay
 from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise import advice, arctic
 from drafter_service.commands.advise.arctic import ArcticDrafter

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.contestants import Draft, Embedded
-from benchmarks.rounds import replay as slow_replay
-from benchmarks.rounds import walk
+from benchmarks.support.drafters import Draft, Embedded
+from benchmarks.support.rounds import replay as slow_replay
+from benchmarks.support.rounds import walk
 from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise.replay import Arrivals, _accept, replay
 from drafter_service.commands.advise.trials import TimedDrafter

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.text import REQUEST_TOKENS, Writer
+from benchmarks.support.text import REQUEST_TOKENS, Writer
 from ssd.types import DraftBatch, Progress, offsets_of
 
 PROMPT = 64

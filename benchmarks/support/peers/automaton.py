@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.contestants import Draft, Running
-from benchmarks.peers.one_by_one import OneByOne, path
+from benchmarks.support.drafters import Draft, Running
+from benchmarks.support.peers.one_by_one import OneByOne, path
 
 CONTEXT = 64
 """Context tokens that are matched in other requests."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.contestants import Draft, Running
-from benchmarks.peers.one_by_one import OneByOne, path
+from benchmarks.support.drafters import Draft, Running
+from benchmarks.support.peers.one_by_one import OneByOne, path
 
 if TYPE_CHECKING:
     from torch import Tensor

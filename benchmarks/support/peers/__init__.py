@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from benchmarks.contestants import Contestant, Entry
-from benchmarks.peers.arctic import Arctic
-from benchmarks.peers.automaton import SuffixAutomata
-from benchmarks.peers.prompt_lookup import PromptLookup, VllmNgram
-from benchmarks.peers.tries import RestLike, SglangNgram
+from benchmarks.support.drafters import Contestant, Entry
+from benchmarks.support.peers.arctic import Arctic
+from benchmarks.support.peers.automaton import SuffixAutomata
+from benchmarks.support.peers.prompt_lookup import PromptLookup, VllmNgram
+from benchmarks.support.peers.tries import RestLike, SglangNgram
 
 PACKAGES = {"arctic": "arctic_inference", "pld": "transformers"}
 """The packages of peers that are not re-implemented."""

@@ -1,4 +1,4 @@
-"""The contest of `benchmarks.engine`: one model, its requests, and the contestants that alternately run them."""
+"""The comparison of `benchmarks.engine`: one model, its requests, and the candidates that alternately run them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.engine_rows import FORCED, Contestant
-from benchmarks.memory import device_name, free_bytes
-from benchmarks.requests import FUNCTION_GRAMMAR, Item, Limits, demo_items, is_renumbered, replay_items
-from benchmarks.serving import Run, serve
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.support.engine_rows import FORCED, Candidate
+from benchmarks.support.memory import device_name, free_bytes
+from benchmarks.support.requests import FUNCTION_GRAMMAR, Item, Limits, demo_items, is_renumbered, replay_items
+from benchmarks.support.serving import Run, serve
+from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.support.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 from benchmarks.traces import load_trace
-from benchmarks.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
 from engine.attention.backend import choose_backend
 from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.launch import find_device, find_dtype
@@ -42,8 +42,8 @@ from ssd.errors import UserError
 WARM_UP_TOKENS = 8
 
 
-class Contest:
-    """One model, its requests, and the contestants."""
+class Comparison:
+    """One model, its requests, and the candidates."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class Contest:
         """Number of requests."""
         return len(self._items)
 
-    def warm_up(self, contestant: Contestant) -> None:
+    def warm_up(self, candidate: Candidate) -> None:
         """Run a few tokens, so that compilation and first allocations are not timed."""
         short = [
             replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
-            for item in self._items[: contestant[1]]
+            for item in self._items[: candidate[1]]
             if (most := min(WARM_UP_TOKENS, item.request.sampling.max_tokens))
         ]
-        self.run(contestant, short)
+        self.run(candidate, short)
 
-    def run(self, contestant: Contestant, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
-        """Run `items`; None: all items of the contest."""
-        drafter, concurrency = contestant
+    def run(self, candidate: Candidate, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
+        """Run `items`; None: all items of the comparison."""
+        drafter, concurrency = candidate
         items = self._items if items is None else items
 
         def advance() -> None:
@@ -134,8 +134,8 @@ def engine_config(
     )
 
 
-def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], list[str]]:
-    """Return the contest, the contestants, and notes to print, for the options of the command line."""
+def prepare(options: argparse.Namespace) -> tuple[Comparison, list[Candidate], list[str]]:
+    """Return the comparison, the candidates, and notes to print, for the options of the command line."""
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model)
@@ -170,9 +170,9 @@ def prepare(options: argparse.Namespace) -> tuple[Contest, list[Contestant], lis
     for name, peer in peers.items():
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
-    contestants = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
-    contest = Contest(pack(model), items, peers, folder=folder, attention=attention, in_flight=options.in_flight)
-    return contest, [(name, 1) for name in names] + contestants, notes
+    candidates = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
+    comparison = Comparison(pack(model), items, peers, folder=folder, attention=attention, in_flight=options.in_flight)
+    return comparison, [(name, 1) for name in names] + candidates, notes
 
 
 def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
@@ -190,19 +190,19 @@ def read_items(options: argparse.Namespace, folder: Path | None, model: ModelCon
     return replay_items(trace, options.requests, limits, model)
 
 
-def run_rounds(contest: Contest, contestants: Sequence[Contestant], rounds: int) -> dict[Contestant, list[Run]]:
-    """Run every contestant once per round, in reversed order every second round, with progress on stderr."""
-    runs: dict[Contestant, list[Run]] = {contestant: [] for contestant in contestants}
+def run_rounds(comparison: Comparison, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, list[Run]]:
+    """Run every candidate once per round, in reversed order every second round, with progress on stderr."""
+    runs: dict[Candidate, list[Run]] = {candidate: [] for candidate in candidates}
     with Progress(console=Console(stderr=True)) as progress:
-        progress.add_task("warming up", total=rounds * len(contestants) * contest.size)
-        for contestant in contestants:
-            contest.warm_up(contestant)
+        progress.add_task("warming up", total=rounds * len(candidates) * comparison.size)
+        for candidate in candidates:
+            comparison.warm_up(candidate)
         for number in range(rounds):
-            for contestant in contestants if number % 2 == 0 else reversed(contestants):
-                drafter, concurrency = contestant
+            for candidate in candidates if number % 2 == 0 else reversed(candidates):
+                drafter, concurrency = candidate
                 progress.update(progress.task_ids[0], description=f"round {number + 1}: {drafter} x{concurrency}")
-                run = contest.run(contestant, progress=progress)
-                runs[contestant].append(run)
+                run = comparison.run(candidate, progress=progress)
+                runs[candidate].append(run)
                 rate = sum(map(len, run.outputs)) / run.seconds
                 progress.console.print(f"round {number + 1}: {drafter} x{concurrency}: {rate:,.0f} tokens/s")
     return runs

@@ -9,8 +9,8 @@ from time import perf_counter, process_time
 
 import numpy as np
 
-from benchmarks.memory import forget_peak, peak_bytes
-from benchmarks.requests import Item
+from benchmarks.support.memory import forget_peak, peak_bytes
+from benchmarks.support.requests import Item
 from engine.engine import Engine
 from engine.scheduling.times import StageTimes
 
@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Run:
-    """One run of all requests by one contestant."""
+    """One run of all requests by one candidate."""
 
     seconds: float
     outputs: list[np.ndarray]
@@ -51,7 +51,7 @@ class Run:
     peak_bytes: int
     """Peak memory of the process; on a GPU, peak GPU memory."""
     drafted: int | None = None
-    """Number of draft tokens; None if the contestant does not report it."""
+    """Number of draft tokens; None if the candidate does not report it."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
     """Stage times of every step, and the number of sequences that produced in it."""
     cpu_seconds: float = 0.0

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from benchmarks.contestants import Contestant, Draft, Entry, Running
-from benchmarks.scores import COLD_SHARE, Tally
+from benchmarks.support.drafters import Contestant, Draft, Entry, Running
+from benchmarks.support.scores import COLD_SHARE, Tally
 from benchmarks.traces import Trace
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contestants import Entry
+from benchmarks.support.drafters import Entry
 
 BINS = 10
 """Number of bins of the expected calibration error, of equal width."""
@@ -88,16 +88,16 @@ def row_of(trace: str, entry: Entry, cost: float, concurrency: int, tally: Tally
     }
 
 
-def contender(row: Row) -> str:
-    """Return the contender of a row: drafter and setting for this project's drafters, the drafter alone for others."""
+def candidate_of(row: Row) -> str:
+    """Return the candidate of a row: drafter and setting for this project's drafters, the drafter alone for others."""
     return f"ssd {row['setting']}" if row["drafter"] == "ssd" else row["drafter"]
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return each contender's row with the largest S, for each concurrency, trace and cost."""
+    """Return each candidate's row with the largest S, for each concurrency, trace and cost."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (row["concurrency"], row["trace"], row["cost"], contender(row))
+        key = (row["concurrency"], row["trace"], row["cost"], candidate_of(row))
         if key not in best or row["S"] > best[key]["S"]:
             best[key] = row
     return list(best.values())
@@ -105,10 +105,10 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 def compare(rows: Sequence[Row]) -> list[Row]:
     """Return S of each own setting divided by the best S of each other drafter, by trace, and the geometric mean."""
-    best = {(row["concurrency"], row["cost"], contender(row), row["trace"]): row["S"] for row in best_rows(rows)}
-    concurrencies, costs, contenders, traces = (_distinct(values) for values in zip(*best, strict=True))
-    ours = [name for name in contenders if name.startswith("ssd ")]
-    others = [name for name in contenders if name not in ours]
+    best = {(row["concurrency"], row["cost"], candidate_of(row), row["trace"]): row["S"] for row in best_rows(rows)}
+    concurrencies, costs, candidates, traces = (_distinct(values) for values in zip(*best, strict=True))
+    ours = [name for name in candidates if name.startswith("ssd ")]
+    others = [name for name in candidates if name not in ours]
     compared = []
     for concurrency, cost, own, other in itertools.product(concurrencies, costs, ours, others):
         ratios = {

@@ -7,8 +7,8 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from benchmarks.contestants import Draft, Running
-from benchmarks.peers.one_by_one import OneByOne
+from benchmarks.support.drafters import Draft, Running
+from benchmarks.support.peers.one_by_one import OneByOne
 
 SGLANG_DEPTH = 18
 SGLANG_LEAST_BREADTH, SGLANG_MOST_BREADTH = 1, 10

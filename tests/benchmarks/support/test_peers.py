@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.contestants import Running
-from benchmarks.peers.automaton import SuffixAutomata, SuffixAutomaton
-from benchmarks.peers.prompt_lookup import VllmNgram
-from benchmarks.peers.tries import RestLike, SglangNgram, Trie
+from benchmarks.support.drafters import Running
+from benchmarks.support.peers.automaton import SuffixAutomata, SuffixAutomaton
+from benchmarks.support.peers.prompt_lookup import VllmNgram
+from benchmarks.support.peers.tries import RestLike, SglangNgram, Trie
 from benchmarks.traces import Request
 
 

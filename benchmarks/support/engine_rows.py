@@ -1,4 +1,4 @@
-"""Figures of `benchmarks.engine` from the runs of a contestant."""
+"""Figures of `benchmarks.engine` from the runs of a candidate."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from benchmarks.serving import Run
+    from benchmarks.support.serving import Run
     from engine.scheduling.times import Stage
 
 FORCED = "forced"
-"""Name of the contestant that drafts only what a grammar forces."""
+"""Name of the candidate that drafts only what a grammar forces."""
 Row = dict[str, Any]
-Contestant = tuple[str, int]
+Candidate = tuple[str, int]
 """Name of a drafter or peer, and the number of requests that run at the same time."""
 STAGES: tuple[Stage, ...] = ("schedule", "draft", "forward", "verify", "commit")
 
 
-def rows_of(rounds: Mapping[Contestant, Sequence[Run]], *, replayed: bool) -> list[Row]:
-    """Return a row per contestant: medians over its rounds, ratios to `none` within each round."""
+def rows_of(rounds: Mapping[Candidate, Sequence[Run]], *, replayed: bool) -> list[Row]:
+    """Return a row per candidate: medians over its rounds, ratios to `none` within each round."""
     return [
         row_of(drafter, concurrency, runs, rounds.get(("none", concurrency)), replayed=replayed)
         for (drafter, concurrency), runs in rounds.items()
@@ -29,7 +29,7 @@ def rows_of(rounds: Mapping[Contestant, Sequence[Run]], *, replayed: bool) -> li
 
 
 def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[Run] | None, *, replayed: bool) -> Row:
-    """Return the figures of one contestant; `plain`: the runs of `none` in the same rounds."""
+    """Return the figures of one candidate; `plain`: the runs of `none` in the same rounds."""
     pairs = [] if plain is None else list(zip(runs, plain, strict=True))
     has_steps = bool(runs[0].steps)
     return {

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' `generate` as a contestant, one request at a time."""
+"""Hugging Face transformers' `generate` as a candidate, one request at a time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.memory import forget_peak, peak_bytes
-from benchmarks.requests import Item
-from benchmarks.serving import Clock, Run
+from benchmarks.support.memory import forget_peak, peak_bytes
+from benchmarks.support.requests import Item
+from benchmarks.support.serving import Clock, Run
 from engine.models.decoder import Decoder
 from engine.models.families import config_to_hf
 from engine.models.loader import checkpoint_views
 from engine.scheduling.request import Request
 
 PEERS = ("transformers", "transformers-pld")
-"""Names of the contestants: without drafts, and with prompt lookup."""
+"""Names of the candidates: without drafts, and with prompt lookup."""
 LOOKUP_TOKENS = 10
 """Draft tokens of prompt lookup; the value in transformers' documentation."""
 CACHES = (None, "static")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.contestants import Draft, Running
+from benchmarks.support.drafters import Draft, Running
 
 ARCTIC_DEPTH = 64
 """Maximum total length of a match and its draft. 64 is the package's default and better at copying; vLLM's is 24."""

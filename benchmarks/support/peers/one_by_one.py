@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from benchmarks.contestants import Draft, Running
+from benchmarks.support.drafters import Draft, Running
 
 
 class OneByOne:

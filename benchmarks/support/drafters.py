@@ -1,6 +1,6 @@
 """Drafters of the replay benchmark behind one interface whose calls can be timed.
 
-This module has the project's own drafters; `benchmarks/peers/` has the others.
+This module has the project's own drafters; `benchmarks/support/peers/` has the others.
 """
 
 from __future__ import annotations
