@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,10 +16,8 @@ import numpy as np
 import ssd
 from benchmarks.traces import Request, Trace
 from engine.drafters.model_free.none import NoDrafter
-from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
-from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Drafter, Progress, offsets_of
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
@@ -153,16 +150,18 @@ class Embedded:
 class Remembering(Embedded):
     """A drafter over a corpus that holds the whole trace and is refreshed by the replay."""
 
-    def __init__(
-        self, trace: Trace, config: dict[str, Any], *, sessions: bool, kind: type[CorpusDrafter] = SuffixDrafter
-    ) -> None:
-        """Make the drafter; config: its settings without the capacity. sessions: whether it gets session ids."""
+    def __init__(self, trace: Trace, config: dict[str, Any], *, is_classic: bool = False) -> None:
+        """Make the drafter; config: its settings without the capacity. A classic drafter gets no session ids."""
+        # The kernels take seconds to import.
+        from ssd.baselines.classic import ClassicDrafter
+        from ssd.drafter import SuffixDrafter
+
         learned = DrafterConfig.learned_prompt_tokens + 1
         capacity = max(MIN_CAPACITY, trace.output_tokens + len(trace.requests) * learned)
         settings = DrafterConfig(capacity=capacity, **config)
         self._corpus = ssd.Corpus.from_config(settings)
-        self._own = kind(settings, corpus=self._corpus)
-        self._sessions = sessions
+        self._own = (ClassicDrafter if is_classic else SuffixDrafter)(settings, corpus=self._corpus)
+        self._sessions = not is_classic
         super().__init__(self._own, settings.max_draft, has_probs=True)
 
     def start(self, sequence: Running) -> None:
@@ -236,13 +235,9 @@ def own_entries(
 
 
 def _classic_entry(k: int) -> Entry:
-    from ssd.baselines.classic import ClassicDrafter
-
-    config = {"max_draft": k}
-    build = partial(Remembering, config=config, sessions=False, kind=ClassicDrafter)
-    return Entry("classic", f"k={k}", build, k)
+    return Entry("classic", f"k={k}", lambda trace: Remembering(trace, {"max_draft": k}, is_classic=True), k)
 
 
 def _ssd_entry(k: int, shape: str, cost: float) -> Entry:
     config = {"draft_shape": shape, "max_draft": k, "cost": cost}
-    return Entry("ssd", f"{shape} k={k}", lambda trace: Remembering(trace, config, sessions=True), k, shape, cost)
+    return Entry("ssd", f"{shape} k={k}", lambda trace: Remembering(trace, config), k, shape, cost)
