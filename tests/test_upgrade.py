@@ -130,7 +130,7 @@ def test_calls_of_the_last_release_are_answered(address, request_message):
 
 
 def test_what_the_last_release_sends_in_removed_fields_is_ignored(address):
-    """A drafting policy, which every namespace had."""
+    """The drafting policy of a namespace, and texts in a report."""
     first = OLD_REQUEST(step=1, hello={"protocol": 3, "namespace": "removed", "policy": "classic"})
     with connected(address) as caller:
         stream = caller.stream()
@@ -138,6 +138,12 @@ def test_what_the_last_release_sends_in_removed_fields_is_ignored(address):
         assert (welcome.namespace, welcome.policy) == ("removed", "")
         # The drafter of that policy would not draft from the running request.
         assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
+        ask = caller.channel.unary_unary(
+            "/ssd.drafter.v1.DrafterService/Report", response_deserializer=pb.ReportResponse.FromString
+        )
+        request = last_release("ReportRequest")(namespace="removed", passages=True)
+        [reported] = json.loads(ask(request.SerializeToString(), timeout=TIMEOUT_S).json)["namespaces"]
+        assert "passages" not in reported
 
 
 def test_fields_of_a_later_version_are_ignored(address):

@@ -61,7 +61,7 @@ class Right(Flag):
     LEARN = auto()
     """Add text to it."""
     ADMIN = auto()
-    """Forget text, drop it, snapshot it, and read passages of it."""
+    """Forget text, drop it, and snapshot it."""
 
 
 EVERY_RIGHT = Right.READ | Right.LEARN | Right.ADMIN

@@ -12,9 +12,7 @@ from drafter_service.commands.link import Link, connection_options
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from drafter_service.observability.report.schema import NamespaceReport, Report
+    from drafter_service.observability.report.schema import Report
 
 TIMEOUT_S = 10.0
 
@@ -30,35 +28,16 @@ TIMEOUT_S = 10.0
 @click.option("--namespace", default="", metavar="NAME", help="Report on this namespace only.", show_default=False)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document that docs/report.schema.json describes.")
-@click.option("--passages", is_flag=True, help="Include the texts that most drafts came from. They are users' text.")
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Show passages as text, decoded by the tokenizer.json of this folder.",
-)
-def report(
-    link: Link,
-    snapshot: Path | None,
-    namespace: str,
-    html: Path | None,
-    as_json: bool,
-    passages: bool,
-    tokenizer: Path | None,
-) -> None:
+def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None, as_json: bool) -> None:
     """Report the savings from drafting, as tables, as an HTML page, or as JSON."""
-    if snapshot is not None and (passages or namespace):
-        raise UserError("a snapshot has one namespace and no passages; remove --passages and --namespace")
-    if tokenizer is not None and not passages:
-        raise UserError("--tokenizer decodes passages; add --passages")
+    if snapshot is not None and namespace:
+        raise UserError("a snapshot has one namespace; remove --namespace")
     if snapshot is None:
-        made = fetch_report(link, namespace, passages)
+        made = fetch_report(link, namespace)
     else:
         from drafter_service.observability.report.build import snapshot_report
 
         made = snapshot_report(snapshot)
-    if tokenizer is not None:
-        made = with_text(made, tokenizer)
     if html is not None:
         from drafter_service.observability.report.page import render_page
 
@@ -115,13 +94,12 @@ def _write(path: Path, page: str) -> None:
 # --- Reports of a running service
 
 
-def fetch_report(link: Link, namespace: str = "", passages: bool = False) -> Report:
+def fetch_report(link: Link, namespace: str = "") -> Report:
     """Return the report of one namespace, or of all that the caller may see. Raises UserError if there is none."""
     from drafter_service.stubs import drafter_pb2 as pb
 
-    request = pb.ReportRequest(namespace=namespace, passages=passages)
     with link.stub() as (stub, metadata):
-        answer = stub.Report(request, timeout=TIMEOUT_S, metadata=metadata)
+        answer = stub.Report(pb.ReportRequest(namespace=namespace), timeout=TIMEOUT_S, metadata=metadata)
     return read_report(answer.json, link.address)
 
 
@@ -154,28 +132,3 @@ def _version_of(document: str) -> object:
     except ValueError:
         return None
     return parsed.get("schema_version") if isinstance(parsed, dict) else None
-
-
-# --- Passages as text
-
-
-def with_text(report: Report, folder: Path) -> Report:
-    """Return the report with its passages decoded by the tokenizer.json of a folder.
-
-    Raises UserError for a folder without a usable one, or without the tokenizers library.
-    """
-    from drafter_service.ingest.vocabulary import load_tokenizer
-
-    tokenizer = load_tokenizer(folder)
-    namespaces = [_namespace_with_text(namespace, tokenizer) for namespace in report.namespaces]
-    return report.model_copy(update={"namespaces": namespaces})
-
-
-def _namespace_with_text(namespace: NamespaceReport, tokenizer: Tokenizer) -> NamespaceReport:
-    if namespace.passages is None:
-        return namespace
-    passages = [
-        passage.model_copy(update={"text": tokenizer.decode(passage.tokens, skip_special_tokens=False)})
-        for passage in namespace.passages
-    ]
-    return namespace.model_copy(update={"passages": passages})

@@ -32,7 +32,6 @@ FLAGS = {
     "callers": "access.callers",
     "allow_plaintext": "access.allow_plaintext",
     "socket_mode": "access.socket_mode",
-    "passages": "reports.passages",
     "log_level": "reports.log_level",
     "log_format": "reports.log_format",
 }
@@ -70,7 +69,6 @@ FLAGS = {
 @click.option("--callers", type=_FILE, help="TOML file with callers and their rights (see ssd-drafter token).")
 @click.option("--allow-plaintext", is_flag=True, default=None, help="Listen on a network without TLS.")
 @click.option("--socket-mode", metavar="OCTAL", help="Permissions of a Unix socket.  [default: 0600]")
-@click.option("--passages", is_flag=True, default=None, help="Let administrators read the text that drafts came from.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[default: info]")
 @click.option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as limits.streams=64.")

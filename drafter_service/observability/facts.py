@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     # Clients import this module and should not have to load pydantic and numba.
-    from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
+    from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
     from ssd.stats import Stats
 
 MAX_SAMPLES = 512
@@ -151,8 +151,6 @@ class NamespaceFacts:
     """Texts that were sent again after they had been learned."""
     uses: Mapping[str, ClientUse] = field(default_factory=dict)
     """By name and version of the client, since the namespace was loaded."""
-    passages: list[PassageReport] | None = None
-    """Most productive first; None unless the caller asked for them."""
 
 
 @dataclass(frozen=True)

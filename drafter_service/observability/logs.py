@@ -44,8 +44,6 @@ REDACTED_NAMES = frozenset(
         "drafts",
         "message",
         "messages",
-        "passage",
-        "passages",
         "password",
         "payload",
         "prompt",

@@ -30,15 +30,12 @@ class Admin:
         self,
         namespaces: Namespaces,
         access: AccessControl,
-        facts: Callable[[Collection[str], bool], ServiceFacts],
-        *,
-        may_show_passages: bool,
+        facts: Callable[[Collection[str]], ServiceFacts],
     ) -> None:
-        """Make the handlers; `facts` returns the facts of the named namespaces, with or without their passages."""
+        """Make the handlers; `facts` returns the facts of the named namespaces."""
         self._namespaces = namespaces
         self._access = access
         self._facts = facts
-        self._may_show_passages = may_show_passages
 
     async def observe(self, request: pb.ObserveRequest, context: grpc.aio.ServicerContext) -> pb.ObserveResponse:
         """Learn from finished text."""
@@ -104,11 +101,8 @@ class Admin:
         from drafter_service.observability.report.build import build_report
 
         async with _call(self._access, context) as authorized:
-            right = Right.READ | Right.ADMIN if request.passages else Right.READ
-            if request.passages and not self._may_show_passages:
-                raise WireError("this service does not show passages; they are users' text (reports.passages)")
-            names = self._chosen(authorized, request.namespace, right)
-            report = await asyncio.to_thread(build_report, self._facts(names, request.passages))
+            names = self._chosen(authorized, request.namespace, Right.READ)
+            report = await asyncio.to_thread(build_report, self._facts(names))
             return pb.ReportResponse(json=report.model_dump_json())
 
     async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:

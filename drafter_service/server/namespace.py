@@ -20,7 +20,6 @@ from drafter_service.observability.facts import (
     Sample,
     ShadowUse,
 )
-from drafter_service.observability.passages import Passages
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.shadow import TimeBudget
@@ -77,7 +76,6 @@ class Namespace:
         corpus: Corpus,
         *,
         stats: Stats | None = None,
-        passages: Passages | None = None,
         max_waiting: int = Limits.waiting_tokens,
     ) -> None:
         """Make a namespace, and refresh `corpus` in the background until it is closed.
@@ -90,8 +88,6 @@ class Namespace:
         self.corpus = corpus
         self.stats = stats or Stats()
         self.history = History()
-        self.passages = passages
-        """Counts of accepted texts; None unless reports may contain them."""
         self.clients = ClientTotals()
         self.shadow = ShadowUse(Stats())
         self.shadow_budget = TimeBudget()
@@ -198,8 +194,6 @@ class Namespace:
     async def refresh(self) -> None:
         """Return once no draft can contain forgotten text."""
         await asyncio.to_thread(self.corpus.refresh)
-        if self.passages is not None:
-            self.passages.purge(self.corpus)
 
     def learned_names(self) -> list[int]:
         """Return the hashes of the most recently learned names, the newest last."""
@@ -266,9 +260,8 @@ class Namespace:
             )
         )
 
-    def facts(self, *, with_passages: bool = False) -> NamespaceFacts:
+    def facts(self) -> NamespaceFacts:
         """Return the facts for reports and metrics."""
-        show = self.passages if with_passages else None
         corpus, times = self.corpus, self.corpus.times
         return NamespaceFacts(
             name=self.name,
@@ -295,7 +288,6 @@ class Namespace:
             shadow=self.shadow,
             duplicates=self.duplicates,
             uses=self._uses,
-            passages=show.most_productive(corpus) if show is not None else None,
         )
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 import structlog
 
 from drafter_service.observability.facts import History, ModelIdentity
-from drafter_service.observability.passages import Passages
 from drafter_service.replication.events import Dropped
 from drafter_service.server.namespace import ClosedError, Namespace
 from drafter_service.server.store import NAME, Description, Store
@@ -191,10 +190,9 @@ class Namespaces:
         try:
             loaded = await asyncio.to_thread(self._restore, name, drafting)
             corpus = loaded.corpus if loaded else Corpus.from_config(drafting)
-            passages = Passages() if self._config.reports.passages else None
             stats = loaded.stats if loaded else None
             waiting = self._config.limits.waiting_tokens
-            namespace = Namespace(name, model, drafting, corpus, stats=stats, passages=passages, max_waiting=waiting)
+            namespace = Namespace(name, model, drafting, corpus, stats=stats, max_waiting=waiting)
         except BaseException:
             del self._reserved[name]
             raise

@@ -51,12 +51,7 @@ class DrafterServer:
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
-        self._admin = Admin(
-            self.namespaces,
-            listener.access,
-            self.facts,
-            may_show_passages=config.reports.passages,
-        )
+        self._admin = Admin(self.namespaces, listener.access, self.facts)
         self._housekeeping = Housekeeping(self.namespaces, config)
         self._metrics: MetricsEndpoint | None = None
         self.summary = ""
@@ -104,7 +99,7 @@ class DrafterServer:
         await self._replication.stop()
         self._locks.close()
 
-    def facts(self, names: Collection[str] | None = None, with_passages: bool = False) -> ServiceFacts:
+    def facts(self, names: Collection[str] | None = None) -> ServiceFacts:
         """Return the facts about the service, and about all loaded namespaces or the named ones."""
         chosen = [
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
@@ -114,7 +109,7 @@ class DrafterServer:
             started_at=self._started_at,
             now=time.time(),
             memory_bytes=resident_bytes(),
-            namespaces=tuple(namespace.facts(with_passages=with_passages) for namespace in chosen),
+            namespaces=tuple(namespace.facts() for namespace in chosen),
             refused=self._streams.refused,
             failed_saves=self.namespaces.failed_saves,
             memory_limit=self._config.namespaces.memory_limit,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 
-from drafter_service.observability.passages import Passages
 from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import (
@@ -133,7 +132,7 @@ class Session:
 
     def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
         """Return drafts for a batch if all its sequences can have drafts, the usual case. Raises WireError."""
-        if message.steps or self._indexing or self._withheld or self.namespace.passages is not None:
+        if message.steps or self._indexing or self._withheld:
             return None
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
@@ -281,8 +280,6 @@ class Session:
 
     def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
         """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
-        if self.namespace.passages is not None:
-            self._note_passages(batch, self.namespace.passages)
         self._use.committed += len(batch.tokens)
         self._use.steps += _steps_of(batch)
         running, bounds = self._drafter.sequence_ids, batch.offsets.tolist()
@@ -335,13 +332,6 @@ class Session:
         if self._withheld or self._indexing:
             sequences += len(self._withheld.union(self._indexing))
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
-
-    def _note_passages(self, batch: Progress, passages: Passages) -> None:
-        bounds, verified = batch.offsets.tolist(), batch.verified.tolist()
-        for index, sequence_id in enumerate(batch.sequence_ids.tolist()):
-            committed = batch.tokens[bounds[index] : bounds[index + 1]]
-            accepted = self._drafter.accepted(sequence_id, committed, verified[index])
-            passages.record(committed[:accepted], self.namespace.corpus)
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
         """Add the increase since the client's last message."""

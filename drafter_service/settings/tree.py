@@ -119,8 +119,6 @@ class ReportsConfig:
     """HOST:PORT of the Prometheus endpoint."""
     sample_s: Seconds = 10.0
     """Seconds between two samples of the counters for reports over time."""
-    passages: bool = False
-    """Whether administrators may read the texts that drafts came from. They are users' text."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important events that are logged."""
     log_format: Literal["console", "json"] = "console"

@@ -235,12 +235,10 @@ class ForgetResponse(_message.Message):
     def __init__(self, snapshot_saved: bool = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("namespace", "passages")
+    __slots__ = ("namespace",)
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    PASSAGES_FIELD_NUMBER: _ClassVar[int]
     namespace: str
-    passages: bool
-    def __init__(self, namespace: _Optional[str] = ..., passages: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[str] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("json",)

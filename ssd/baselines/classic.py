@@ -70,9 +70,7 @@ class ClassicDrafter(CorpusDrafter):
 
     def _commit(self, row: int, tokens: np.ndarray, verified: int, steps: int) -> None:
         if len(tokens):
-            draft = self._sequences.last_draft(row)[: min(verified, len(tokens))]
-            differs = np.flatnonzero(draft != tokens[: len(draft)])
-            accepted = int(differs[0]) if len(differs) else len(draft)
+            accepted = self._sequences.accepted(row, tokens, verified)
             self.stats.record_path(len(tokens), verified, accepted, steps)
         self._sequences.extend(row, tokens)
 

@@ -111,11 +111,6 @@ class Sequences:
         self.tables[1][row, 1 : 1 + len(tokens), PARENT] = np.arange(len(tokens))
         self.state[row, NODES] = len(tokens) + 1
 
-    def last_draft(self, row: int) -> np.ndarray:
-        """Return the tokens of a sequence's last draft, uint32 [n]."""
-        nodes = self.tables[1][row, 1 : max(1, int(self.state[row, NODES])), TOKEN]
-        return np.ascontiguousarray(nodes).view(np.uint32)
-
     def accepted(self, row: int, tokens: np.ndarray, verified: int) -> int:
         """Return how many tokens at the beginning of `tokens`, uint32 [n], are a path of the last draft.
 

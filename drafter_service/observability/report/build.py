@@ -110,7 +110,6 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         streams=facts.streams,
         sequences=facts.sequences,
         duplicates=facts.duplicates,
-        passages=facts.passages,
         **dict(known),
     )
 

@@ -29,7 +29,6 @@ def namespace_panels(namespace: NamespaceReport) -> list[str]:
         _occupancy,
         _corpus,
         _engines,
-        _passages,
     )
     return [markup for maker in makers for markup in maker(namespace)]
 
@@ -288,18 +287,3 @@ def _engines(namespace: NamespaceReport) -> list[str]:
     content = description_list((name, Value(value, units.count)) for name, value in rows)
     heads = ("client", "connected", "tokens", "per step")
     return [panel("Engines", note, content + table(heads, by_client, kinds=("name", "", "", "")))]
-
-
-def _passages(namespace: NamespaceReport) -> list[str]:
-    if namespace.passages is None:
-        return []
-    rows = [
-        (
-            Value(passage.accepted, units.count),
-            Value(passage.age_tokens, units.count),
-            " ".join(map(str, passage.tokens)) if passage.text is None else passage.text,
-        )
-        for passage in namespace.passages
-    ]
-    content = table(("accepted", "tokens since", "passage"), rows)
-    return [panel("Most productive passages", "Passages contain users' text.", content, kind="across words")]

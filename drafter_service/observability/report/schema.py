@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-SCHEMA_VERSION: Literal[2] = 2
+SCHEMA_VERSION: Literal[3] = 3
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -236,15 +236,6 @@ class ShadowReport(_Part):
     drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
 
 
-class PassageReport(_Part):
-    """A piece of remembered text that drafts came from. It is users' text."""
-
-    accepted: Count = Field(description="Draft tokens from it that were accepted.")
-    age_tokens: Count = Field(description="Number of tokens remembered after it.")
-    tokens: list[Count] = Field(description="Token ids.")
-    text: str | None = Field(default=None, description="The decoded text, where a tokenizer is available.")
-
-
 class ModelReport(_Part):
     """The model that is served."""
 
@@ -294,10 +285,6 @@ class NamespaceReport(CounterTables):
     duplicates: Count | None = Field(
         default=None, description="Texts that were sent again after they had been learned."
     )
-    passages: list[PassageReport] | None = Field(
-        default=None,
-        description="The texts that most accepted tokens came from, most productive first. Null unless requested.",
-    )
 
 
 class SharedLogReport(_Part):
@@ -335,7 +322,7 @@ class ServiceReport(_Part):
 class Report(_Part):
     """What drafting has saved so far."""
 
-    schema_version: Literal[2] = Field(description="Version of this schema.")
+    schema_version: Literal[3] = Field(description="Version of this schema.")
     taken_at: Moment = Field(description="Seconds since 1970; for a snapshot, when the file was written.")
     service: ServiceReport | None = Field(description="Null: the report was made from a snapshot.")
     total: Drafting = Field(description="Totals over all namespaces of this report.")

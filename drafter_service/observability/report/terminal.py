@@ -20,7 +20,6 @@ from drafter_service.observability.report.schema import (
     Drafting,
     LatencyReport,
     NamespaceReport,
-    PassageReport,
     Report,
     Tally,
 )
@@ -39,8 +38,6 @@ MAX_IN_FULL = 3
 """Maximum number of namespaces that are printed in full; with more only the overview is printed."""
 BAR_WIDTH = 10
 CURVE_WIDTH = 60
-MAX_PASSAGE = 300
-"""Maximum number of characters of a passage."""
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -140,8 +137,6 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts.append(_by_client(namespace.by_client))
     if namespace.draft_latency is not None and namespace.merge_latency is not None:
         parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
-    if namespace.passages is not None:
-        parts.append(_passages(namespace.passages))
     return Group(*(Padding(part, (1, 0, 0, 0)) for part in parts))
 
 
@@ -268,17 +263,6 @@ def _by_client(clients: Iterable[ClientReport]) -> Table:
             units.count(each.committed),
             units.ratio(each.tokens_per_step),
         )
-    return table
-
-
-def _passages(passages: Iterable[PassageReport]) -> Table:
-    table = _table("accepted", "age", "most productive passages")
-    table.columns[2].justify = "left"
-    for passage in passages:
-        text = " ".join(map(str, passage.tokens)) if passage.text is None else passage.text
-        text = units.printable(text.replace("\n", "⏎"))
-        shown = text if len(text) <= MAX_PASSAGE else text[:MAX_PASSAGE] + "…"
-        table.add_row(units.count(passage.accepted), units.count(passage.age_tokens), Text(shown))
     return table
 
 

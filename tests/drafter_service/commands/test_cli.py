@@ -274,7 +274,7 @@ def test_printed_settings_are_read_back(run, tmp_path):
         ],
         *["--log", "redis://somewhere", "--metrics", "127.0.0.1:9", "--certificate", pair.certificate],
         *["--key", pair.key, "--client-ca", ca.certificate, "--callers", "/callers.toml", "--allow-plaintext"],
-        *["--socket-mode", "0660", "--passages", "--log-level", "debug", "--log-format", "json"],
+        *["--socket-mode", "0660", "--log-level", "debug", "--log-format", "json"],
         *["--set", "limits.streams=3", "--set", "namespaces.capacities={'a.b' = '1M'}"],
     ]
     code, printed, _ = run("serve", *arguments, "--print-config")

@@ -5,8 +5,6 @@ import json
 import grpc
 import pytest
 from click.testing import CliRunner
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from drafter_service.commands.link import Link
 from drafter_service.commands.report import fetch_report, report, top
@@ -18,13 +16,12 @@ from tests.drafter_service.observability.report.samples import (
     NOW,
     Reporter,
     busy_namespace,
-    passages,
     reporting,
     service,
 )
 from tests.replay import drafter_of
 
-MADE = build_report(service(busy_namespace(passages=passages())))
+MADE = build_report(service(busy_namespace()))
 DOCUMENT = MADE.model_dump_json()
 
 
@@ -42,8 +39,8 @@ def run(command, *arguments):
 def test_fetched_report_is_the_one_sent(socket_address):
     reporter = Reporter(DOCUMENT)
     with reporting(socket_address, reporter):
-        assert fetch_report(link_to(socket_address), "team", passages=True) == MADE
-    assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("team", True)
+        assert fetch_report(link_to(socket_address), "team") == MADE
+    assert reporter.requests[0].namespace == "team"
 
 
 def test_request_carries_the_bearer_token(socket_address, tmp_path):
@@ -55,13 +52,6 @@ def test_request_carries_the_bearer_token(socket_address, tmp_path):
     assert ("authorization", "Bearer secret") in reporter.metadata
 
 
-def test_passages_are_requested_only_on_demand(socket_address):
-    reporter = Reporter(DOCUMENT)
-    with reporting(socket_address, reporter):
-        run(report, "--address", socket_address)
-    assert (reporter.requests[0].namespace, reporter.requests[0].passages) == ("", False)
-
-
 def test_unknown_fields_are_ignored(socket_address):
     more = {**json.loads(DOCUMENT), "unknown": "field"}
     with reporting(socket_address, Reporter(json.dumps(more))):
@@ -71,8 +61,8 @@ def test_unknown_fields_are_ignored(socket_address):
 @pytest.mark.parametrize(
     ("reporter", "reason"),
     [
-        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 2"),
-        (Reporter('{"schema_version": 2}'), "is not a report"),
+        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 3"),
+        (Reporter('{"schema_version": 3}'), "is not a report"),
         (Reporter("hello"), "is not a report"),
         (Reporter("[1]"), "is not a report"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refused: not\ufffdyours"),
@@ -105,19 +95,6 @@ def test_output_as_tables_json_and_page(socket_address, tmp_path):
     assert quiet.stdout == ""
 
 
-def test_tokenizer_decodes_passages(socket_address, tmp_path):
-    Tokenizer(WordLevel({f"w{index}": index for index in range(50)}, "w0")).save(str(tmp_path / "tokenizer.json"))
-    with reporting(socket_address, Reporter(DOCUMENT)):
-        printed = run(report, "--address", socket_address, "--json", "--passages", "--tokenizer", tmp_path)
-        assert Report.model_validate_json(printed.stdout).namespaces[0].passages[1].text == "w5 w6 w7"
-        assert "w5 w6 w7" in run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path).stdout
-        with pytest.raises(UserError, match=r"has no tokenizer\.json"):
-            run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path / "x")
-        (tmp_path / "tokenizer.json").write_text("{")
-        with pytest.raises(UserError, match="cannot be read"):
-            run(report, "--address", socket_address, "--passages", "--tokenizer", tmp_path)
-
-
 def test_report_of_a_snapshot(tmp_path):
     path = tmp_path / "team.snapshot"
     with drafter_of([[1, 2, 3, 4]]) as drafter:
@@ -138,9 +115,7 @@ def test_report_of_a_snapshot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--snapshot", "y", "--passages"], "remove --passages"),
-        (["--snapshot", "y", "--namespace", "z"], "remove --passages and --namespace"),
-        (["--address", "unix:/x", "--tokenizer", "y"], "add --passages"),
+        (["--snapshot", "y", "--namespace", "z"], "remove --namespace"),
         (["--address", "nonsense"], "is not an address"),
     ],
 )

@@ -197,9 +197,6 @@ def test_a_report_has_the_requested_namespaces(caller, name):
     assert [namespace["name"] for namespace in report["namespaces"]] == [name]
     everything = json.loads(caller.call("Report").json)
     assert name in [namespace["name"] for namespace in everything["namespaces"]]
-    code, details = caller.refusal("Report", passages=True)
-    assert code is INVALID_ARGUMENT
-    assert "this service does not show passages; they are users' text (reports.passages)" in details
 
 
 def test_namespaces_are_saved_on_demand(service, caller, name):
@@ -342,7 +339,7 @@ def callers_file(folder):
 
 
 def admin_of(namespaces, access):
-    return Admin(namespaces, access, lambda *_: None, may_show_passages=False)
+    return Admin(namespaces, access, lambda *_: None)
 
 
 async def refused(method, request, token):

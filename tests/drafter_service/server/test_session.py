@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ClientUse, ModelIdentity
-from drafter_service.observability.passages import Passages
 from drafter_service.server.namespace import MAX_CLIENTS, OTHERS, Namespace
 from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
@@ -89,24 +88,6 @@ def test_the_cost_of_the_engine_is_used(session):
         for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
     ]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
-
-
-def test_only_accepted_draft_tokens_count_as_passages():
-    text = np.arange(100, 160, dtype=np.uint32)
-    config = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
-    corpus = Corpus(config.capacity, config.match_depth)
-    corpus.append(text)
-    corpus.refresh()
-    namespace = Namespace("some", ModelIdentity(), config, corpus, passages=Passages())
-    session = Session(namespace, Limits())
-    offered = drafted(ask(session, starts=[start(1, text[:20])], batch=batch({1: ()}, limit=20, cost=0.0001)))
-    assert offered == text[20 : 20 + len(offered)].tolist()
-    # The target accepts ten tokens; the others are its own, from several steps.
-    committed = [*text[20:30], *text[:20]]
-    ask(session, batch=batch({1: committed}, verified=len(offered), cost=0.0001))
-    (passage,) = namespace.passages.most_productive(corpus)
-    assert (passage.tokens, passage.accepted) == (text[20:30].tolist(), 10)
-    close(namespace)
 
 
 def test_refusals_name_the_field_and_have_no_effect(session):

@@ -33,7 +33,6 @@ SAMPLES = {
     "log.url": "redis://somewhere",
     "log.prefix": "5",
     "reports.metrics": "127.0.0.1:9",
-    "reports.passages": True,
     "reports.log_level": "debug",
     "reports.log_format": "json",
     "reports.tracing": True,

@@ -19,7 +19,7 @@ from drafter_service.observability.facts import (
     ServiceFacts,
     ShadowUse,
 )
-from drafter_service.observability.report.schema import ClientTotals, CorpusReport, PassageReport, SharedLogReport
+from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
@@ -193,14 +193,6 @@ def latency_of(count, typical_s, spread_of_log):
     latency.counts = [counted * max(1, count // 400) for counted in latency.counts]
     latency.total_s *= max(1, count // 400)
     return latency
-
-
-def passages():
-    """Return two passages of token ids."""
-    return [
-        PassageReport(accepted=9_412, age_tokens=120_000, tokens=list(range(40))),
-        PassageReport(accepted=1_204, age_tokens=7, tokens=[5, 6, 7]),
-    ]
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):

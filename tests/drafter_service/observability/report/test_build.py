@@ -19,7 +19,7 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.observability.report.build import build_report, snapshot_report
 from drafter_service.observability.report.figures import MAX_PERIODS
-from drafter_service.observability.report.schema import ClientTotals, PassageReport, Report, SharedLogReport
+from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
 from ssd.corpus.snapshot import save
 from ssd.stats import Stats
 from ssd.types import Source
@@ -29,7 +29,6 @@ from tests.drafter_service.observability.report.samples import (
     busy_namespace,
     corpus_of,
     new_namespace,
-    passages,
     service,
 )
 from tests.replay import drafter_of, replay_one
@@ -223,7 +222,7 @@ def test_total_sums_all_namespaces():
 
 
 def test_report_contains_the_other_facts():
-    facts = service(busy_namespace(passages=passages()), log=SharedLogReport(is_connected=True, dropped_tokens=9))
+    facts = service(busy_namespace(), log=SharedLogReport(is_connected=True, dropped_tokens=9))
     report = build_report(facts)
     known = report.namespaces[0]
     assert report.service.uptime_s == 36 * HOUR
@@ -231,9 +230,6 @@ def test_report_contains_the_other_facts():
     assert known.model.vocab_size == 128_256
     assert (known.streams, known.sequences, known.duplicates) == (4, 212, 31)
     assert known.clients == facts.namespaces[0].clients
-    assert [passage.tokens for passage in known.passages] == [list(range(40)), [5, 6, 7]]
-    assert known.passages[0].text is None
-    assert report_of(busy_namespace()).namespaces[0].passages is None
 
 
 counts = st.one_of(st.integers(0, 9), st.integers(0, 2**62))
@@ -265,7 +261,6 @@ def any_namespace(draw):
         history=history,
         corpus=corpus_of(*[draw(counts) for _ in range(4)]),
         draft_latency=latency,
-        passages=draw(st.none() | st.just([PassageReport(accepted=1, age_tokens=2, tokens=[3])])),
     )
 
 
