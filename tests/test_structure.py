@@ -27,7 +27,6 @@ ALLOWED = {
         "grpc_reflection",
         "jinja2",
         "numpy",
-        "opentelemetry",
         "orjson",
         "prometheus_client",
         "pyarrow",

@@ -1,1 +1,1 @@
-"""Reports, metrics, logs and traces."""
+"""Reports, metrics and logs."""

@@ -13,7 +13,6 @@ from grpc_reflection.v1alpha import reflection
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
 from drafter_service.observability.process import allow_files
-from drafter_service.observability.tracing import interceptors
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
@@ -52,7 +51,7 @@ class Listener:
         files = FILES + 2 * self._config.limits.streams
         if not allow_files(files):
             logger.warning("few files may be opened", needed=files, advice="raise the limit (ulimit -n, LimitNOFILE)")
-        server = grpc.aio.server(interceptors=interceptors(self._config.reports.tracing), options=GRPC_OPTIONS)
+        server = grpc.aio.server(options=GRPC_OPTIONS)
         server.add_generic_rpc_handlers([self._methods])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -113,7 +113,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ReportsConfig:
-    """Metrics, reports, logs and traces."""
+    """Metrics, reports and logs."""
 
     metrics: str | None = None
     """HOST:PORT of the Prometheus endpoint."""
@@ -123,8 +123,6 @@ class ReportsConfig:
     """The least important events that are logged."""
     log_format: Literal["console", "json"] = "console"
     """`console`: for people. `json`: an object per line, for log collectors."""
-    tracing: bool = False
-    """Export traces through OpenTelemetry, configured by its own environment variables."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ SAMPLES = {
     "reports.metrics": "127.0.0.1:9",
     "reports.log_level": "debug",
     "reports.log_format": "json",
-    "reports.tracing": True,
 }
 """Values that differ from the defaults; for numbers see `different_values`."""
 NUMBERS = {
