@@ -218,10 +218,10 @@ class Engine:
         ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or after cancelling the
         others when its adapter cannot be read or its grammar cannot continue.
         """
-        asked = list(requests)
-        for request in asked:
+        requests = list(requests)
+        for request in requests:
             self.check(request)
-        sequences = [self._queue(request) for request in asked]
+        sequences = [self._queue(request) for request in requests]
         completions: dict[int, Completion] = {}
         while self.scheduler.has_work:
             report = self.step()

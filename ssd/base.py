@@ -54,8 +54,8 @@ class Running:
 
 
 @dataclass(eq=False)
-class Opening:
-    """A sequence that `open` has prepared for `begin`."""
+class PreparedSequence:
+    """A sequence that is ready for `CorpusDrafter.begin`."""
 
     text: np.ndarray
     """uint32 [N]: the prompt and the tokens that were committed elsewhere."""
@@ -114,8 +114,8 @@ class CorpusDrafter(ABC):
         self._last_ids: list[int] = []
         self._last_rows = NO_ROWS
         """Ids and rows of the last batch: most steps have the same sequences as the step before."""
-        self._opened: WeakSet[Running] = WeakSet()
-        """Running sequences, and those that were opened but have not begun."""
+        self._prepared: WeakSet[Running] = WeakSet()
+        """Running sequences, and those that were prepared but have not begun."""
         self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
 
     def start(
@@ -139,10 +139,10 @@ class CorpusDrafter(ABC):
         `Corpus.append`.
         """
         self._check_is_new(sequence_id)
-        opening = self.open(
+        prepared = self.prepare(
             prompt, hints=hints, committed=committed, session_id=session_id, request_id=request_id, learn=learn
         )
-        self.begin(sequence_id, opening)
+        self.begin(sequence_id, prepared)
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Commit the tokens that the target produced, and draft what may follow.
@@ -193,7 +193,7 @@ class CorpusDrafter(ABC):
             self._withdraw(running)
         del self._row_of[sequence_id]
         self._last_ids, self._last_rows = [], NO_ROWS
-        self._opened.discard(running)
+        self._prepared.discard(running)
         self.corpus.end_running(self._owner_of(running))
         local = self._sequences.remove(running.row)
         if learn and running.learn:
@@ -226,7 +226,7 @@ class CorpusDrafter(ABC):
         self._running.clear()
         self._row_of.clear()
         self._last_ids, self._last_rows = [], NO_ROWS
-        self._opened.clear()
+        self._prepared.clear()
         self._idle.drop(lambda _: True)
         if self._owns_corpus:
             self.corpus.close()
@@ -241,7 +241,7 @@ class CorpusDrafter(ABC):
 
     # For the drafter service, not part of the public interface.
 
-    def open(
+    def prepare(
         self,
         prompt: np.ndarray,
         *,
@@ -250,7 +250,7 @@ class CorpusDrafter(ABC):
         session_id: Hashable = None,
         request_id: str | None = None,
         learn: bool = True,
-    ) -> Opening:
+    ) -> PreparedSequence:
         """Check the arguments of `start`. Then call `begin`; a long prompt may be indexed in another thread first."""
         hinted = 0 if hints is None else len(hints)
         prompt = prompt if hints is None else np.concatenate([hints, prompt])
@@ -262,19 +262,19 @@ class CorpusDrafter(ABC):
         # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
         first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
         running = Running(first_learned, len(text), len(text), session_id, request_id, turns | {request_id}, learn)
-        self._opened.add(running)
-        return Opening(text, local, running, is_predicted=hinted > 0 and len(text) == len(prompt))
+        self._prepared.add(running)
+        return PreparedSequence(text, local, running, is_predicted=hinted > 0 and len(text) == len(prompt))
 
-    def begin(self, sequence_id: int, opening: Opening) -> None:
-        """Begin an opened sequence. Raises ValueError for an id in use."""
+    def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
+        """Begin a prepared sequence. Raises ValueError for an id in use."""
         self._check_is_new(sequence_id)
-        opening.index()
-        running = opening.running
-        prefix = opening.text[running.first_learned :] if running.learn and self.PUBLISHES else None
+        prepared.index()
+        running = prepared.running
+        prefix = prepared.text[running.first_learned :] if running.learn and self.PUBLISHES else None
         running.row = self._sequences.add(
-            opening.local,
+            prepared.local,
             self.corpus.start_running(prefix),
-            is_predicted=opening.is_predicted,
+            is_predicted=prepared.is_predicted,
             is_shared=running.learn and self.PUBLISHES,
         )
         self._running[sequence_id], self._row_of[sequence_id] = running, running.row
@@ -286,7 +286,7 @@ class CorpusDrafter(ABC):
         it is not remembered. Idle sessions with a turn of that id end.
         """
         self._idle.drop(lambda idle: request_id in idle.turns)
-        for running in self._opened:
+        for running in self._prepared:
             running.is_kept &= request_id not in running.turns
             if running.request_id == request_id:
                 running.learn = False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ssd.base import CorpusDrafter, Opening
+from ssd.base import CorpusDrafter, PreparedSequence
 from ssd.config import DrafterConfig, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
@@ -48,9 +48,9 @@ class SuffixDrafter(CorpusDrafter):
         self._state = self._sequences.state
         self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)
 
-    def begin(self, sequence_id: int, opening: Opening) -> None:
+    def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
         """See `CorpusDrafter.begin`."""
-        super().begin(sequence_id, opening)
+        super().begin(sequence_id, prepared)
         if self._sequences.state is not self._state:
             self._state = self._sequences.state
             self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)

@@ -134,7 +134,8 @@ def test_what_the_last_release_sends_in_removed_fields_is_ignored(address):
     first = OLD_REQUEST(step=1, hello={"protocol": 3, "namespace": "removed", "policy": "classic"})
     with connected(address) as caller:
         stream = caller.stream()
-        welcome = last_release("Welcome").FromString(stream.ask(first.SerializeToString()).welcome.SerializeToString())
+        answer = stream.exchange(first.SerializeToString())
+        welcome = last_release("Welcome").FromString(answer.welcome.SerializeToString())
         assert (welcome.namespace, welcome.policy) == ("removed", "")
         # The drafter of that policy would not draft from the running request.
         assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]

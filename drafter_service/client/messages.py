@@ -113,7 +113,7 @@ class Counters:
     """Totals since the client was made."""
 
     timeouts: int = 0
-    """Steps without drafts because the service was late, or was not asked after it had been late."""
+    """Steps without drafts because the service was late, or was not called after it had been late."""
     dropped: int = 0
     """Responses that arrived after the deadline."""
     resyncs: int = 0

@@ -132,7 +132,7 @@ class PendingRequests:
             self._is_late = False
             self.dropped += 1
 
-    def may_ask(self) -> bool:
+    def may_request_drafts(self) -> bool:
         """Return whether to request drafts in this step. Call it once per step."""
         if not self.may_send:
             return False
@@ -141,7 +141,7 @@ class PendingRequests:
             return False
         return True
 
-    def ask(self, request: pb.DraftRequest) -> int:
+    def request_drafts(self, request: pb.DraftRequest) -> int:
         """Send a request whose drafts the caller will wait for; return its number."""
         self._is_delayed = sum(pending.text_bytes for pending in self._pending) >= DELAYING_BYTES
         self._awaited = self.send(OutgoingRequest(request), wants_drafts=True)

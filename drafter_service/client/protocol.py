@@ -52,8 +52,8 @@ class Turn:
     """int64 [B]: rows of the sequences."""
     limits: np.ndarray
     """uint32 [B]: maximum number of draft tokens."""
-    asked: Subset = field(default_factory=lambda: NONE)
-    """The sequences of the batch that the request names."""
+    requested: Subset = field(default_factory=lambda: NONE)
+    """The sequences of the batch whose drafts were requested."""
     step: int | None = None
     """Number of the request; None if none was sent."""
 
@@ -130,17 +130,17 @@ class Protocol:
         batch = self._running.batch_of(progress)
         rows = batch.rows
         turn = Turn(rows, progress.max_draft)
-        may_ask = self.pending.may_ask()
-        if may_ask and batch.are_current:
+        may_request = self.pending.may_request_drafts()
+        if may_request and batch.are_current:
             self._running.forward(batch, progress)
-            self._ask(turn, ALL, progress, batch.wire_ids)
+            self._request_drafts(turn, ALL, progress, batch.wire_ids)
             return turn
         self._running.commit(rows, progress)
-        asked = self._running.are_registered(rows).nonzero()[0]
-        if may_ask and len(asked):
-            unsent = self._running.take_unsent(rows[asked], progress.max_draft[asked], progress.cost)
-            self._ask(turn, asked, unsent)
-        elif not may_ask and len(rows):
+        registered = self._running.are_registered(rows).nonzero()[0]
+        if may_request and len(registered):
+            unsent = self._running.take_unsent(rows[registered], progress.max_draft[registered], progress.cost)
+            self._request_drafts(turn, registered, unsent)
+        elif not may_request and len(rows):
             self._counters.timeouts += self.pending.phase is Phase.READY
         self._registration.send_running()  # After the batch, so that the batch does not wait for it.
         return turn
@@ -217,13 +217,13 @@ class Protocol:
         self._has_connected = True
         self._registration.begin(welcome)
 
-    def _ask(self, turn: Turn, asked: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
+    def _request_drafts(self, turn: Turn, subset: Subset, progress: Progress, wire_ids: bytes | None = None) -> None:
         request = pb.DraftRequest()
         batch_message(progress, wire_ids, request.batch)
         self._batches += 1
         if self._batches % COUNTERS_EVERY == 0:
             request.counters.CopyFrom(self.counters.message())
-        turn.asked, turn.step = asked, self.pending.ask(request)
+        turn.requested, turn.step = subset, self.pending.request_drafts(request)
 
     def _take_drafts(self, turn: Turn) -> DraftBatch | None:
         """Return the drafts of a turn; None if they have not arrived or cannot be read."""
@@ -233,13 +233,13 @@ class Protocol:
         if message is None:
             self._counters.timeouts += 1
             return None
-        limits = turn.limits[turn.asked]
+        limits = turn.limits[turn.requested]
         try:
             drafts, malformed = read_draft_response(message, limits, self._vocab_size)
         except WireError:
             self._counters.malformed += len(limits)
             return None
         self._counters.malformed += malformed
-        if isinstance(turn.asked, slice):
+        if isinstance(turn.requested, slice):
             return drafts
-        return drafts.scatter(turn.asked, len(turn.limits))
+        return drafts.scatter(turn.requested, len(turn.limits))

@@ -178,7 +178,7 @@ class HostSession:
         """
         drafts = [NO_DRAFT] * len(texts)
         with self.guarded():
-            asked: dict[int, list[Turn]] = {}
+            by_namespace: dict[int, list[Turn]] = {}
             seen = set()
             for index, (request_id, text) in enumerate(texts):
                 request = self._requests.get(request_id)
@@ -190,12 +190,12 @@ class HostSession:
                 if turn is None:
                     continue
                 if turn.added or not request.draft:
-                    asked.setdefault(id(request.namespace), []).append(turn)
+                    by_namespace.setdefault(id(request.namespace), []).append(turn)
                 else:  # The host has not run the request since it got this draft.
                     request.verified = None
                     drafts[index] = request.draft.cut(turn.room)
-            for turns in asked.values():
-                for turn, draft in zip(turns, self._ask(turns), strict=True):
+            for turns in by_namespace.values():
+                for turn, draft in zip(turns, self._draft(turns), strict=True):
                     drafts[turn.index] = draft
         return drafts
 
@@ -314,7 +314,7 @@ class HostSession:
         else:
             self._report_once("prompt changed", "a request's prompt changed while it ran; it has no more drafts")
 
-    def _ask(self, turns: list[Turn]) -> list[Draft]:
+    def _draft(self, turns: list[Turn]) -> list[Draft]:
         """Report the progress of requests of one namespace; return their drafts."""
         try:
             namespace = turns[0].request.namespace

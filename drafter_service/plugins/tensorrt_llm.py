@@ -31,7 +31,7 @@ MAX_DRAFT = 8
 
 
 def __getattr__(name: str) -> Any:
-    """Make the class `SsdDrafter` when a user or pickle asks for it."""
+    """Make the class `SsdDrafter` when a user or pickle first uses it."""
     if name != "SsdDrafter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return drafter_class()

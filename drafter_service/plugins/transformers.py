@@ -44,8 +44,8 @@ DECODERS = {
 """The host's decoding method by `GenerationMode`; assisted generation without drafts is one of the first two."""
 
 EXACT_CRITERIA = ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria")
-"""Stopping criteria at which assisted decoding stops where plain decoding stops. It asks others once per step, not once
-per token, and would return more tokens than plain decoding."""
+"""Stopping criteria at which assisted decoding stops where plain decoding stops. It checks others once per step, not
+once per token, and would return more tokens than plain decoding."""
 
 MAX_DRAFT = 16
 DEADLINE_S = 0.01

@@ -54,11 +54,11 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
     shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
         with budget.spend():
-            opening = drafter.open(prompt, learn=False)
+            prepared = drafter.prepare(prompt, learn=False)
             if len(prompt) >= LONG_PROMPT:
-                await asyncio.to_thread(opening.index)
+                await asyncio.to_thread(prepared.index)
                 namespace.check_is_open()
-            shadow.begin(0, opening)
+            shadow.begin(0, prepared)
             shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
         for first in range(0, len(output), SCORED_PER_TURN):
             with budget.spend():

@@ -22,7 +22,7 @@ from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
-from ssd.base import Opening
+from ssd.base import PreparedSequence
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
@@ -37,14 +37,14 @@ class Indexing:
     """A sequence whose long prompt is being indexed."""
 
     task: asyncio.Task[None]
-    opening: Opening
+    prepared: PreparedSequence
     committed: list[np.ndarray] = field(default_factory=list)
     """Tokens that were committed since indexing began, one run for each step."""
 
     @property
     def size(self) -> int:
         """Number of tokens, prompt included."""
-        return len(self.opening.text) + sum(len(run) for run in self.committed)
+        return len(self.prepared.text) + sum(len(run) for run in self.committed)
 
 
 class Session:
@@ -190,7 +190,7 @@ class Session:
         if start.shadow:
             self._shadow = self._shadow or ShadowDrafter(self.namespace.new_drafter(shadow=True))
             self._withheld.add(sequence_id)
-        opening = self._drafter_of(sequence_id).open(
+        prepared = self._drafter_of(sequence_id).prepare(
             start.prompt,
             hints=start.hints,
             committed=start.committed,
@@ -198,24 +198,24 @@ class Session:
             request_id=start.request_id,
             learn=start.learn and self._may_learn,
         )
-        self._tokens += len(opening.text)
-        if len(opening.text) < LONG_PROMPT:
-            self._drafter_of(sequence_id).begin(sequence_id, opening)
+        self._tokens += len(prepared.text)
+        if len(prepared.text) < LONG_PROMPT:
+            self._drafter_of(sequence_id).begin(sequence_id, prepared)
         else:
-            task = asyncio.get_running_loop().create_task(self._index(sequence_id, opening))
-            self._indexing[sequence_id] = Indexing(task, opening)
+            task = asyncio.get_running_loop().create_task(self._index(sequence_id, prepared))
+            self._indexing[sequence_id] = Indexing(task, prepared)
         self._make_room()
 
-    async def _index(self, sequence_id: int, opening: Opening) -> None:
+    async def _index(self, sequence_id: int, prepared: PreparedSequence) -> None:
         try:
-            await asyncio.to_thread(opening.index)
+            await asyncio.to_thread(prepared.index)
         except MemoryError:
             self._remove(sequence_id)
             del self._indexing[sequence_id]
             return
         indexing = self._indexing.pop(sequence_id)
         drafter = self._drafter_of(sequence_id)
-        drafter.begin(sequence_id, opening)
+        drafter.begin(sequence_id, prepared)
         committed = np.concatenate([NO_TOKENS, *indexing.committed])
         progress = Progress.of_one(sequence_id, committed, steps=len(indexing.committed))
         if isinstance(drafter, ShadowDrafter):
@@ -248,12 +248,12 @@ class Session:
 
     def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool, *, counts: bool) -> None:
         """End a sequence before its prompt is indexed. counts: whether its tokens count as a step without a draft."""
-        running = indexing.opening.running
+        running = indexing.prepared.running
         committed = np.concatenate([*indexing.committed, finish.tokens])
         if counts and len(committed):
             self.namespace.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
-            text = np.concatenate([indexing.opening.learned, committed])
+            text = np.concatenate([indexing.prepared.learned, committed])
             self.namespace.learn(text, running.request_id)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:

@@ -1,6 +1,6 @@
 """Shadow mode: drafts that are withheld, and scored against the tokens that come instead.
 
-An engine that verifies drafts asks for the next one after the accepted tokens of the last one and one more token. So a
+An engine that verifies drafts requests the next one after the accepted tokens of the last one and one more token. So a
 withheld draft is kept until that many tokens have arrived, which are then committed as one step.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssd.base import Opening
+from ssd.base import PreparedSequence
 from ssd.drafter import SuffixDrafter
 from ssd.types import Progress, offsets_of
 
@@ -58,13 +58,13 @@ class ShadowDrafter:
         self.drafter = drafter
         self._sequences: dict[int, Withheld] = {}
 
-    def open(self, prompt: np.ndarray, **options: Any) -> Opening:
-        """Prepare a sequence, see `CorpusDrafter.open`."""
-        return self.drafter.open(prompt, **options)
+    def prepare(self, prompt: np.ndarray, **options: Any) -> PreparedSequence:
+        """Prepare a sequence, see `CorpusDrafter.prepare`."""
+        return self.drafter.prepare(prompt, **options)
 
-    def begin(self, sequence_id: int, opening: Opening) -> None:
+    def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
         """Begin a sequence, see `CorpusDrafter.begin`."""
-        self.drafter.begin(sequence_id, opening)
+        self.drafter.begin(sequence_id, prepared)
         self._sequences[sequence_id] = Withheld()
 
     def advance(self, batch: Progress) -> None:

@@ -69,7 +69,7 @@ class GrammarChecker:
         """Return the reason why a grammar cannot be used; runs in the thread."""
         if grammar in self._results:
             return self._results[grammar]
-        answer = self._ask(grammar) or self._ask(grammar)
+        answer = self._check_in_process(grammar) or self._check_in_process(grammar)
         if answer is None:
             return f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
         reason, is_final = answer
@@ -80,7 +80,7 @@ class GrammarChecker:
             del self._results[next(iter(self._results))]
         return reason
 
-    def _ask(self, grammar: Grammar) -> tuple[str, bool] | None:
+    def _check_in_process(self, grammar: Grammar) -> tuple[str, bool] | None:
         """Return the result of `refusal` in the process; None if it ended or was too late. The next call starts one."""
         try:
             if self._process is None:

@@ -149,19 +149,19 @@ class EngineCollector(Collector):
         stats = self._stats()
         yield from self._gauges(stats)
         yield from self._counters(stats)
-        yield self._labelled_counter(
+        yield self._labeled_counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by position in the draft.",
             "position",
             {str(position): total for position, total in enumerate(stats.accepted_per_position)},
         )
-        yield self._labelled_counter(
+        yield self._labeled_counter(
             "ssd:draft_tokens", "Draft tokens by the source that proposed them.", "source", stats.drafted_by_source
         )
-        yield self._labelled_counter(
+        yield self._labeled_counter(
             "ssd:accepted_tokens", "Accepted draft tokens by source.", "source", stats.accepted_by_source
         )
-        yield self._labelled_counter(
+        yield self._labeled_counter(
             "ssd:skipped_steps",
             "Engine steps in which a drafter of a combination was not called, because the others offered more.",
             "drafter",
@@ -209,7 +209,7 @@ class EngineCollector(Collector):
             counter.add_metric(self._labels, total)
             yield counter
 
-    def _labelled_counter(self, name: str, text: str, label: str, totals: Mapping[str, int]) -> Metric:
+    def _labeled_counter(self, name: str, text: str, label: str, totals: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(name, text, labels=(*LABELS, label))
         for value, total in totals.items():
             family.add_metric((*self._labels, value), total)

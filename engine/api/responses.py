@@ -137,7 +137,7 @@ def _cached_tokens(n: int, completions: Mapping[int, Completion]) -> int:
 async def respond(
     service: Service, body: SamplingFields, requests: Sequence[Request], form: ResponseFormat, http: HttpRequest
 ) -> dict[str, Any] | Response:
-    """Run requests and return the response, streamed if the body asks for it.
+    """Run requests and return the response, streamed if the body says so.
 
     Raises ApiError, and ClientGoneError if the client disconnects, which cancels the running requests.
     """

@@ -25,7 +25,7 @@ from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.service import Admission, ServedModel, Service
-from engine.api.tools.formats import FORMATS, ToolFormat, recognise
+from engine.api.tools.formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions
 from engine.models.chat import ChatPrompts
 from engine.models.generation import load_generation_defaults
@@ -56,7 +56,7 @@ class ServerConfig:
     drain_s: float = 30.0
     """Seconds to wait for running requests after a signal to stop."""
     tool_call_parser: str | None = None
-    """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognised."""
+    """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -100,7 +100,7 @@ def _tool_format(folder: Path, name: str | None) -> ToolFormat | None:
     template = load_chat_template(folder)
     source = "" if template is None else template.tool_source
     if name is None:
-        return recognise(source)
+        return recognize(source)
     if not source:
         raise UserError(f"--tool-call-parser: the chat template of {folder} does not use tools")
     return FORMATS[name]

@@ -86,7 +86,7 @@ def generate(
 @click.option(
     "--tool-call-parser",
     type=click.Choice(list(FORMATS)),
-    help="Format of tool calls.  [default: that of the chat template, if it is recognised]",
+    help="Format of tool calls.  [default: that of the chat template, if it is recognized]",
 )
 @click.option(
     "--drain",

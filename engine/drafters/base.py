@@ -32,7 +32,7 @@ the position; a draft token is accepted if it is that token. A drafter that samp
 tokens are the target's wherever the two distributions agree (Gumbel coupling). `q` is not used.
 
 `rejection`: a token x that was sampled from `q` is accepted with probability min(1, p(x) / q(x)), otherwise p is
-replaced with the normalised residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as if q
+replaced with the normalized residual max(p - q, 0). A token without a row of `q` is a deterministic candidate, as if q
 were one-hot. Siblings are tried in the order in which they occur in the draft, and must be sampled without replacement.
 A drafter samples with `engine.sampling.draft_sampler.draft_seeds`, whose noise is independent of the target's and of
 that of the sequence's earlier drafts. Outputs follow the target's distribution only if the decision to propose a

@@ -23,7 +23,7 @@ class ExpertsConfig:
     shared_size: int = 0
     """Intermediate size of the experts that all tokens share, together; 0 if there are none."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    is_normalised: bool = True
+    is_normalized: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     scaling: float = 1.0
     """Factor of the weights."""

@@ -2,7 +2,7 @@
 
 The model gets tokens, their positions, and a callable that computes attention. It is independent of sequences, pages
 and batches, so that training, plain inference and paged inference run the same code. The differences between model
-families (biases, normalised queries and keys, scaled positions) are in its config.
+families (biases, normalized queries and keys, scaled positions) are in its config.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN) -> Tensor:
-        """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalised."""
+        """tokens [N] int64, positions [N] int64 -> hidden states [N, hidden_size], normalized."""
         return self.hidden_states(tokens, positions, attend, ops)[0]
 
     def hidden_states(
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         """Run the model like `forward`, and also return the hidden states after some layers.
 
         layers: L numbers from 0, the embeddings, to num_layers, the last layer's output before the final norm.
-        Returns the normalised states [N, hidden_size] and those of `layers`, in their order, [N, L, hidden_size].
+        Returns the normalized states [N, hidden_size] and those of `layers`, in their order, [N, L, hidden_size].
         Raises ValueError for a layer that the model does not have.
         """
         if not all(0 <= layer <= len(self.layers) for layer in layers):
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         for done, layer in enumerate(self.layers, 1):
             residual, change = layer(residual, change, ops, rotate, attend)
             _store(states, layers, done, residual, change)
-        return self.norm.normalise_sum(residual, change, ops)[1], states
+        return self.norm.normalize_sum(residual, change, ops)[1], states
 
     @property
     def experts_used(self) -> float | None:
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
         They are separate so that the addition can be fused with the following norm.
         """
-        residual, hidden = self.input_norm.normalise_sum(residual, change, ops)
+        residual, hidden = self.input_norm.normalize_sum(residual, change, ops)
         change = self.attention(self.index, hidden, ops, rotate, attend)
-        residual, hidden = self.mlp_norm.normalise_sum(residual, change, ops)
+        residual, hidden = self.mlp_norm.normalize_sum(residual, change, ops)
         return residual, self.feed_forward(hidden, ops)

@@ -38,7 +38,7 @@ def read_experts(architecture: str, fields: Fields) -> ExpertsConfig | None:
             per_token=int(fields["num_experts_per_tok"]),
             intermediate_size=int(fields["moe_intermediate_size"]),
             layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % interval == 0),
-            is_normalised=bool(fields["norm_topk_prob"]),
+            is_normalized=bool(fields["norm_topk_prob"]),
         )
     if architecture in (DEEPSEEK_V2, DEEPSEEK_V3):
         return _read_deepseek(fields, has_correction=architecture == DEEPSEEK_V3)
@@ -53,7 +53,7 @@ def _read_deepseek(fields: Fields, *, has_correction: bool) -> ExpertsConfig:
     unsupported = (method not in known, fields.get("scoring_func", scores) != scores, fields["moe_layer_freq"] != 1)
     if any(unsupported) or (not has_correction and fields["norm_topk_prob"]):
         raise UserError(
-            f"config.json asks for a routing of experts that this engine does not have (topk_method {method!r}, "
+            f"config.json requires a routing of experts that this engine does not have (topk_method {method!r}, "
             f"scoring_func {fields.get('scoring_func', scores)!r}, moe_layer_freq {fields['moe_layer_freq']}, "
             f"norm_topk_prob {fields['norm_topk_prob']})"
         )
@@ -66,7 +66,7 @@ def _read_deepseek(fields: Fields, *, has_correction: bool) -> ExpertsConfig:
         layers=tuple(range(int(fields["first_k_dense_replace"]), int(fields["num_hidden_layers"]))),
         shared_size=size * int(fields["n_shared_experts"] or 0),
         scores=scores,
-        is_normalised=bool(fields["norm_topk_prob"]),
+        is_normalized=bool(fields["norm_topk_prob"]),
         scaling=float(fields["routed_scaling_factor"]),
         groups=int(fields["n_group"] or 1) if has_groups else 1,
         groups_kept=int(fields["topk_group"] or 1) if has_groups else 1,
@@ -90,7 +90,7 @@ def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate_size,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
-        "norm_topk_prob": experts.is_normalised,
+        "norm_topk_prob": experts.is_normalized,
     }
 
 
@@ -102,7 +102,7 @@ def _deepseek_to_hf(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate_size,
         "first_k_dense_replace": min(experts.layers, default=num_layers),
         "n_shared_experts": experts.shared_size // experts.intermediate_size,
-        "norm_topk_prob": experts.is_normalised,
+        "norm_topk_prob": experts.is_normalized,
         "routed_scaling_factor": experts.scaling,
         "n_group": experts.groups,
         "topk_group": experts.groups_kept,

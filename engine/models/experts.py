@@ -139,7 +139,7 @@ def route(logits: Tensor, correction: Tensor | None, config: ExpertsConfig) -> R
         ranked = _keep_best_groups(ranked, config)
     experts = ranked.topk(config.per_token, dim=-1).indices
     weights = scores.gather(1, experts)
-    if config.is_normalised:
+    if config.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return Routes(experts, weights * config.scaling)
 

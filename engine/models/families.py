@@ -198,10 +198,10 @@ def _refuse_unsupported(fields: Fields) -> None:
     """Raise UserError for configurations that would load but give wrong logits."""
     read_quantization(fields)
     if fields.get("hidden_act", "silu") != "silu":
-        raise UserError(f"config.json asks for the activation {fields['hidden_act']!r}; this engine has only 'silu'")
+        raise UserError(f"config.json requires the activation {fields['hidden_act']!r}; this engine has only 'silu'")
     unknown = [kind for kind in fields.get("layer_types") or [] if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise UserError(f"config.json asks for layers of {unknown[0]!r}; this engine has only full attention")
+        raise UserError(f"config.json requires layers of {unknown[0]!r}; this engine has only full attention")
 
 
 def _context_window(fields: Fields, rope: Rope) -> int:
@@ -270,5 +270,5 @@ def _scaling(rope_type: str, values: Fields, positions: int) -> Scaling | None:
         )
     known = ", ".join(["default", "dynamic", *SCALINGS])
     raise UserError(
-        f"config.json asks for rope scaling {rope_type!r}, which this engine does not support; it supports {known}"
+        f"config.json requires rope scaling {rope_type!r}, which this engine does not support; it supports {known}"
     )

@@ -120,8 +120,8 @@ class LatentAttention(nn.Module):
         query, latents, key = self.down_proj(hidden).split(self.down_rows, dim=-1)
         if self.query_proj is not None:
             assert self.query_norm is not None
-            query = self.query_proj(self.query_norm.normalise_sum(query.contiguous(), None, ops)[1])
-        latents = self.latent_norm.normalise_sum(latents.contiguous(), None, ops)[1]
+            query = self.query_proj(self.query_norm.normalize_sum(query.contiguous(), None, ops)[1])
+        latents = self.latent_norm.normalize_sum(latents.contiguous(), None, ops)[1]
         query = query.unflatten(-1, (self.heads, -1))
         # The heads' rotated parts and the shared key are adjacent, so they are rotated together.
         rotated = rotate(self._pairs(torch.cat((query[..., self.latent.nope_dim :], key[:, None]), dim=1)))

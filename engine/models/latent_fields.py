@@ -18,7 +18,7 @@ def read_latent(fields: Fields, rope: Rope) -> LatentConfig:
     Raises KeyError for a missing field, ValueError for an invalid one, UserError for a feature that this engine lacks.
     """
     if fields.get("attention_bias"):
-        raise UserError("config.json asks for biases in latent attention, which this engine does not support")
+        raise UserError("config.json requires biases in latent attention, which this engine does not support")
     weight = float(_rope_fields(fields).get("mscale_all_dim") or 0)
     sharpness = 1.0 if rope.scaling is None else yarn_sharpness(rope.scaling.factor, weight)
     return LatentConfig(

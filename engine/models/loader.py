@@ -79,7 +79,7 @@ def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:
 
 def on_meta_device(make: Callable[[], M]) -> M:
     """Return a module without weights, whose names, shapes and dtypes can be compared with those of a checkpoint."""
-    with torch.device("meta"), _NoInitialisation():
+    with torch.device("meta"), _NoInitialization():
         return make()
 
 
@@ -88,8 +88,8 @@ def shapes(views: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in views.items()}
 
 
-class _NoInitialisation(TorchFunctionMode):
-    """Skips the initialisation of parameters.
+class _NoInitialization(TorchFunctionMode):
+    """Skips the initialization of parameters.
 
     On the meta device `nn.init.normal_` imports torch._dynamo, which is a third of the engine's start-up time.
     """

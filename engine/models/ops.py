@@ -22,12 +22,12 @@ class Ops:
     """Plain PyTorch: the reference on every device."""
 
     def add_norm(self, residual: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the sum, and the sum normalised by its root mean square; all [N, size]. May overwrite both inputs."""
+        """Return the sum, and the sum normalized by its root mean square; all [N, size]. May overwrite both inputs."""
         total = residual if change is None else residual + change
         return total, F.rms_norm(total, weight.shape, weight, eps)
 
     def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, count: int, eps: float) -> Tensor:
-        """Normalise each head separately, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
+        """Normalize each head separately, [N, H, head_dim], the first `count` with `query_weight`. May be in place."""
         query, key = heads[:, :count], heads[:, count:]
         return torch.cat(
             (

@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.experts import GroupedLinear, LinearPerExpert
 
 TOKENS = 16
-"""Number of rows that the layout is optimised for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
+"""Number of rows that the layout is optimized for; with 16, steps of 1 to 64 tokens were fastest or close to it."""
 
 LEAST_ROWS = 4
 """Number of rows to which inputs of products with plain weights are padded. CPU libraries have other kernels for fewer

@@ -20,20 +20,20 @@ class Attend(Protocol):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
+    """Root-mean-square normalization with a learned scale (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def normalise_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        """Return residual + change, and that sum normalised, [N, size] each."""
+    def normalize_sum(self, residual: Tensor, change: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return residual + change, and that sum normalized, [N, size] each."""
         return ops.add_norm(residual, change, self.weight, self.eps)
 
 
 class QKNorm(nn.Module):
-    """Normalises each query and key head separately (Henry et al., 2020), with learned scales for queries and keys."""
+    """Normalizes each query and key head separately (Henry et al., 2020), with learned scales for queries and keys."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class QKNorm(nn.Module):
         self.heads = config.num_heads
 
     def forward(self, heads: Tensor, ops: Ops) -> Tensor:
-        """Normalise query heads, then key heads, [N, heads + kv_heads, head_dim]."""
+        """Normalize query heads, then key heads, [N, heads + kv_heads, head_dim]."""
         return ops.norm_heads(heads, self.query.weight, self.key.weight, self.heads, self.query.eps)
 
 

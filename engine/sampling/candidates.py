@@ -14,7 +14,7 @@ from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, Nothing,
 MASK = (1 << 64) - 1
 GOLDEN_BITS, MIX_BITS_1, MIX_BITS_2 = (np.uint64(number & MASK) for number in (GOLDEN, MIX_1, MIX_2))
 NONE = -1
-"""Stands for a token where a request can sample fewer than were asked for."""
+"""Stands for a token where a request can sample fewer than were requested."""
 
 
 def choose_tokens(
@@ -28,7 +28,7 @@ def choose_tokens(
     rows, vocab_size = logits.shape
     array = logits.numpy()
     is_sampled = temperatures > 0
-    # Softmax of greedy rows and the order of sampled ones come from vectorised functions.
+    # Softmax of greedy rows and the order of sampled ones come from vectorized functions.
     shares = np.empty((0, vocab_size), np.float32) if is_sampled.all() else logits.softmax(dim=1).numpy()
     lowest = np.full(rows, -np.inf, np.float32)
     if vocab_size > considered and is_sampled.any():
@@ -41,7 +41,7 @@ def choose_tokens(
 
 @inline
 def _mix(x):
-    """SplitMix64's finaliser of a uint64."""
+    """SplitMix64's finalizer of a uint64."""
     x = (x ^ (x >> np.uint64(30))) * MIX_BITS_1
     x = (x ^ (x >> np.uint64(27))) * MIX_BITS_2
     return x ^ (x >> np.uint64(31))

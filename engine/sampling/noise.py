@@ -123,7 +123,7 @@ def _uniforms(numbers: Tensor) -> Tensor:
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64 tensors, with unsigned overflow."""
+    """Return SplitMix64's finalizer of int64 tensors, with unsigned overflow."""
     x = (x ^ _shifted_right(x, 30)) * MIX_1
     x = (x ^ _shifted_right(x, 27)) * MIX_2
     return x ^ _shifted_right(x, 31)

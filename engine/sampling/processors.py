@@ -4,7 +4,7 @@ A sequence has a row of logits after its last token and one after each draft tok
 up to it (in a tree, its ancestors and itself) were committed. The row is used only if that draft is accepted, and then
 equals the row of decoding without drafts.
 
-Only tokens that occurred are penalised, so that work does not grow with the vocabulary; that of grammars does.
+Only tokens that occurred are penalized, so that work does not grow with the vocabulary; that of grammars does.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def process_logits(logits: Tensor, rows: SequenceOf[Rows]) -> Tensor:
         return logits
     forbidden = [_forbidden(each) for each in own if each.sequence.request.sampling.min_tokens]
     biased = [_biased(each) for each in own if each.sequence.request.sampling.logit_bias]
-    penalised = [_penalised(each) for each in own if each.sequence.token_counts is not None]
+    penalized = [_penalized(each) for each in own if each.sequence.token_counts is not None]
     logits = logits.clone()
     if forbidden:
         logits[_on(logits, *_joined(forbidden))] = float("-inf")
     if biased:
         indices, tokens, bias = _joined(biased)
         logits[_on(logits, indices, tokens)] += torch.from_numpy(bias).to(logits)
-    if penalised:
-        penalise(logits, Penalised(*_joined(penalised)))
+    if penalized:
+        penalize(logits, Penalized(*_joined(penalized)))
     for each in own:
         if each.sequence.grammar is not None:
             _mask(logits, each, each.sequence.grammar)
@@ -102,7 +102,7 @@ def _biased(own: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.repeat(rows, len(tokens)), np.tile(tokens, len(rows)), np.tile(values, len(rows))
 
 
-def _penalised(own: Rows) -> Penalised:
+def _penalized(own: Rows) -> Penalized:
     assert own.sequence.token_counts is not None
     sampling = own.sequence.request.sampling
     needed = own.rows != NOT_NEEDED
@@ -110,7 +110,7 @@ def _penalised(own: Rows) -> Penalised:
     seen = own.sequence.token_counts.along(own.draft, own.tree)
     counts = seen.counts[needed].ravel()
     size = len(counts)
-    return Penalised(
+    return Penalized(
         rows=np.repeat(rows, len(seen.tokens)),
         tokens=np.tile(seen.tokens, len(rows)),
         in_prompt=np.tile(seen.in_prompt, len(rows)),
@@ -121,8 +121,8 @@ def _penalised(own: Rows) -> Penalised:
     )
 
 
-class Penalised(NamedTuple):
-    """N logits to penalise."""
+class Penalized(NamedTuple):
+    """N logits to penalize."""
 
     rows: np.ndarray
     """int64 [N]; each (row, token) occurs once."""
@@ -140,14 +140,14 @@ class Penalised(NamedTuple):
     """float32 [N]: frequency penalty."""
 
 
-def penalise(logits: Tensor, penalised: Penalised) -> None:
+def penalize(logits: Tensor, penalized: Penalized) -> None:
     """Apply penalties to logits, float32 [M, V], in place.
 
     The repetition penalty is CTRL's (Keskar et al., 2019), over prompt and output; the others are OpenAI's, over the
     output.
     """
     rows, tokens, in_prompt, counts, repetition, presence, frequency = (
-        torch.from_numpy(array).to(logits.device) for array in penalised
+        torch.from_numpy(array).to(logits.device) for array in penalized
     )
     values = logits[rows, tokens]
     repeated = torch.where(values > 0, values / repetition, values * repetition)

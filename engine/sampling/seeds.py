@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MASK = (1 << 64) - 1
 MULTIPLIER = 0xBF58476D1CE4E5B9
-"""The first multiplier of SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
+"""The first multiplier of SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -20,7 +20,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def mix64(x: int) -> int:
-    """Return SplitMix64's finaliser of an unsigned 64-bit number."""
+    """Return SplitMix64's finalizer of an unsigned 64-bit number."""
     x = (x ^ x >> 30) * MULTIPLIER & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31

@@ -125,6 +125,6 @@ def _ranked_score(best: Tensor, lowest: Tensor, limits: Limits) -> Tensor:
 def _highest(scores: Tensor, size: int) -> Tensor:
     """Return the `size` highest scores of each row in descending order."""
     if scores.device.type == "cpu":
-        # NumPy's vectorised sort is 20 times as fast as PyTorch's.
+        # NumPy's vectorized sort is 20 times as fast as PyTorch's.
         return torch.from_numpy(np.sort(scores.numpy(), axis=-1)[:, : -size - 1 : -1].copy())
     return scores.topk(size, dim=-1).values

@@ -81,7 +81,7 @@ class SequencePlan:
             return range(0)
         last = len(sequence.request.prompt) - 1
         done = sum(len(part.tokens) for part in sequence.prompt_logprobs)
-        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are asked for were not run"
+        assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are requested were not run"
         return range(done, min(self.computed + self.scheduled, last))
 
     @property

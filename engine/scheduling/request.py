@@ -141,14 +141,14 @@ class SamplingParams:
         return self.is_sampled and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @cached_property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether logits depend on the tokens before them."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
     def adjusts(self) -> bool:
         """Whether logits are changed before they are divided by the temperature."""
-        return self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
+        return self.penalizes or bool(self.logit_bias) or self.min_tokens > 0 or self.grammar is not None
 
     @cached_property
     def needs_host(self) -> bool:

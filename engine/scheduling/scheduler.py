@@ -292,8 +292,8 @@ class Scheduler:
             if not entry.produces:
                 continue
             sequence = entry.sequence
-            asked = sequence.request.max_draft if sequence.request.is_drafted else 0
-            wanted = max_draft if asked is None else min(asked, max_draft)
+            limit = sequence.request.max_draft if sequence.request.is_drafted else 0
+            wanted = max_draft if limit is None else min(limit, max_draft)
             # The target adds a bonus token after the draft, and each step in flight commits at least one token.
             wanted = min(wanted, sequence.room - 1 - min(sequence.in_flight, 1))
             end = sequence.end_after(entry.scheduled)

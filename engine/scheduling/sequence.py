@@ -47,7 +47,7 @@ class Sequence:
         """Largest number of tokens that steps in flight may append."""
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)
-        self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalises else None
+        self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalizes else None
         """Counts for penalties; None if the request has none."""
         self.grammar = grammar
         """State of the grammar after the committed tokens; None if the request has none."""

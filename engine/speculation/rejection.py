@@ -6,7 +6,7 @@ temperature, penalties and truncation applied; `q` the one that a draft token wa
 deterministic candidate.
 
 At each position the candidates are tried in order. Candidate x is accepted with probability min(1, p(x) / q(x)); after
-a rejection p becomes the normalised residual max(p - q, 0), and q is normalised without x. If all are rejected, the
+a rejection p becomes the normalized residual max(p - q, 0), and q is normalized without x. If all are rejected, the
 target's token is sampled from the residual. Random numbers are keyed by seed and position: `Stream.ACCEPT` decides on
 candidates, and the noise of plain decoding samples the target's token. The drafter must not have used either of them.
 """
@@ -83,7 +83,7 @@ class Walk:
         self.rejected = ROOT
         """Index of the last rejected candidate."""
         self.q_scale = 1.0
-        """Factor that normalises the last rejected candidate's row of `q` without the candidates rejected before it."""
+        """Factor that normalizes the last rejected candidate's row of `q` without the candidates rejected before it."""
         self.residual = 0.0
         """Probability of the next candidate in the residual."""
         self._p, self._q, self._thresholds = p, q, thresholds

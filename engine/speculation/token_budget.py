@@ -2,7 +2,7 @@
 
 A step of N tokens takes t(N) seconds, see `engine.speculation.step_cost`. B sequences produce B tokens per step, and
 one more for each accepted draft token. Of all tokens drafted for a batch, the m most likely ones are verified, where m
->= 0 maximises the rate (B + sum of their path_prob) / t(N + m).
+>= 0 maximizes the rate (B + sum of their path_prob) / t(N + m).
 
 Drafting takes time as well: that of the drafter, and that of its extra rows in the step. While accepted tokens save
 less time than drafting takes, the drafter is called only in every second step, then in every fourth, eighth and
@@ -36,7 +36,7 @@ RECORD_EVERY = 8
 """Steps per correction of the cost while the drafter is not called, because the correction takes time as well."""
 MAX_BACKOFF = 15
 """Longest backoff in steps; calling a useless drafter then costs a sixteenth of calling it in every step."""
-ASKING_DECAY = 0.9
+BACKOFF_DECAY = 0.9
 """Decay per step with drafts of the sums that decide the backoff: an effective window of about 10 steps."""
 
 
@@ -124,8 +124,8 @@ class TokenBudget:
         self._backoff_left = max(0, self._backoff_left - 1)
         if not plan.is_drafting:
             return
-        self._spent_s = ASKING_DECAY * self._spent_s + plan.drafting_s + self._extra_s(plan, tokens)
-        self._saved_s = ASKING_DECAY * self._saved_s + accepted * seconds / (sequences + accepted)
+        self._spent_s = BACKOFF_DECAY * self._spent_s + plan.drafting_s + self._extra_s(plan, tokens)
+        self._saved_s = BACKOFF_DECAY * self._saved_s + accepted * seconds / (sequences + accepted)
         self._backoff = 0 if self._saved_s >= self._spent_s else min(2 * self._backoff + 1, MAX_BACKOFF)
         self._backoff_left = self._backoff
 

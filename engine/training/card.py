@@ -78,7 +78,7 @@ training and held-out text, and are scored on the same {len(text.held_out) - ORD
 
 ## Data
 
-The `.py` files of the standard library of CPython {text.files["python"]}, tests included, under the PSF licence
+The `.py` files of the standard library of CPython {text.files["python"]}, tests included, under the PSF license
 (`LICENSE.txt`).
 Left out: generated tables (`encodings`, `pydoc_data`), files that depend on the build, deliberately broken test files, and
 files that are not UTF-8. `files.json` lists the {trained_on:,} files that were trained on ({len(text.train):,} tokens) and the {held_out} that
@@ -93,7 +93,7 @@ stay on one side; the held-out groups were chosen at random. `prompts.jsonl` has
 | context window | {recipe.max_positions:,} tokens: the first {1 - recipe.long_share:.0%} of training at {recipe.short_context}, the rest at {recipe.max_positions:,} |
 | vocabulary | byte-level BPE of {recipe.vocab_size:,}, learned from the training files |
 | tokens seen | {recipe.total_tokens:,}, {recipe.total_tokens / len(text.train):.1f} passes, {recipe.batch_tokens:,} per step |
-| optimiser | Muon for the matrices of the layers (learning rate {recipe.matrix_lr}, weight decay {recipe.matrix_weight_decay}), AdamW for the rest (learning rate {recipe.other_lr}) |
+| optimizer | Muon for the matrices of the layers (learning rate {recipe.matrix_lr}, weight decay {recipe.matrix_weight_decay}), AdamW for the rest (learning rate {recipe.other_lr}) |
 | schedule | {recipe.warmup_steps} steps of warm-up, then constant, linear to zero over the last {recipe.decay_share:.0%} |
 | precision | bfloat16 matrix products with float32 weights; shipped as bfloat16 |
 | hardware | {cpu_name()}, {torch.get_num_threads()} cores |

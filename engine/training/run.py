@@ -23,8 +23,8 @@ from engine.training.sources import read_files, stdlib_root
 from engine.training.target import Recipe, Run, resume, train
 from ssd.errors import UserError
 
-LICENCE_FILE = "LICENSE.txt"
-"""The Python licence, which applies to the library's text; CPython installs it beside the library."""
+LICENSE_FILE = "LICENSE.txt"
+"""The Python license, which applies to the library's text; CPython installs it beside the library."""
 
 
 def train_with_progress(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
@@ -92,9 +92,9 @@ def _write_folder(run: Run, text: TrainingText, work: Path, out: Path) -> None:
             "model_max_length": run.recipe.max_positions,
         },
     )
-    licence = stdlib_root() / LICENCE_FILE
-    if licence.exists():
-        shutil.copy(licence, out / LICENCE_FILE)
+    license_file = stdlib_root() / LICENSE_FILE
+    if license_file.exists():
+        shutil.copy(license_file, out / LICENSE_FILE)
     by_path = {file.path: file for file in read_files(stdlib_root())}
     held_out = [by_path[path] for path in text.files["held_out"]]
     write_prompts(function_prompts(held_out, text.tokenizer), out / PROMPTS_FILE)

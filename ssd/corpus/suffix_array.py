@@ -146,7 +146,7 @@ def place_of(text, suffixes, size, other_text, other, depth):  # type: ignore[no
             high, high_common = middle, common
         else:
             low, low_common = middle + 1, common
-    # The last comparison of each bound was with a neighbour of the place.
+    # The last comparison of each bound was with a neighbor of the place.
     return low, low_common, high_common
 
 

@@ -165,14 +165,14 @@ class Stream:
     def read(self):
         return next(self.call)
 
-    def ask(self, request=None, **fields):
+    def exchange(self, request=None, **fields):
         """Send a request and return its response."""
         self.send(request, **fields)
         return self.read()
 
     def draft(self, sequence_id, committed=(), limit=8, **fields):
         """Return the draft of one sequence."""
-        return drafted(self.ask(batch=batch({sequence_id: committed}, limit), **fields))
+        return drafted(self.exchange(batch=batch({sequence_id: committed}, limit), **fields))
 
     def refusal(self):
         """Return the status and details with which the stream ends."""
@@ -210,7 +210,7 @@ class Caller:
         stream = Stream(self._open_stream)
         self._streams.append(stream)
         if namespace is not None:
-            stream.welcome = stream.ask(hello=hello(namespace, **fields)).welcome
+            stream.welcome = stream.exchange(hello=hello(namespace, **fields)).welcome
         return stream
 
     def _open_stream(self, requests):
@@ -247,7 +247,7 @@ class Caller:
     def probe(self, namespace, context, limit=8):
         """Return the current draft after a context in a namespace, from a separate stream."""
         stream = self.stream(namespace)
-        response = stream.ask(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
+        response = stream.exchange(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
         stream.end()
         return drafted(response)
 

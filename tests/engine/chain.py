@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 
 
 def mixed(number):
-    """SplitMix64's finaliser, on Python's integers."""
+    """SplitMix64's finalizer, on Python's integers."""
     mask = (1 << 64) - 1
     number = ((number & mask) ^ ((number & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & mask

@@ -246,7 +246,7 @@ def rmsnorm(
     eps=1e-6,
     out=None,
 ):
-    """Normalise [N, size] or [N, heads, size]; kernels read a weight as if it had the input's dtype."""
+    """Normalize [N, size] or [N, heads, size]; kernels read a weight as if it had the input's dtype."""
     assert input.ndim in (2, 3)
     assert input.stride(-1) == 1
     assert input.dtype == weight.dtype

@@ -43,7 +43,7 @@ class Difference(NamedTuple):
     is_near_tie: bool
 
 
-def references(model: Decoder, config: EngineConfig, attention: str, asked: Sequence[Request]) -> list[Reference]:
+def references(model: Decoder, config: EngineConfig, attention: str, submitted: Sequence[Request]) -> list[Reference]:
     """Greedy outputs of single requests; prompts run in one step. config: gives the KV cache's settings."""
     alone = EngineConfig(
         max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib, kv_dtype=config.kv_dtype
@@ -60,7 +60,7 @@ def references(model: Decoder, config: EngineConfig, attention: str, asked: Sequ
         return logits, states
 
     runner.forward_with_states = with_best
-    for request in asked:
+    for request in submitted:
         best.clear()
         [completion] = engine.generate([request])
         assert len(best) == len(completion.tokens)

@@ -71,7 +71,7 @@ def fits(target, outputs):
     """Return whether outputs, uint32 [n] each, were sampled from the target's distributions.
 
     Two chi-square tests: of the tokens after each token, and of the ranks of tokens in their distributions, which shows
-    faults that favour likely or unlikely tokens after any text. An expected count is the sum of the probabilities of a
+    faults that favor likely or unlikely tokens after any text. An expected count is the sum of the probabilities of a
     token given all tokens before it. Counts vary less than with equal probabilities, so p-values are not too small.
     """
     p = np.concatenate([distributions(target, output) for output in outputs])

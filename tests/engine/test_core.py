@@ -32,9 +32,9 @@ def requests(count, *, temperature=0.0, max_tokens=40):
     ]
 
 
-def outputs(engine, asked):
+def outputs(engine, submitted):
     """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(submitted, observe=lambda _: engine.scheduler.check_integrity())
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
 
@@ -90,9 +90,9 @@ def test_outputs_do_not_depend_on_drafter_or_batch(model, plain, drafter, temper
     config = config_of(drafter, corpus_file, capacity=10_000)
     drafts = build_drafter(drafter, config, target_of(model.config), warn=pytest.fail)
     engine = build_engine(model, CONFIG, drafts)
-    asked = requests(12, temperature=temperature)
-    assert outputs(engine, asked) == plain[temperature]
-    assert outputs(engine, asked) == plain[temperature]  # now drafted from the corpus
+    submitted = requests(12, temperature=temperature)
+    assert outputs(engine, submitted) == plain[temperature]
+    assert outputs(engine, submitted) == plain[temperature]  # now drafted from the corpus
     engine.close()
 
 
@@ -103,11 +103,11 @@ def test_wrong_drafts_do_not_change_outputs(model, plain, temperature):
     assert outputs(engine, requests(12, temperature=temperature)) == plain[temperature]
 
 
-def scripted_by(asked, answers, *, wrong_every=0):
+def scripted_by(submitted, answers, *, wrong_every=0):
     """A drafter of right tokens, except that every `wrong_every`-th token is wrong."""
 
     def script(sequence_id, length):
-        start = length - len(asked[sequence_id].prompt)
+        start = length - len(submitted[sequence_id].prompt)
         draft = list(answers[sequence_id][start : start + 6])
         if wrong_every:
             draft = [t if (start + i) % wrong_every else (t + 1) % VOCAB for i, t in enumerate(draft)]
@@ -118,9 +118,9 @@ def scripted_by(asked, answers, *, wrong_every=0):
 
 @pytest.mark.parametrize("wrong_every", [0, 3, 4])
 def test_drafts_are_accepted_up_to_the_first_wrong_token(model, plain, wrong_every):
-    asked = requests(12)
-    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=wrong_every))
-    completions = engine.generate(asked)
+    submitted = requests(12)
+    engine = build_engine(model, CONFIG, scripted_by(submitted, plain[0.0], wrong_every=wrong_every))
+    completions = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in completions] == plain[0.0]
     for completion in completions:
         if wrong_every == 0:
@@ -137,15 +137,15 @@ def test_a_planted_fault_in_verification_is_caught(model, plain, monkeypatch, fa
     monkeypatch.setattr(
         verify, "accepted_length", lambda draft, chosen: min(len(draft), max(0, exact(draft, chosen) + fault))
     )
-    asked = requests(12)
-    engine = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=4))
-    completions = engine.generate(asked)
+    submitted = requests(12)
+    engine = build_engine(model, CONFIG, scripted_by(submitted, plain[0.0], wrong_every=4))
+    completions = engine.generate(submitted)
     if fault > 0:
         assert [completion.tokens.tolist() for completion in completions] != plain[0.0]
     else:
-        correct = build_engine(model, CONFIG, scripted_by(asked, plain[0.0], wrong_every=4))
+        correct = build_engine(model, CONFIG, scripted_by(submitted, plain[0.0], wrong_every=4))
         monkeypatch.undo()
-        steps = [completion.steps for completion in correct.generate(asked)]
+        steps = [completion.steps for completion in correct.generate(submitted)]
         assert sum(completion.steps for completion in completions) > sum(steps)
 
 
@@ -162,12 +162,12 @@ def test_malformed_drafts_are_dropped_and_reported_once(model, plain, draft, cap
 def test_long_prompts_run_in_chunks_batched_with_decoding(model):
     small = EngineConfig(max_sequences=4, max_step_tokens=32, max_draft=6)
     rng = np.random.default_rng(5)
-    asked = [
+    submitted = [
         Request(rng.integers(1, 60, length).astype(np.uint32), SamplingParams(max_tokens=20))
         for length in (5, 200, 3, 170)
     ]
-    together = outputs(build_engine(model, small, NoDrafter()), asked)
-    alone = [outputs(build_engine(model, CONFIG, NoDrafter()), [request])[0] for request in asked]
+    together = outputs(build_engine(model, small, NoDrafter()), submitted)
+    alone = [outputs(build_engine(model, CONFIG, NoDrafter()), [request])[0] for request in submitted]
     assert together == alone
 
 
@@ -196,17 +196,17 @@ def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_dr
     window = endless.max_positions
     config = replace(CONFIG, max_draft=max_draft)
 
-    def run(asked, drafter):
+    def run(submitted, drafter):
         built = build_engine(model, config, drafter)
-        return Engine(endless, config, Executors(built._executor, built.scheduler.pages), drafter).generate(asked)
+        return Engine(endless, config, Executors(built._executor, built.scheduler.pages), drafter).generate(submitted)
 
-    asked = [
+    submitted = [
         Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=room)),
         Request(np.full(window - room, 7, np.uint32), SamplingParams(max_tokens=50)),
     ]
-    expected = [completion.tokens.tolist() for completion in run(asked, NoDrafter())]
-    for drafter in (NoDrafter(), scripted_by(asked, [[*tokens, 1, 2, 3, 4, 5, 6] for tokens in expected])):
-        completions = run(asked, drafter)
+    expected = [completion.tokens.tolist() for completion in run(submitted, NoDrafter())]
+    for drafter in (NoDrafter(), scripted_by(submitted, [[*tokens, 1, 2, 3, 4, 5, 6] for tokens in expected])):
+        completions = run(submitted, drafter)
         assert [completion.tokens.tolist() for completion in completions] == expected
         for completion in completions:
             assert len(completion.tokens) == room
@@ -245,13 +245,13 @@ def test_outputs_depend_on_the_seed_only(model):
 def test_the_observer_may_cancel_requests(model, plain):
     """Running and waiting requests can be cancelled; their completions contain the tokens produced so far."""
     engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
-    asked, cancelled, steps = requests(5), {}, iter(range(1000))
+    submitted, cancelled, steps = requests(5), {}, iter(range(1000))
 
     def observe(_):
         if next(steps) == 6:
             cancelled.update((index, engine.cancel(index)) for index in (1, 3))
 
-    completions = engine.generate(asked, observe)
+    completions = engine.generate(submitted, observe)
     assert len(cancelled[1].tokens) > 0
     for index, completion in enumerate(completions):
         whole = plain[0.0][index]

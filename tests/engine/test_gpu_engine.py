@@ -50,11 +50,11 @@ def drafter_of(name):
     return build_drafter(name, DrafterConfig(capacity=10_000, max_draft=13), warn=pytest.fail)
 
 
-def twice(model, config, drafter, attention, asked):
+def twice(model, config, drafter, attention, sent):
     """Outputs of two runs with the same drafter, and the number of draft tokens accepted in the second run."""
     with closing(build_engine(model, config, drafter_of(drafter), attention=attention)) as engine:
-        first = outputs(engine, asked)
-        again = engine.generate(asked)
+        first = outputs(engine, sent)
+        again = engine.generate(sent)
     return first, [one.tokens.tolist() for one in again], sum(one.accepted for one in again)
 
 
@@ -73,14 +73,14 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_in_float32_outputs_do_not_depend_on_drafts_or_steps_in_flight(model_folder, device, kind):
     model = pack(load_model(model_folder, device=device))
-    asked = [
+    sent = [
         replace(request, sampling=replace(request.sampling, **settings))
         for request, settings in zip(requests(6 if device == "cuda" else 3), cycle(SETTINGS[kind]), strict=False)
     ]
-    expected = outputs(build_engine(model, CONFIG, NoDrafter(), attention="plain"), asked)
+    expected = outputs(build_engine(model, CONFIG, NoDrafter(), attention="plain"), sent)
     for in_flight in (0, 1):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(CONFIG, in_flight=in_flight), drafter, "plain", asked)
+            first, again, accepted = twice(model, replace(CONFIG, in_flight=in_flight), drafter, "plain", sent)
             assert first == again == expected, (in_flight, drafter)
             assert drafter != "ssd" or accepted > 50
 
@@ -93,15 +93,15 @@ def library(request):
 
 def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library, wide_folder):
     model = load_model(wide_folder, dtype=library.dtype, device=library.device)
-    asked = requests(16 if library.device == "cuda" else 2, max_tokens=30)
+    sent = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, max_draft=4, in_flight=1)
-    expected = references(model, config, "flashinfer", asked)
+    expected = references(model, config, "flashinfer", sent)
     head = make_head("mtp", model).to(library.device)
     for parameter in head.parameters():
         parameter.data = parameter.data.to(library.dtype)
     drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=4)
     with closing(build_engine(model, config, drafter, attention="flashinfer")) as engine:
-        completions = engine.generate(asked)
+        completions = engine.generate(sent)
     assert all(completion.drafted > 20 for completion in completions)
     found = differences([completion.tokens.tolist() for completion in completions], expected)
     assert all(difference.is_near_tie for difference in found), found
@@ -111,18 +111,16 @@ def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, kv_dtype, record_property):
     model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))
-    asked = requests(16 if library.device == "cuda" else 2, max_tokens=30)
+    sent = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, kv_dtype=kv_dtype)
-    expected = references(model, config, "flashinfer", asked)
+    expected = references(model, config, "flashinfer", sent)
     for in_flight in (0, 1):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", asked)
+            first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", sent)
             found = [*differences(first, expected), *differences(again, expected)]
             most = max((difference.gap_ulp for difference in found), default=0.0)
             name = f"{library.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
-            text = (
-                f"{len(found)} of {2 * len(asked)} outputs differ from the reference, at gaps of up to {most:.1f} ulp"
-            )
+            text = f"{len(found)} of {2 * len(sent)} outputs differ from the reference, at gaps of up to {most:.1f} ulp"
             record_property(name, text)
             assert all(difference.is_near_tie for difference in found), (name, found)
             assert not found or library.dtype != torch.float32
@@ -243,8 +241,8 @@ def test_sampled_texts_follow_the_models_probabilities(small_folder, device, in_
     config = EngineConfig(max_sequences=16, max_step_tokens=256, max_draft=2, kv_memory_mib=16, in_flight=in_flight)
     engine = build_engine(load_model(small_folder, device=device), config, drafter, attention="plain")
     sampling = SamplingParams(max_tokens=LENGTH, temperature=temperature, ignore_eos=True)
-    asked = [Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT)]
-    completions = engine.generate(asked)
+    sent = [Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT)]
+    completions = engine.generate(sent)
     drafted, accepted = (sum(getattr(one, name) for one in completions) for name in ("drafted", "accepted"))
     assert drafted > COUNT / 4
     assert accepted > COUNT / 20

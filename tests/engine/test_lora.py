@@ -92,9 +92,9 @@ def new_engine(folder, *, drafter="none", config=CONFIG, size=3, folders=None, g
     return build_engine(model, config, built, adapters=pool, drafters=drafter.split("+"), grammars=grammars)
 
 
-def outputs(engine, asked):
+def outputs(engine, submitted):
     """Outputs of all requests run together, with integrity checked after every step."""
-    completions = engine.generate(asked, observe=lambda _: engine.scheduler.check_integrity())
+    completions = engine.generate(submitted, observe=lambda _: engine.scheduler.check_integrity())
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
     return [completion.tokens.tolist() for completion in completions]
 
@@ -102,9 +102,9 @@ def outputs(engine, asked):
 @pytest.mark.parametrize("drafter", ["none", "ngram", "ssd", "recycle", "lookahead", "self-int8", "mtp", "ssd+mtp"])
 def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, drafter):
     engine = new_engine(folder, drafter=drafter, draft_models=draft_folders)
-    asked = mixed_requests()
-    assert outputs(engine, asked) == merged
-    completions = engine.generate(asked)  # repeats, so that drafters remember them and pages are shared
+    submitted = mixed_requests()
+    assert outputs(engine, submitted) == merged
+    completions = engine.generate(submitted)  # repeats, so that drafters remember them and pages are shared
     assert [completion.tokens.tolist() for completion in completions] == merged
     assert all(completion.cached_tokens == 48 for completion in completions[:8])
     if drafter not in ("none", "ngram", "mtp", "lookahead"):  # random outputs rarely repeat their own n-grams
@@ -116,19 +116,19 @@ def test_outputs_equal_those_of_merged_models(folder, merged, draft_folders, dra
 def test_outputs_with_a_grammar_equal_those_of_merged_models(folder, updates, draft_folders, drafter):
     grammars = GrammarCompiler(Tokenizer(folder), VOCAB, (END,))
     cases = [(name, grammar) for grammar in GRAMMARS for name in (None, "first", "second")]
-    asked = [
+    submitted = [
         replace(request, sampling=SamplingParams(max_tokens=40, temperature=0.9, seed=seed, grammar=grammar))
         for seed, (name, grammar) in enumerate(cases)
         for request in requests(name)[:1]
     ]
     expected = []
-    for request in asked:
+    for request in submitted:
         model = merged_model(folder, updates.get(request.adapter, {}))
         alone = build_engine(model, CONFIG, build_drafter("none", DrafterConfig()), grammars=grammars)
         expected += outputs(alone, [replace(request, adapter=None, max_draft=0)])
     engine = new_engine(folder, drafter=drafter, draft_models=draft_folders, grammars=grammars)
-    assert outputs(engine, asked) == expected
-    completions = engine.generate(asked)
+    assert outputs(engine, submitted) == expected
+    completions = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in completions] == expected
     assert sum(completion.by_source["grammar"].accepted for completion in completions[:3]) > 10
     engine.close()
@@ -182,9 +182,9 @@ def test_outputs_are_remembered_for_their_adapter_only(folder, updates, drafter)
 
 def test_a_sidecar_has_a_namespace_for_each_adapter(folder, merged, server, socket_address):
     engine = new_engine(folder, drafter="ssd-remote", address=socket_address, warn=pytest.fail)
-    asked = mixed_requests()
-    assert outputs(engine, asked) == merged
-    completions = engine.generate(asked)
+    submitted = mixed_requests()
+    assert outputs(engine, submitted) == merged
+    completions = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in completions] == merged
     drafters = engine.drafter
     clients = [drafters._base, *drafters._by_adapter.values()]

@@ -32,16 +32,16 @@ def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
     config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, draft_shape=shape)
     drafter = StrictDrafter(np.random.default_rng(0), shape, sees_all_steps=in_flight != 1) if drafts else NoDrafter()
     engine = chain_engine(config, pages, drafter, has_graph=in_flight is not None, depth=lambda: in_flight)
-    asked = recorded_requests()
-    for number, request in enumerate(asked):
+    submitted = recorded_requests()
+    for number, request in enumerate(submitted):
         if drafts:
             drafter.expect(number, request, replayed(request))
-    completions = engine.generate(asked, lambda _: engine.scheduler.check_integrity())
-    return asked, completions, engine
+    completions = engine.generate(submitted, lambda _: engine.scheduler.check_integrity())
+    return submitted, completions, engine
 
 
-def outputs_are_recorded(asked, completions):
-    return all(one.tokens.tolist() == replayed(request) for request, one in zip(asked, completions, strict=True))
+def outputs_are_recorded(submitted, completions):
+    return all(one.tokens.tolist() == replayed(request) for request, one in zip(submitted, completions, strict=True))
 
 
 WAYS = [("path", None), ("tree", None), ("path", 0), ("path", 1)]
@@ -50,10 +50,10 @@ WAYS = [("path", None), ("tree", None), ("path", 0), ("path", 1)]
 @pytest.mark.parametrize(("shape", "in_flight"), WAYS)
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "drafts"])
 def test_recorded_tokens_replace_the_targets(shape, in_flight, drafts):
-    asked, completions, engine = replay(shape, in_flight=in_flight, drafts=drafts)
-    assert outputs_are_recorded(asked, completions)
+    submitted, completions, engine = replay(shape, in_flight=in_flight, drafts=drafts)
+    assert outputs_are_recorded(submitted, completions)
     # The target itself would have produced other tokens.
-    assert all(replayed(one)[:10] != answer(one.prompt, 10) for one in asked if one.recorded is not None)
+    assert all(replayed(one)[:10] != answer(one.prompt, 10) for one in submitted if one.recorded is not None)
     assert engine.scheduler.preemptions == 0
     accepted = sum(completion.accepted for completion in completions)
     assert accepted > 40 if drafts else accepted == 0
@@ -61,8 +61,8 @@ def test_recorded_tokens_replace_the_targets(shape, in_flight, drafts):
 
 @pytest.mark.parametrize(("shape", "in_flight"), WAYS)
 def test_a_preempted_sequence_continues_its_record(shape, in_flight):
-    asked, completions, engine = replay(shape, in_flight=in_flight, pages=11)
-    assert outputs_are_recorded(asked, completions)
+    submitted, completions, engine = replay(shape, in_flight=in_flight, pages=11)
+    assert outputs_are_recorded(submitted, completions)
     assert engine.scheduler.preemptions > 2
 
 

@@ -37,8 +37,8 @@ def batch_of_trees(trees):
 class RandomTrees(NoDrafter):
     """Drafts random trees that are partly right."""
 
-    def __init__(self, asked, answers, vocab, seed=4):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
+    def __init__(self, submitted, answers, vocab, seed=4):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]
         self.vocab = vocab
         self.lengths = {}
         self.rng = np.random.default_rng(seed)

@@ -32,7 +32,7 @@ class StrictDrafter:
         self.steps = Counter()
         """Number of reported steps by sequence."""
         self.most = {}
-        """Largest number of draft tokens that a request asked for, None without a limit, by sequence."""
+        """Largest number of draft tokens of a request, None without a limit, by sequence."""
         self.calls = Counter()
         """Number of drafts by sequence."""
 
@@ -154,7 +154,7 @@ class Workload:
         self.records = np.random.default_rng([seed, 1])
         self.choices = np.random.default_rng([seed, 2])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]
-        self.asked = {}
+        self.requests = {}
         self.answers = {}
         self.contents = {}
         self.streamed = {}
@@ -165,9 +165,9 @@ class Workload:
         for _ in range(steps):
             while self.rng.random() < 0.4:
                 self.arrive()
-            if self.rng.random() < 0.15 and self.asked:
+            if self.rng.random() < 0.15 and self.requests:
                 preempted = [s.sequence_id for s in self.engine.scheduler.waiting if s.preemptions]
-                self.cancel(int(self.rng.choice(preempted or list(self.asked)[-8:])))
+                self.cancel(int(self.rng.choice(preempted or list(self.requests)[-8:])))
             self.step()
         while self.engine.scheduler.has_work:
             self.step()
@@ -191,7 +191,7 @@ class Workload:
             assert pages.pages_for(len(prompt) + sampling.max_tokens) > pages.count
             self.seen["refused"] += 1
             return
-        self.asked[sequence_id] = request
+        self.requests[sequence_id] = request
         self.answers[sequence_id] = replayed(request)
         self.seen["recorded"] += 0 if recorded is None else len(recorded)
         self.contents[sequence_id] = contents([*prompt, *self.answers[sequence_id]])

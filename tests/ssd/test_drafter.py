@@ -1,4 +1,4 @@
-"""The public behaviour of the suffix drafter."""
+"""The public behavior of the suffix drafter."""
 
 import re
 import threading

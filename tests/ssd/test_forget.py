@@ -240,9 +240,9 @@ def test_other_running_requests_are_not_forgotten():
 
 def test_a_request_is_forgotten_while_its_prompt_is_indexed():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    opening = drafter.open(SECRET[:20], request_id="mine", session_id="chat")
+    prepared = drafter.prepare(SECRET[:20], request_id="mine", session_id="chat")
     drafter.forget("mine")
-    drafter.begin(1, opening)
+    drafter.begin(1, prepared)
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[20:40]}, 0))
     drafter.corpus.refresh()
@@ -255,7 +255,7 @@ def test_a_request_is_forgotten_while_its_prompt_is_indexed():
 
 def test_forgetting_an_ended_request_does_not_affect_a_new_one():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    ended = drafter.open(SECRET[:5], request_id="earlier")
+    ended = drafter.prepare(SECRET[:5], request_id="earlier")
     drafter.begin(3, ended)
     drafter.finish(3, SECRET[5:7], learn=False)
     start_two(drafter)

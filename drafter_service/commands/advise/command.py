@@ -70,7 +70,7 @@ def advise(
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            advice, traffic, facts = _analyse(files, reading, Path(folder) / "tokens", profile, concurrency)
+            advice, traffic, facts = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     toml = _settings_file(advice)
@@ -80,7 +80,7 @@ def advise(
     _show(advice, out)
 
 
-def _analyse(
+def _analyze(
     files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None
 ) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console

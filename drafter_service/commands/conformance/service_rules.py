@@ -41,7 +41,7 @@ class TestedStream:
     """Tokens from this one on are the stream's own: no other text has them."""
     step: int = 1
 
-    def ask(self, **fields: object) -> pb.DraftResponse:
+    def exchange(self, **fields: object) -> pb.DraftResponse:
         """Send a request, and return its response. Raises BrokenRuleError for the response to another one."""
         self.step += 1
         self.raw.send(pb.DraftRequest(step=self.step, **fields).SerializeToString())  # type: ignore[arg-type]
@@ -51,13 +51,13 @@ class TestedStream:
 
     def accepted(self, **fields: object) -> pb.DraftResponse:
         """Return the response to a valid request."""
-        response = self.ask(**fields)
+        response = self.exchange(**fields)
         require(not response.HasField("error"), f"a valid request was refused: {response.error.message}")
         return response
 
     def refusal(self, what: str, **fields: object) -> None:
         """Check that an invalid request is answered with an error."""
-        response = self.ask(**fields)
+        response = self.exchange(**fields)
         require(response.HasField("error"), f"{what} is answered without an error")
         require(bool(response.error.message and response.error.code), f"the error for {what} has no code or no message")
 

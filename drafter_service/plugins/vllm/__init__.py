@@ -1,7 +1,7 @@
 """Drafts for vLLM, with a few of its own flags and no change of vLLM.
 
 `variants.py` has the flags of each version. `python -m drafter_service.plugins.vllm check` with the flags of a server
-says whether it would get drafts. vLLM is imported when it asks for one of the classes, and only then.
+says whether it would get drafts. vLLM is imported when it loads one of the classes, and only then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NullProposer:
 
 
 def __getattr__(name: str) -> Any:
-    """Make one of the classes when vLLM asks for it."""
+    """Make one of the classes when vLLM loads it."""
     if name == "Scheduler":
         from drafter_service.plugins.vllm.scheduler import scheduler_class
 

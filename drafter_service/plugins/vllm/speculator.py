@@ -1,6 +1,6 @@
 """vLLM's V2 model runner, drafting in the worker while the scheduler is a step ahead.
 
-The first tensor-parallel rank waits for the tokens of a step, asks for drafts, and sends these to the others on the
+The first tensor-parallel rank waits for the tokens of a step, requests drafts, and sends these to the others on the
 device, so that these do not wait.
 """
 

@@ -179,7 +179,7 @@ FORMATS: dict[str, ToolFormat] = {
 """Formats by name."""
 
 
-def recognise(template: str) -> ToolFormat | None:
+def recognize(template: str) -> ToolFormat | None:
     """Return the format in which a chat template, in Jinja, writes calls; None if no format or several match."""
     found = [known for known in FORMATS.values() if known.is_named_in(template)]
     return found[0] if len(found) == 1 else None

@@ -59,7 +59,7 @@ class Figures:
 
     tokens_per_step: float
     tokens_per_step_no_loops: float | None
-    """Mean over the steps that start outside of loops, as `make run` defines them; None if not asked for."""
+    """Mean over the steps that start outside of loops, as `make run` defines them; None if not requested."""
     drafted_per_step: float
     accept_by_position: list[float]
     """Share of steps that accepted the draft token at each depth from 1, so that tokens per step are 1 + their sum."""

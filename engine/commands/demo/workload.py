@@ -17,7 +17,7 @@ NEAR_SHARE = 0.3
 
 EDITS = (
     "# Copyright of the authors; see the file LICENSE.",
-    "# Reviewed, no change in behaviour.",
+    "# Reviewed, no change in behavior.",
     "# TODO: simplify once the old interface is gone.",
     "# -*- coding: utf-8 -*-",
     "# This part is covered by the tests of the package.",

@@ -76,7 +76,7 @@ def _build_kernel(
     return StepInputs(tokens, positions, cache_slots, row_slots, starts, contexts, counts)
 
 
-# Specialising on these would recompile the kernel for each step shape.
+# Specializing on these would recompile the kernel for each step shape.
 @kernel(do_not_specialize=["batch", "rows", "idle", "scratch"])
 def _build(
     request_slots, draft_tokens, draft_stride, draft_lengths, starts,

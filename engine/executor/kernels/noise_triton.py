@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @kernel()
 def mix64(x):
-    """Return SplitMix64's finaliser of x, uint64."""
+    """Return SplitMix64's finalizer of x, uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
-from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalise
+from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalize
 from engine.models.ops import PLAIN, Ops
 from engine.models.self_attention import Attend, RMSNorm
 
@@ -24,7 +24,7 @@ class EagleHead(DraftHead):
         """config: its `num_layers` is the head's. target_layers: number of layers of the target.
 
         has_bias: whether `fc` has a bias. has_norms: whether the first layer has an input norm, and the embedding and
-        the output are normalised (`layernorms` in the speculators format).
+        the output are normalized (`layernorms` in the speculators format).
         """
         super().__init__(config)
         self.hidden_layers = (target_layers,)
@@ -39,16 +39,16 @@ class EagleHead(DraftHead):
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.target_states`."""
-        return normalise(self.target.norm, hidden[:, 0])
+        return normalize(self.target.norm, hidden[:, 0])
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
     ) -> HeadOutput:
         """See `DraftHead.forward`."""
-        embeddings = normalise(self.embedding_norm, self.embed(tokens), ops)
+        embeddings = normalize(self.embedding_norm, self.embed(tokens), ops)
         residual, change = self.fc(torch.cat((embeddings, states), dim=-1)), None
         rotate = self.rotation(positions, ops, residual)
         for layer in self.layers:
             residual, change = layer(residual, change, ops, rotate, attend)
-        state, hidden = self.norm.normalise_sum(residual, change, ops)
+        state, hidden = self.norm.normalize_sum(residual, change, ops)
         return HeadOutput(hidden, state)

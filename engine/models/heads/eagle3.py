@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
-from engine.models.heads.head import DraftHead, HeadOutput, normalise
+from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.ops import PLAIN, Ops, Rotation
 from engine.models.self_attention import Attend, RMSNorm, SelfAttention
 
@@ -22,11 +22,11 @@ class Eagle3Style:
     """Options of published checkpoints, named as in their configurations."""
 
     norm_before_residual: bool = False
-    """Whether the residual stream begins with the normalised state."""
+    """Whether the residual stream begins with the normalized state."""
     norm_before_fc: bool = False
-    """Whether the concatenated states of the target are normalised together."""
+    """Whether the concatenated states of the target are normalized together."""
     fc_norm: bool = False
-    """Whether each of the target's states is normalised."""
+    """Whether each of the target's states is normalized."""
     norm_output: bool = False
     """Whether the state for the next draft position has passed the final norm."""
 
@@ -46,11 +46,11 @@ class Eagle3Layer(Layer):
         self, embeddings: Tensor, states: Tensor, ops: Ops, rotate: Rotation, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """Map embeddings and states to hidden states, given as residual + change, [N, hidden_size] each."""
-        normalised = normalise(self.hidden_norm, states, ops)
-        residual = normalised if self._style.norm_before_residual else states
-        pairs = torch.cat((normalise(self.input_norm, embeddings, ops), normalised), dim=-1)
+        normalized = normalize(self.hidden_norm, states, ops)
+        residual = normalized if self._style.norm_before_residual else states
+        pairs = torch.cat((normalize(self.input_norm, embeddings, ops), normalized), dim=-1)
         change = self.attention(self.index, pairs, ops, rotate, attend)
-        residual, hidden = self.mlp_norm.normalise_sum(residual, change, ops)
+        residual, hidden = self.mlp_norm.normalize_sum(residual, change, ops)
         return residual, self.feed_forward(hidden, ops)
 
 
@@ -81,9 +81,9 @@ class Eagle3Head(DraftHead):
     def target_states(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.target_states`."""
         if self.fc_norm is not None:
-            hidden = torch.stack([normalise(norm, hidden[:, at]) for at, norm in enumerate(self.fc_norm)], dim=1)
+            hidden = torch.stack([normalize(norm, hidden[:, at]) for at, norm in enumerate(self.fc_norm)], dim=1)
         fused = hidden.flatten(1)
-        return self.fc(fused if self.input_norm is None else normalise(self.input_norm, fused))
+        return self.fc(fused if self.input_norm is None else normalize(self.input_norm, fused))
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
@@ -91,5 +91,5 @@ class Eagle3Head(DraftHead):
         """See `DraftHead.forward`."""
         rotate = self.rotation(positions, ops, states)
         residual, change = self.layer.run(self.embed(tokens), states, ops, rotate, attend)
-        state, hidden = self.norm.normalise_sum(residual, change, ops)
+        state, hidden = self.norm.normalize_sum(residual, change, ops)
         return HeadOutput(hidden, hidden if self.style.norm_output else state)

@@ -69,7 +69,7 @@ def eagle3_files(head: Eagle3Head, dtype: torch.dtype) -> tuple[dict[str, Any], 
 
     Layers whose states a head reads are numbered in two ways, see `_hidden_layers`; both are written. vLLM has no
     class for heads with biases of queries, keys and values, and SGLang none for those with `norm_before_residual` or
-    with normalised queries and keys.
+    with normalized queries and keys.
     """
     views = _views(head, AUTHORS)
     config = head.config

@@ -53,7 +53,7 @@ def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
 def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Return the configuration and the tensors of a head in the authors' format.
 
-    A bias of `fc` is always written: SGLang leaves it uninitialised where the file has none, and vLLM ignores it, so
+    A bias of `fc` is always written: SGLang leaves it uninitialized where the file has none, and vLLM ignores it, so
     only heads without a bias work in both. The authors' field `bias` is left out, because vLLM and SGLang take it to be
     about attention. vLLM reads the second architecture and SGLang the first one. Raises ValueError for a head with
     norms at both ends, which the authors' format lacks.

@@ -128,13 +128,13 @@ def _is_copy(weight: Tensor, original: Tensor) -> bool:
 class NoNorm(nn.Module):
     """Takes the place of a norm that a checkpoint does not have."""
 
-    def normalise_sum(self, residual: Tensor, change: Tensor | None, _ops: Ops) -> tuple[Tensor, Tensor]:
-        """Return residual + change twice, like `RMSNorm.normalise_sum` without a norm."""
+    def normalize_sum(self, residual: Tensor, change: Tensor | None, _ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return residual + change twice, like `RMSNorm.normalize_sum` without a norm."""
         total = residual if change is None else residual + change
         return total, total.clone()
 
 
-def normalise(norm: nn.Module, hidden: Tensor, ops: Ops = PLAIN) -> Tensor:
-    """Return normalised hidden states, [N, hidden_size]."""
+def normalize(norm: nn.Module, hidden: Tensor, ops: Ops = PLAIN) -> Tensor:
+    """Return normalized hidden states, [N, hidden_size]."""
     assert isinstance(norm, RMSNorm | NoNorm)
-    return norm.normalise_sum(hidden, None, ops)[1]
+    return norm.normalize_sum(hidden, None, ops)[1]

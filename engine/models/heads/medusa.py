@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.heads.head import normalise
+from engine.models.heads.head import normalize
 
 
 class ResidualBlock(nn.Module):
@@ -48,8 +48,8 @@ class MedusaHeads(nn.Module):
         self._attached = (target,)
 
     def target_states(self, hidden: Tensor) -> Tensor:
-        """Return the normalised last states, [N, hidden_size]; hidden: [N, 1, hidden_size]."""
-        return normalise(self._attached[0].norm, hidden[:, 0])
+        """Return the normalized last states, [N, hidden_size]; hidden: [N, 1, hidden_size]."""
+        return normalize(self._attached[0].norm, hidden[:, 0])
 
     def forward(self, states: Tensor) -> Tensor:
         """Return logits [N, count, vocab_size] for states [N, hidden_size]."""

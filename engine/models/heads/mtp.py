@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
-from engine.models.heads.head import DraftHead, HeadOutput, normalise
+from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.ops import PLAIN, Ops
 from engine.models.self_attention import Attend, RMSNorm
 
@@ -43,7 +43,7 @@ class MtpHead(DraftHead):
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.target_states`."""
-        return normalise(self.target.norm, hidden[:, 0])
+        return normalize(self.target.norm, hidden[:, 0])
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
@@ -52,8 +52,8 @@ class MtpHead(DraftHead):
         embeddings = self.embed(tokens)
         if self.style.zeroes_first:
             embeddings = torch.where(positions[:, None] == 1, 0, embeddings)
-        embeddings = normalise(self.embedding_norm, embeddings, ops)
-        pairs = self.fc(torch.cat((embeddings, normalise(self.hidden_norm, states, ops)), dim=-1))
+        embeddings = normalize(self.embedding_norm, embeddings, ops)
+        pairs = self.fc(torch.cat((embeddings, normalize(self.hidden_norm, states, ops)), dim=-1))
         residual, change = self.layer(pairs, None, ops, self.rotation(positions, ops, pairs), attend)
-        hidden = self.norm.normalise_sum(residual, change, ops)[1]
+        hidden = self.norm.normalize_sum(residual, change, ops)[1]
         return HeadOutput(hidden, hidden)

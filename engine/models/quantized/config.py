@@ -173,7 +173,7 @@ def _block(found: Any) -> tuple[int, int]:
 def _activations(bits: int, kind: str) -> str:
     name = kind if kind == "fp8" else f"{bits}-bit {kind}"
     return (
-        f"config.json asks for activations in {name}, which this engine does not round; "
+        f"config.json requires activations in {name}, which this engine does not round; "
         "logits differ slightly from those of engines that do"
     )
 

@@ -15,7 +15,7 @@ from engine.training.heads.acceptance import MAX_TOKENS, TREE_NODES, Acceptance
 from engine.training.heads.recipe import Recipe
 from engine.training.heads.run import Run
 
-LICENCE_FILE = "LICENSE.txt"
+LICENSE_FILE = "LICENSE.txt"
 
 NETWORKS = {
     "draft-model": "A copy of the target with {recipe.num_layers} of its layers; its embeddings are not trained",
@@ -43,23 +43,23 @@ def write_card(
     results: Sequence[Acceptance],
     prompts: int,
 ) -> None:
-    """Write the card into `folder`, and the target's licence file if it has one.
+    """Write the card into `folder`, and the target's license file if it has one.
 
     data: description of the text. tokens: number of its tokens that were used. results: measured on `prompts` prompts.
     """
-    recipe, has_licence = run.recipe, (target / LICENCE_FILE).exists()
-    if has_licence:
-        shutil.copy(target / LICENCE_FILE, folder / LICENCE_FILE)
+    recipe, has_license = run.recipe, (target / LICENSE_FILE).exists()
+    if has_license:
+        shutil.copy(target / LICENSE_FILE, folder / LICENSE_FILE)
     (folder / CARD_FILE).write_text(
         f"""---
-{_licence(target)}library_name: ssd-drafter
+{_license(target)}library_name: ssd-drafter
 base_model: {target.name}
 ---
 
 # {recipe.kind} for {target.name}
 
 {NETWORKS[recipe.kind].format(recipe=recipe)}. It drafts for the target {target.name} (`--drafter {recipe.kind}`).
-{"The target's licence applies (`LICENSE.txt`)." if has_licence else ""}
+{"The target's license applies (`LICENSE.txt`)." if has_license else ""}
 
 | held-out acceptance | tokens per step | accepted at position 1, 2, .. |
 |---|---|---|
@@ -78,7 +78,7 @@ base_model: {target.name}
 | first weights | {FIRST_WEIGHTS[recipe.kind]} |
 | loss | {_loss(recipe)} |
 | tokens seen | {recipe.steps * recipe.batch_tokens:,}, {recipe.batch_tokens:,} per step |
-| optimiser | Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.other_lr}) |
+| optimizer | Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.other_lr}) |
 | schedule | {recipe.warmup_steps} steps of warm-up, then linear to zero |
 | precision | float32; written as bfloat16 |
 | hardware | {cpu_name()}, threads: {torch.get_num_threads()} |
@@ -90,7 +90,7 @@ Made by `ssd-engine train {recipe.kind}`.
     )
 
 
-def _licence(target: Path) -> str:
+def _license(target: Path) -> str:
     return "license: other\nlicense_name: psf-2.0\n" if target == SHIPPED_MODEL else ""
 
 

@@ -19,7 +19,7 @@ PART_ROWS = 256
 def label_probabilities(target: Decoder, states: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Return the target's probabilities, [.., V], at `TEMPERATURE`; of some tokens, so that they add up to less than 1.
 
-    states: [.., hidden_size], the normalised last states. tokens: int64 [V]; None for all.
+    states: [.., hidden_size], the normalized last states. tokens: int64 [V]; None for all.
     """
     probabilities = torch.softmax(target.logits(states / TEMPERATURE), dim=-1)
     return probabilities if tokens is None else probabilities[..., tokens]

@@ -18,7 +18,7 @@ ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum with Nesterov's look-ahead, for matrices that have been trained before.
+    """Orthogonalized momentum with Nesterov's look-ahead, for matrices that have been trained before.
 
     Learning rates are relative to the singular values that a matrix begins with: their root mean square is the unit.
     """
@@ -43,10 +43,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
             state["unit"] = parameter.norm() / min(parameter.shape) ** 0.5
         momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        parameter.sub_(lr * state["unit"] * orthogonalise(gradient.lerp(momentum, MOMENTUM)))
+        parameter.sub_(lr * state["unit"] * orthogonalize(gradient.lerp(momentum, MOMENTUM)))
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Return a matrix [R, C] with the singular vectors of `matrix` and singular values of 0.7 to 1.2."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

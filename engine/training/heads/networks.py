@@ -1,4 +1,4 @@
-"""New draft heads for a target, initialised from its weights."""
+"""New draft heads for a target, initialized from its weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder, Layer
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
-from engine.models.heads.head import normalise
+from engine.models.heads.head import normalize
 from engine.models.heads.medusa import MedusaHeads, ResidualBlock
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.self_attention import SelfAttention
 from engine.training.heads.features import Windows
 
 RIDGE = 1e-3
-"""Regularisation of least squares, relative to the mean square of the inputs."""
+"""Regularization of least squares, relative to the mean square of the inputs."""
 OWN_ROW_HEADS = 2
 """Further key-value heads of an EAGLE-3 head that attend to their own row. Rows of 128 values explain 0.59 of the
 variance of the shipped target's last layer's input, 192 explain 0.64, and all 320 explain 0.66."""
@@ -45,7 +45,7 @@ def new_mtp(target: Decoder, sample: Windows) -> MtpHead:
     head.norm.load_state_dict(target.norm.state_dict())
     pairs = _pairs(target, sample)
     norms = (head.embedding_norm, head.hidden_norm)
-    inputs = torch.cat([normalise(norm, each) for norm, each in zip(norms, pairs, strict=True)], dim=-1)
+    inputs = torch.cat([normalize(norm, each) for norm, each in zip(norms, pairs, strict=True)], dim=-1)
     head.fc.weight.copy_(least_squares(inputs, sample.states[:, 1:, -2].flatten(0, 1)))
     return head
 
@@ -55,7 +55,7 @@ def new_eagle(target: Decoder, sample: Windows) -> EagleHead:
     """Return an EAGLE head whose layer is the target's last one; `fc` estimates that layer's input.
 
     sample: windows with the states after the last but one and the last layer. The head's output takes the place of the
-    target's normalised state, so its residual stream is the target's, scaled by the final norm.
+    target's normalized state, so its residual stream is the target's, scaled by the final norm.
     """
     config, last = target.config, _last_layer(target)
     # Without a bias, which vLLM ignores.
@@ -80,7 +80,7 @@ def new_eagle3(target: Decoder, layers: tuple[int, ...], draft_vocabulary: Tenso
     """Return an EAGLE-3 head whose layer is the target's last one with further attention heads.
 
     In this network the token's embedding reaches the residual stream only through attention. The further heads attend
-    to their own row, and their values estimate the input of the target's last layer. The head returns its normalised
+    to their own row, and their values estimate the input of the target's last layer. The head returns its normalized
     state and `fc` estimates the target's, so that both are alike.
 
     layers: those whose hidden states it reads. draft_vocabulary: int64 [V], ascending, the tokens that it can draft.
@@ -111,10 +111,10 @@ def new_eagle3(target: Decoder, layers: tuple[int, ...], draft_vocabulary: Tenso
     weights["hidden_norm.weight"] = weights["input_norm.weight"] = torch.ones(size)
     states = head.target_states(read)
     inputs = torch.cat(
-        (normalise(head.layer.input_norm, embeddings), normalise(head.layer.hidden_norm, states)), dim=-1
+        (normalize(head.layer.input_norm, embeddings), normalize(head.layer.hidden_norm, states)), dim=-1
     )
     rows = [count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    query, key, value = least_squares(inputs, _attention(last).qkv_proj(normalise(last.input_norm, wanted))).split(rows)
+    query, key, value = least_squares(inputs, _attention(last).qkv_proj(normalize(last.input_norm, wanted))).split(rows)
     own_value, own_output = _low_rank(inputs, wanted - states, OWN_ROW_HEADS * config.head_dim)
     own_key = _own_row_pattern(inputs, config.head_dim)
     weights["attention.qkv_proj.weight"] = torch.cat(
@@ -157,7 +157,7 @@ def new_medusa(target: Decoder, count: int, sample: Windows) -> MedusaHeads:
     """
     heads = MedusaHeads(target.config, count)
     heads.attach(target)
-    states = normalise(target.norm, sample.states[:, :, -1])
+    states = normalize(target.norm, sample.states[:, :, -1])
     for index, head in enumerate(heads.heads):
         assert isinstance(head, nn.Sequential)
         *blocks, projection = head
@@ -215,8 +215,8 @@ def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _pairs(target: Decoder, sample: Windows) -> tuple[Tensor, Tensor]:
-    """Return embeddings and the normalised states of the tokens before them, [N, hidden_size] each."""
-    states = normalise(target.norm, sample.states[:, :-1, -1])
+    """Return embeddings and the normalized states of the tokens before them, [N, hidden_size] each."""
+    states = normalize(target.norm, sample.states[:, :-1, -1])
     return target.embedding(sample.tokens[:, 1:]).flatten(0, 1), states.flatten(0, 1)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
-from engine.models.heads.head import DraftHead, HeadOutput, normalise
+from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.heads.medusa import MedusaHeads
 from engine.training.heads.attention import WindowAttention
 from engine.training.heads.cross_entropy import TEMPERATURE, cross_entropy, label_probabilities
@@ -68,7 +68,7 @@ class ChainObjective:
         rows = tokens.shape[1] - 1
         columns = [self.layers.index(layer) for layer in head.hidden_layers]
         states = head.target_states(windows.states[:, :-1, columns].flatten(0, 1)).view(len(tokens), rows, -1)
-        wanted = normalise(self.target.norm, windows.states[:, 1:, -1])
+        wanted = normalize(self.target.norm, windows.states[:, 1:, -1])
         labels = label_probabilities(self.target, wanted, head.draft_vocabulary)
         first, window = run_window(head, tokens, states)
         loss, acceptance = self._scores(first, labels)
@@ -108,7 +108,7 @@ class MedusaObjective:
 
     def __call__(self, windows: Windows) -> Depths:
         """See `Objective`."""
-        states = normalise(self.target.norm, windows.states[:, :, -1])
+        states = normalize(self.target.norm, windows.states[:, :, -1])
         labels = label_probabilities(self.target, states)
         count = len(self.module.heads)
         read = states[:, :-count].flatten(0, 1)
@@ -142,7 +142,7 @@ class DraftModelObjective:
         rows, length = windows.tokens.shape
         positions = torch.arange(length).repeat(rows)
         hidden = self.module(windows.tokens.flatten(), positions, WindowAttention(rows, length).attend)
-        labels = label_probabilities(self.target, normalise(self.target.norm, windows.states[:, :, -1]))
+        labels = label_probabilities(self.target, normalize(self.target.norm, windows.states[:, :, -1]))
         loss, acceptance = cross_entropy(hidden.view(rows, length, -1), self.module.lm_head.weight, labels)
         runs = acceptance.unfold(1, self.depth, 1).cumprod(-1)
         return Depths(loss.mean()[None], runs.mean((0, 1)))

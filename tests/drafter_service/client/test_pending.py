@@ -22,7 +22,7 @@ def test_a_late_response_is_dropped_and_nothing_is_sent_before_it():
     assert wire.service.texts() == [[5, 6, 7]]
 
 
-def test_a_service_that_is_always_late_is_asked_less_often():
+def test_a_service_that_is_always_late_is_called_less_often():
     wire = connected(counting)
     start(wire.client, 1, [5])
     wire.settle()
@@ -34,12 +34,12 @@ def test_a_service_that_is_always_late_is_asked_less_often():
     assert wire.client.counters.timeouts == 500
     until = (wire.draft(progress_of({1: [token]}, limit=1)) for token in range(506, 600))
     assert any(len(drafts.tokens) for drafts in until)
-    for token in range(600, 605):  # After one response in time the service is asked in every step.
+    for token in range(600, 605):  # After one response in time the service is called in every step.
         assert len(wire.draft(progress_of({1: [token]}, limit=1)).tokens) == 1
 
 
 def test_a_late_response_behind_much_text_does_not_count():
-    """Otherwise a service would be asked less often just when sequences are registered again."""
+    """Otherwise a service would be called less often just when sequences are registered again."""
     wire = connected(counting)
     start(wire.client, 1, [1])
     wire.settle()

@@ -105,17 +105,18 @@ class AnyOrder(RuleBasedStateMachine):
             self.wire.connect()
         self.wire.settle()
         for _ in range(3):  # The first response may report lost sequences.
-            self.ask_for_all()
+            self.draft_for_all()
         running = [request.text[: request.done] for request in self.engine.running.values()]
         assert sorted(self.service.texts()) == sorted(running)
         assert sorted(self.service.learned.values()) == sorted(self.to_learn.values())
         assert self.service.drafted <= self.engine.drafted
         assert self.service.steps <= self.engine.steps
 
-    def ask_for_all(self):
+    def draft_for_all(self):
         running = sorted(self.engine.running)
-        asked = len(self.service.requests)
-        while running and len(self.service.requests) == asked:  # After late responses the client asks less often.
+        before = len(self.service.requests)
+        # After late responses the client requests drafts less often.
+        while running and len(self.service.requests) == before:
             self.wire.draft(self.engine.progress(running, [100] * len(running)))
             for request in self.engine.running.values():
                 request.committed = request.verified = 0

@@ -335,11 +335,11 @@ def test_options_apply_and_interrupting_stops_the_server():
             stream = caller.stream("a")
             assert stream.welcome.max_draft == 5
             request = batch({1: ()}, limit=9)
-            response = stream.ask(starts=[start(1, [1, 2, 3, 1, 2, 4, 1, 2])], batch=request)
+            response = stream.exchange(starts=[start(1, [1, 2, 3, 1, 2, 4, 1, 2])], batch=request)
             drafts = read_drafts(response.drafts, 1)
             assert len(drafts.tokens) == 5
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
-            assert drafted(stream.ask(batch=batch({1: ()}, limit=9, cost=1.0))) == []
+            assert drafted(stream.exchange(batch=batch({1: ()}, limit=9, cost=1.0))) == []
             out, errors = stop(process, signal.SIGINT)
             assert re.fullmatch(r"stopped: 0 tokens committed, 0 drafted, 0 accepted, 0\.00 tokens per step\n", out)
             assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]

@@ -124,8 +124,8 @@ class SimulatedHost:
         self.requests[name] = HostRequest(list(prompt), options, seed)
         self.session.start(name, prompt, options)
 
-    def step(self, names, scheduling="all", asked=None):
-        """Run the target for some requests, then ask for the drafts of `asked`, by default the same requests.
+    def step(self, names, scheduling="all", drafted=None):
+        """Run the target for some requests, then draft for `drafted`, by default the same requests.
 
         scheduling: of the drafts, "all" is verified, "cut" only one token, "none" nothing, or "padded" other tokens.
         """
@@ -139,10 +139,10 @@ class SimulatedHost:
             request.verified += len(scheduled) if scheduling != "padded" else 0
             self._verify(request, scheduled)
             request.draft = []
-        self.ask(names if asked is None else asked)
+        self.draft(names if drafted is None else drafted)
 
-    def ask(self, names, placeholders=0):
-        """Ask for drafts, in the order given and for repeated names too; check the limits that the host has."""
+    def draft(self, names, placeholders=0):
+        """Request drafts, in the order given and for repeated names too; check the limits that the host has."""
         texts = [(name, self.requests[name].text + [PLACEHOLDER] * placeholders) for name in names]
         drafts = self.session.draft(texts)
         assert len(drafts) == len(texts)

@@ -96,7 +96,7 @@ def test_the_host_limits_the_length_of_the_next_drafts(session):
 def test_replaced_drafts_are_not_verified():
     host = SimulatedHost()
     host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
-    host.ask(["a"])
+    host.draft(["a"])
     assert host.requests["a"].draft
     host.step(["a"], "padded")
     assert (host.told("a").verified, host.told("a").steps) == (0, 1)
@@ -106,10 +106,10 @@ def test_replaced_drafts_are_not_verified():
 def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
     host = SimulatedHost()
     host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
-    host.ask(["a"])
+    host.draft(["a"])
     draft = host.requests["a"].draft
     host.session.schedule("a", draft)
-    host.ask(["a"])
+    host.draft(["a"])
     assert host.requests["a"].draft == draft != []
     host.step(["a"], "none")
     assert (host.told("a").verified, host.told("a").steps) == (0, 1)
@@ -120,7 +120,7 @@ def test_a_batch_is_one_call():
     host = SimulatedHost()
     for name in "abc":
         host.add(name, LOOP, RequestOptions())
-    host.ask(["a", "b", "c"])
+    host.draft(["a", "b", "c"])
     assert host.drafters["", ""].calls == 1
     host.session.close()
 
@@ -247,14 +247,14 @@ def test_a_failing_drafter_costs_drafts_of_its_requests_alone():
     host = SimulatedHost(FailingDrafter)
     for name in "ab":
         host.add(name, LOOP, RequestOptions())
-    host.ask(["a"])
+    host.draft(["a"])
     assert host.requests["a"].draft
     host.step(["a"])
     host.step(["a", "b"])
     assert host.requests["a"].draft == []
     assert host.requests["b"].draft
     host.add("c", LOOP, RequestOptions())
-    host.ask(["c"])
+    host.draft(["c"])
     assert host.requests["c"].draft
     assert host.session.counters.failures == 1
     assert len(host.reports) == 1

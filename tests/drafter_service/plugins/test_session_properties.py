@@ -68,14 +68,14 @@ class HostMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.host.requests)
     @rule(data=st.data())
-    def step_without_asking(self, data):
-        self.host.step([name for name in self.some(data) if self.host.requests[name].is_counted], asked=[])
+    def step_without_drafting(self, data):
+        self.host.step([name for name in self.some(data) if self.host.requests[name].is_counted], drafted=[])
 
     @precondition(lambda self: self.host.requests)
     @rule(placeholders=st.sampled_from([0, 0, 2]), data=st.data())
     def ask_again(self, placeholders, data):
         names = self.some(data)
-        self.host.ask(names, placeholders)
+        self.host.draft(names, placeholders)
         self.check_told(names)
 
     @precondition(lambda self: self.host.requests)
@@ -85,14 +85,14 @@ class HostMachine(RuleBasedStateMachine):
         names = self.some(data)
         for name in names:
             self.host.session.schedule(name, self.host.requests[name].draft)
-        self.host.ask(names)
+        self.host.draft(names)
 
     @precondition(lambda self: self.host.requests)
     @rule(tokens=st.integers(1, 10), data=st.data())
     def retract(self, tokens, data):
         name = data.draw(st.sampled_from(sorted(self.host.requests)))
         self.host.retract(name, tokens)
-        self.host.ask([name])
+        self.host.draft([name])
 
     @precondition(lambda self: self.host.requests)
     @rule(end=st.sampled_from(End), with_text=st.booleans(), data=st.data())
@@ -122,7 +122,7 @@ class HostMachine(RuleBasedStateMachine):
             assert sorted(drafter.running) == sorted(own)
 
     def check_told(self, names):
-        """The drafter knows the whole text of each request that it was asked for, and what became of its drafts."""
+        """The drafter knows the whole text of each request that it drafted for, and what became of its drafts."""
         for name in names:
             request, told = self.host.requests[name], self.host.told(name)
             if told is None:

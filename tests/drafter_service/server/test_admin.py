@@ -230,12 +230,12 @@ def test_dropping_a_namespace_deletes_it_and_ends_its_streams(service, caller, n
     eventually(lambda: drafts_of(caller, name, 100) == [[108]])
     caller.call("Snapshot", namespace=name)
     stream = caller.stream(name)
-    stream.ask(starts=[start(1, counted(100)[:8])])
+    stream.exchange(starts=[start(1, counted(100)[:8])])
     caller.call("DropNamespace", namespace=name)
     assert stream.refusal() == (grpc.StatusCode.ABORTED, f"namespace {name!r} was dropped")
     assert not (service.snapshots / name).exists()
     assert name not in [row.name for row in caller.call("ListNamespaces").namespaces]
-    assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
+    assert lost(caller.stream(name).exchange(batch=batch({1: ()}))) == [1]
     assert drafts_of(caller, name, 100) == [[]]
     assert caller.observe(name, counted(100)).texts == 1
 

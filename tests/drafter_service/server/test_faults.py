@@ -57,7 +57,7 @@ def resident_bytes(process):
 def during_steps(caller, _folder, _rng):
     """Create requests in flight, whose committed tokens are only in memory."""
     stream = caller.stream("kept")
-    stream.ask(starts=[start(number, counted(number)) for number in range(64)])
+    stream.exchange(starts=[start(number, counted(number)) for number in range(64)])
     for _ in range(50):
         stream.send(batch=batch({number: counted(number, 4) for number in range(64)}, 16))
     return stream
@@ -92,7 +92,7 @@ def during_a_snapshot(caller, folder, _rng):
 def assert_registered_again(caller):
     """Check that a client that connects again has lost its sequences, and has drafts once they are registered again."""
     stream = caller.stream("kept")
-    assert lost(stream.ask(batch=batch({1: [3]}))) == [1]
+    assert lost(stream.exchange(batch=batch({1: [3]}))) == [1]
     again = start(1, [1, 2, 3, 1, 2], committed=np.array([3], np.uint32).tobytes())
     assert stream.draft(1, starts=[again], limit=2) == [1, 2]
 
@@ -302,7 +302,7 @@ def test_thousands_of_damaged_messages_are_answered(service, caller):
     assert resident_bytes(service.process) - before < 60 * MB
     # The learned probabilities can have any values now, so the price is minimal.
     new = 1 << 60
-    response = stream.ask(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
+    response = stream.exchange(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
     assert drafted(response) == [1006]
 
 
@@ -357,23 +357,23 @@ def test_many_empty_sequences_take_no_memory(service, caller):
     stream = eventually(lambda: caller.opened("flooded"))
     before = resident_bytes(service.process)
     for field in (b"\x1a\x00", b"\x22\x00"):
-        assert "at most 65536 sequences" in stream.ask(field * (8 << 20)).error.message
+        assert "at most 65536 sequences" in stream.exchange(field * (8 << 20)).error.message
     # Parsed, each of these messages would take half a gigabyte.
     assert resident_bytes(service.process) - before < 150 * MB
 
 
 def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
     stream = eventually(lambda: caller.opened("unread"))
-    stream.ask(starts=[start(number, counted(100 * number, 50) * 3) for number in range(64)])
+    stream.exchange(starts=[start(number, counted(100 * number, 50) * 3) for number in range(64)])
     request = pb.DraftRequest(batch=batch(dict.fromkeys(range(64), ()), limit=32, cost=1e-30)).SerializeToString()
-    size = len(stream.ask(request).SerializeToString())
+    size = len(stream.exchange(request).SerializeToString())
     before = resident_bytes(service.process)
     for _ in range(100 * MB // size):
         stream.send(request)
     # Other clients are served in the meantime, for longer than reading all requests would take.
     other = caller.stream("unread")
     for _ in range(1000):
-        assert not other.ask().HasField("error")
+        assert not other.exchange().HasField("error")
     assert resident_bytes(service.process) - before < 20 * MB
     assert len(drafted(stream.read(), 64)) == 32
 

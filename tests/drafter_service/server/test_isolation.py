@@ -84,8 +84,8 @@ def refused(caller):
 def draft_of(caller, namespace, context):
     """Use a stream of a namespace in every way; return its draft after a context."""
     stream = caller.stream(namespace)
-    tokens = drafted(stream.ask(starts=[start(1, context)], batch=batch({1: ()})))
-    stream.ask(finishes=[finish(1, [context[-1] + 1], learn=False)])
+    tokens = drafted(stream.exchange(starts=[start(1, context)], batch=batch({1: ()})))
+    stream.exchange(finishes=[finish(1, [context[-1] + 1], learn=False)])
     stream.end()
     return tokens
 

@@ -54,7 +54,7 @@ def close(namespace):
     namespace.corpus.close()
 
 
-def ask(session, *, may_learn=True, **fields):
+def send(session, *, may_learn=True, **fields):
     return session.answer(pb.DraftRequest(**fields), may_learn=may_learn)
 
 
@@ -75,73 +75,73 @@ def refused(response, message):
 
 
 def test_a_response_has_the_number_of_its_request_and_drafts(session):
-    response = ask(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
+    response = send(session, step=7, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=2))
     assert response.step == 7
     assert drafted(response) == [6, 5]
     assert lost(response) == []
 
 
 def test_the_cost_of_the_engine_is_used(session):
-    ask(session, starts=[start(1, [1, 2, 3, 4, 5, 6, 1, 2])])
+    send(session, starts=[start(1, [1, 2, 3, 4, 5, 6, 1, 2])])
     sizes = [
-        len(drafted(ask(session, batch=batch({1: ()}, limit=32, cost=cost))))
+        len(drafted(send(session, batch=batch({1: ()}, limit=32, cost=cost))))
         for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
     ]
     assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
 
 
 def test_refusals_name_the_field_and_have_no_effect(session):
-    ask(session, starts=[start(1, [5, 6, 5])])
+    send(session, starts=[start(1, [5, 6, 5])])
     again = [start(2, [1]), start(1, [1])]
-    assert refused(ask(session, step=2, starts=again), "starts contains a sequence that is already running")
-    assert refused(ask(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is already")
-    assert refused(ask(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
+    assert refused(send(session, step=2, starts=again), "starts contains a sequence that is already running")
+    assert refused(send(session, starts=[start(3, [1]), start(3, [1])]), "starts contains a sequence that is already")
+    assert refused(send(session, finishes=[finish(1), finish(1)]), "finishes contains a sequence twice")
     claims = batch({1: ()})
     claims.verified = pack(array([1]), "u4")
-    assert refused(ask(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
+    assert refused(send(session, batch=claims), "batch.verified[0] is 1; the sequence's last draft had 0 tokens")
     claims.verified = pack(array([0xFFFF_FFFF]), "u4")
-    assert refused(ask(session, batch=claims), "batch.verified[0] is 4294967295")
+    assert refused(send(session, batch=claims), "batch.verified[0] is 4294967295")
     new = batch({2: ()}, verified=1)
-    assert refused(ask(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
+    assert refused(send(session, starts=[start(2, [1])], batch=new), "the sequence's last draft had 0 tokens")
     no_draft = "finishes[0].verified is 1; the sequence's last draft had 0 tokens"
-    assert refused(ask(session, finishes=[finish(1, verified=1)]), no_draft)
-    assert refused(ask(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
+    assert refused(send(session, finishes=[finish(1, verified=1)]), no_draft)
+    assert refused(send(session, starts=[start(2, [1])], finishes=[finish(2, verified=1)]), no_draft)
     for cost in (0.0, -1.0, 1.5, float("nan"), float("inf")):
-        assert refused(ask(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
+        assert refused(send(session, batch=batch({1: ()}, cost=cost)), f"batch.cost is {cost}")
     bad_prompt = pb.Start(sequence_id=2, prompt=b"12345")
-    assert refused(ask(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
+    assert refused(send(session, starts=[bad_prompt]), "starts[0].prompt has 5 bytes")
     bad_tokens = pb.Finish(sequence_id=1, tokens=b"\xff\xff\xff\xff")
-    assert refused(ask(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
+    assert refused(send(session, finishes=[bad_tokens]), "finishes[0].tokens holds the token id 4294967295")
     crowd = pb.Batch(sequence_ids=bytes(8 * (MAX_FIELDS + 1)))
-    assert refused(ask(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
+    assert refused(send(session, batch=crowd), f"batch.sequence_ids has {MAX_FIELDS + 1} elements")
     # Sequence 1 still runs, and the others were not started.
     assert sizes_of(session) == {1: 3}
-    response = ask(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
+    response = send(session, step=9, starts=[start(2, [8])], batch=batch({2: (), 1: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
 
 
 def test_unknown_sequences_are_reported_and_the_others_served(session):
-    ask(session, starts=[start(1, [5, 6, 5])])
-    response = ask(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
+    send(session, starts=[start(1, [5, 6, 5])])
+    response = send(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
     assert lost(response) == [7, 8, 9, 6]
     assert [drafted(response, 3, index) for index in range(3)] == [[], [6, 5], []]
     # Finishes come before the batch.
-    assert lost(ask(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
+    assert lost(send(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
 
 
 def test_a_sequence_can_begin_and_end_in_one_request(namespace, session):
-    response = ask(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
+    response = send(session, starts=[start(1, [1, 2])], finishes=[finish(1, [3, 4])])
     assert lost(response) == []
     assert sizes_of(session) == {}
     namespace.corpus.refresh()
-    assert drafted(ask(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
+    assert drafted(send(session, starts=[start(1, [1, 2])], batch=batch({1: ()}, limit=2))) == [3, 4]
 
 
 @given(st.data())
 def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shared, data):
     session = Session(shared, Limits())
-    ask(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
-    ask(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
+    send(session, starts=[start(1, [5, 6, 5]), start(3, [1, 2, 1])])
+    send(session, batch=batch({1: (), 3: ()}))  # So that there are counts to damage.
     whole = pb.DraftRequest(
         step=3,
         starts=[start(2, [1, 2], session_id="s", request_id="r")],
@@ -160,7 +160,7 @@ def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shar
     if session.answer(request, may_learn=False).HasField("error"):
         assert sizes_of(session) == sizes
     another = 1 << 60  # Far from any damaged small id.
-    response = ask(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
+    response = send(session, starts=[start(another, [5, 6, 5])], batch=batch({another: ()}, limit=2))
     # Requests that were accepted although damaged teach that drafts fail, so the next ones may be shorter.
     assert drafted(response)[:1] == [6]
     session.close()
@@ -179,15 +179,15 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
     for action, sequence_id, tokens, learn in actions:
         was_running = sequence_id in sent
         if action == "start":
-            response = ask(session, starts=[start(sequence_id, tokens, session_id="s" if learn else "")])
+            response = send(session, starts=[start(sequence_id, tokens, session_id="s" if learn else "")])
             assert response.HasField("error") == was_running
             sent.setdefault(sequence_id, list(tokens))
         elif action == "finish":
-            response = ask(session, finishes=[finish(sequence_id, tokens, learn=learn)])
+            response = send(session, finishes=[finish(sequence_id, tokens, learn=learn)])
             assert lost(response) == ([] if was_running else [sequence_id])
             sent.pop(sequence_id, None)
         else:
-            response = ask(session, batch=batch({sequence_id: tokens}))
+            response = send(session, batch=batch({sequence_id: tokens}))
             assert lost(response) == ([] if was_running else [sequence_id])
             if was_running:
                 sent[sequence_id] += tokens
@@ -197,12 +197,12 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
 
 def test_use_is_counted_by_client(namespace):
     first, second = Session(namespace, Limits(), "vllm/1"), Session(namespace, Limits(), "sglang/2")
-    ask(first, starts=[start(1, [5]), start(2, [6])], batch=batch({1: [], 2: []}))
+    send(first, starts=[start(1, [5]), start(2, [6])], batch=batch({1: [], 2: []}))
     several = batch({1: [7, 8], 2: []})
     several.steps = pack(array([2, 5]), "u4")
-    ask(first, batch=several)
-    ask(first, finishes=[finish(1, [9], steps=1), finish(2)])
-    ask(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
+    send(first, batch=several)
+    send(first, finishes=[finish(1, [9], steps=1), finish(2)])
+    send(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
     second.close()
     uses = namespace.facts().uses
     assert uses == {"vllm/1": ClientUse(streams=1, steps=3, committed=3), "sglang/2": ClientUse(0, 1, 2)}
@@ -217,31 +217,33 @@ def test_names_of_clients_are_few(namespace):
 
 
 def test_steps_of_sequences_are_counted(namespace, session):
-    ask(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
-    ask(session, finishes=[finish(1, [6, 5, 8], verified=2)])
+    send(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
+    send(session, finishes=[finish(1, [6, 5, 8], verified=2)])
     assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
     several = batch({2: [1, 1]})
     several.steps = pack(array([2]), "u4")
-    ask(session, batch=several)
+    send(session, batch=several)
     assert (namespace.stats.steps, namespace.stats.committed) == (3, 5)
-    ask(session, finishes=[finish(2, [1, 1, 1], steps=3)])
+    send(session, finishes=[finish(2, [1, 1, 1], steps=3)])
     assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
 
 
 def test_the_length_of_drafts_is_limited_by_the_request_and_the_configuration(session):
-    ask(session, starts=[start(1, [*range(100), *range(50)])])
-    sizes = [len(drafted(ask(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)]
+    send(session, starts=[start(1, [*range(100), *range(50)])])
+    sizes = [
+        len(drafted(send(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)
+    ]
     assert sizes == [0, 4, CONFIG.max_draft, CONFIG.max_draft]
     assert session.max_draft == CONFIG.max_draft
 
 
 def test_streams_share_only_learned_text(namespace):
     first, second = (Session(namespace, Limits()) for _ in range(2))
-    ask(first, starts=[start(1, [1, 2, 3])])
-    ask(first, finishes=[finish(1, [4, 5])])
+    send(first, starts=[start(1, [1, 2, 3])])
+    send(first, finishes=[finish(1, [4, 5])])
     namespace.corpus.refresh()
-    assert lost(ask(second, finishes=[finish(1)])) == [1]
-    assert drafted(ask(second, starts=[start(1, [2, 3])], batch=batch({1: ()}, limit=2))) == [4, 5]
+    assert lost(send(second, finishes=[finish(1)])) == [1]
+    assert drafted(send(second, starts=[start(1, [2, 3])], batch=batch({1: ()}, limit=2))) == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,8 @@ def test_streams_share_only_learned_text(namespace):
     ids=["private", "not to be learned", "no right at first", "no right at last"],
 )
 def test_nothing_is_learned_without_permission(namespace, session, fields, learn, may_at_first, may_at_last):
-    ask(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
-    ask(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
+    send(session, starts=[start(1, [1, 2, 3], **fields)], may_learn=may_at_first)
+    send(session, finishes=[finish(1, [4, 5], learn=learn)], may_learn=may_at_last)
     namespace.corpus.refresh()
     assert namespace.corpus.appended == 0
 
@@ -264,52 +266,52 @@ def test_nothing_is_learned_without_permission(namespace, session, fields, learn
 @pytest.mark.parametrize(("learn", "may_learn"), [(True, True), (False, True), (True, False)])
 def test_running_sequences_are_drafted_to_others_if_they_may_be_learned(namespace, learn, may_learn):
     first, second = (Session(namespace, Limits()) for _ in range(2))
-    ask(first, starts=[start(1, [1, 2, 3], learn=learn)], may_learn=may_learn)
-    ask(second, starts=[start(1, [2, 3])])
-    ask(first, batch=batch({1: [4, 5, 6]}), may_learn=may_learn)
+    send(first, starts=[start(1, [1, 2, 3], learn=learn)], may_learn=may_learn)
+    send(second, starts=[start(1, [2, 3])])
+    send(first, batch=batch({1: [4, 5, 6]}), may_learn=may_learn)
     namespace.corpus.refresh()
     is_shown = may_learn and learn
-    assert drafted(ask(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
+    assert drafted(send(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
 
 
 def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace):
     session = Session(namespace, Limits(sequences=2))
-    ask(session, starts=[start(1, [1]), start(2, [2])])
-    ask(session, batch=batch({1: [1]}))
-    ask(session, starts=[start(3, [3])])
+    send(session, starts=[start(1, [1]), start(2, [2])])
+    send(session, batch=batch({1: [1]}))
+    send(session, starts=[start(3, [3])])
     assert sizes_of(session) == {1: 2, 3: 1}
-    assert lost(ask(session, batch=batch({1: (), 2: ()}))) == [2]
-    ask(session, starts=[start(sequence_id, [1]) for sequence_id in range(4, 40)])
+    assert lost(send(session, batch=batch({1: (), 2: ()}))) == [2]
+    send(session, starts=[start(sequence_id, [1]) for sequence_id in range(4, 40)])
     assert sizes_of(session) == {38: 1, 39: 1}
     assert namespace.sequences == 2
 
 
 def test_the_tokens_of_a_stream_are_bounded(namespace):
     session = Session(namespace, Limits(stream_tokens=100))
-    ask(session, starts=[start(1, range(60)), start(2, range(30))])
-    ask(session, batch=batch({2: range(20)}))
+    send(session, starts=[start(1, range(60)), start(2, range(30))])
+    send(session, batch=batch({2: range(20)}))
     assert sizes_of(session) == {2: 50}
-    assert refused(ask(session, starts=[start(3, range(101))]), "starts has 101 tokens; a stream may have 100")
-    ask(session, batch=batch({2: range(51)}))
+    assert refused(send(session, starts=[start(3, range(101))]), "starts has 101 tokens; a stream may have 100")
+    send(session, batch=batch({2: range(51)}))
     assert sizes_of(session) == {}
     assert namespace.corpus.appended == 0
 
 
 def test_batches_of_the_same_sequences_are_counted_and_checked(namespace):
     session = Session(namespace, Limits(stream_tokens=100))
-    ask(session, starts=[start(1, range(10)), start(2, [5, 6, 5])])
+    send(session, starts=[start(1, range(10)), start(2, [5, 6, 5])])
     for _ in range(3):
-        assert drafted(ask(session, batch=batch({1: [50], 2: [6, 5]}, limit=2)), 2, 1) == [6, 5]
+        assert drafted(send(session, batch=batch({1: [50], 2: [6, 5]}, limit=2)), 2, 1) == [6, 5]
     # Malformed batches of these sequences have no effect.
     wrong = batch({1: [51], 2: []}, verified=9)
-    assert refused(ask(session, batch=wrong), "batch.verified[0] is 9")
+    assert refused(send(session, batch=wrong), "batch.verified[0] is 9")
     wrong.offsets = bytes(4)
-    assert refused(ask(session, batch=wrong), "batch.offsets has 1 elements, not 3")
-    assert drafted(ask(session, batch=batch({1: [], 2: []}, limit=2)), 2, 1) == [6, 5]
+    assert refused(send(session, batch=wrong), "batch.offsets has 1 elements, not 3")
+    assert drafted(send(session, batch=batch({1: [], 2: []}, limit=2)), 2, 1) == [6, 5]
     # The tokens of all these batches count: 13 of sequence 1, the newer one, and 9 of sequence 2.
-    ask(session, starts=[start(3, range(79))])
+    send(session, starts=[start(3, range(79))])
     assert sizes_of(session) == {2: 9, 3: 79}
-    assert lost(ask(session, batch=batch({1: [], 2: []}))) == [1]
+    assert lost(send(session, batch=batch({1: [], 2: []}))) == [1]
 
 
 def random_batches(rng):
@@ -332,8 +334,8 @@ def test_batches_are_answered_as_by_the_general_path(monkeypatch):
             monkeypatch.setattr(Session, "_draft_ready", lambda *_: None)
         namespace = new_namespace()
         session = Session(namespace, Limits())
-        ask(session, starts=[start(number, [0, 1, 2, 0, 1], learn=False) for number in range(3)])
-        answers.append([ask(session, batch=each) for each in random_batches(np.random.default_rng(0))])
+        send(session, starts=[start(number, [0, 1, 2, 0, 1], learn=False) for number in range(3)])
+        answers.append([send(session, batch=each) for each in random_batches(np.random.default_rng(0))])
         sizes.append(sizes_of(session))
         uses.append(namespace.facts().uses)
         close(namespace)
@@ -345,7 +347,7 @@ def test_batches_are_answered_as_by_the_general_path(monkeypatch):
 
 def test_clients_counters_are_summed(namespace):
     def report(session, **totals):
-        ask(session, counters=pb.ClientCounters(**totals))
+        send(session, counters=pb.ClientCounters(**totals))
 
     first, second = (Session(namespace, Limits()) for _ in range(2))
     report(first, timeouts=3, dropped=5)
@@ -369,32 +371,32 @@ async def indexed(session):
 @run
 async def test_a_long_prompt_is_indexed_while_others_are_served(session):
     prompt = [*LONG, 9001, 9002, 9003, 9001]
-    response = ask(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
+    response = send(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
-    response = ask(session, batch=batch({2: [6], 1: [9002]}, limit=1))
+    response = send(session, batch=batch({2: [6], 1: [9002]}, limit=1))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
     assert lost(response) == []
     assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
-    assert refused(ask(session, starts=[start(1, [1])]), "already running")
+    assert refused(send(session, starts=[start(1, [1])]), "already running")
     await indexed(session)
-    assert drafted(ask(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
+    assert drafted(send(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
     assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
 
 
 @run
 async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
     namespace = session.namespace
-    ask(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
-    assert lost(ask(session, finishes=[finish(1, [7003, 7004])])) == []
+    send(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
+    assert lost(send(session, finishes=[finish(1, [7003, 7004])])) == []
     assert sizes_of(session) == {}
     # The id can be reused at once.
-    ask(session, starts=[start(1, LONG, learn=False)])
+    send(session, starts=[start(1, LONG, learn=False)])
     await indexed(session)
     namespace.corpus.refresh()
-    assert drafted(ask(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
+    assert drafted(send(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
     assert namespace.stats.committed == 4
-    ask(session, starts=[start(2, LONG, request_id="r")])
-    ask(session, finishes=[finish(2, [1])])
+    send(session, starts=[start(2, LONG, request_id="r")])
+    send(session, finishes=[finish(2, [1])])
     assert namespace.duplicates == 1
 
 
@@ -402,12 +404,12 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
 async def test_a_sequence_that_ends_while_it_is_indexed_is_learned_only_with_the_right(session):
     namespace = session.namespace
     for number, (fields, learn) in enumerate([({"learn": False}, True), ({}, False)]):
-        ask(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
-        ask(session, finishes=[finish(number, [7002], learn=learn)])
+        send(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
+        send(session, finishes=[finish(number, [7002], learn=learn)])
     # The right is needed when the sequence begins and when it ends.
     for number, (at_first, at_last) in enumerate([(False, False), (False, True), (True, False)], start=5):
-        ask(session, starts=[start(number, LONG)], may_learn=at_first)
-        ask(session, finishes=[finish(number, [7003])], may_learn=at_last)
+        send(session, starts=[start(number, LONG)], may_learn=at_first)
+        send(session, finishes=[finish(number, [7003])], may_learn=at_last)
     await indexed(session)
     assert namespace.corpus.appended == 0
 
@@ -415,7 +417,7 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned_only_with_the
 @run
 async def test_closing_a_session_cancels_its_indexing(session):
     namespace = session.namespace
-    ask(session, starts=[start(1, LONG)])
+    send(session, starts=[start(1, LONG)])
     session.close()
     tasks = [indexing.task for indexing in session._indexing.values()]
     await asyncio.wait(tasks, timeout=60)
@@ -427,18 +429,18 @@ async def test_closing_a_session_cancels_its_indexing(session):
 @run
 async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
     session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
-    ask(session, starts=[start(1, LONG), start(2, [1])])
-    assert refused(ask(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
-    ask(session, starts=[start(3, [1])])
+    send(session, starts=[start(1, LONG), start(2, [1])])
+    assert refused(send(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
+    send(session, starts=[start(3, [1])])
     assert sizes_of(session) == {1: LONG_PROMPT, 3: 1}
     await indexed(session)
 
 
 def test_the_next_turn_of_a_conversation_uses_its_index(session):
     turn = list(range(300))
-    ask(session, starts=[start(1, turn, session_id="talk", learn=False)])
-    ask(session, finishes=[finish(1, [400, 401], learn=False)])
-    response = ask(
+    send(session, starts=[start(1, turn, session_id="talk", learn=False)])
+    send(session, finishes=[finish(1, [400, 401], learn=False)])
+    response = send(
         session,
         starts=[start(2, [*turn, 400, 401, 298, 299], session_id="talk", learn=False)],
         batch=batch({2: ()}, limit=2),
@@ -448,14 +450,14 @@ def test_the_next_turn_of_a_conversation_uses_its_index(session):
 
 def test_a_batch_of_any_size_is_answered_in_its_order(session):
     starts = [start(number, [number, 10, number]) for number in range(100, 130)]
-    response = ask(session, starts=starts, batch=batch(dict.fromkeys(range(129, 99, -1), ()), limit=1))
+    response = send(session, starts=starts, batch=batch(dict.fromkeys(range(129, 99, -1), ()), limit=1))
     assert read_drafts(response.drafts, 30).tokens.tolist() == [10] * 30
 
 
 def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):
     namespace.adopt(ModelIdentity(vocab_size=10))
     session = Session(namespace, Limits())
-    known = ask(session, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=1))
+    known = send(session, starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, limit=1))
     ten = pack(array([10]), "u4")
     for place, fields in {
         "starts[0].prompt": {"starts": [start(2, [9, 10])]},
@@ -464,5 +466,5 @@ def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):
         "finishes[0].tokens": {"finishes": [finish(1, [10])]},
         "batch.tokens": {"batch": batch({1: [10]})},
     }.items():
-        assert refused(ask(session, **fields), f"{place} holds the id 10; the vocabulary has 10 tokens")
-    assert drafted(known) == drafted(ask(session, batch=batch({1: ()}, limit=1))) == [6]
+        assert refused(send(session, **fields), f"{place} holds the id 10; the vocabulary has 10 tokens")
+    assert drafted(known) == drafted(send(session, batch=batch({1: ()}, limit=1))) == [6]

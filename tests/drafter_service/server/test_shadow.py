@@ -55,7 +55,7 @@ def namespace():
     close(namespace)
 
 
-def ask(session, **fields):
+def send(session, **fields):
     response = session.answer(pb.DraftRequest(**fields), may_learn=True)
     assert not response.HasField("error"), response.error.message
     return response
@@ -93,7 +93,7 @@ def test_the_drafter_is_asked_as_by_an_engine_that_verifies_drafts(requests, sha
         shadow = ShadowDrafter(one)
         for number, (prompt, pieces) in enumerate(requests):
             verify(other, number, prompt, np.concatenate(pieces))
-            shadow.begin(number, one.open(prompt))
+            shadow.begin(number, one.prepare(prompt))
             shadow.advance(Progress.of_one(number, NO_TOKENS, max_draft=LIMIT))
             for piece in pieces[:-1]:
                 shadow.advance(Progress.of_one(number, piece, max_draft=LIMIT))
@@ -105,7 +105,7 @@ def test_the_drafter_is_asked_as_by_an_engine_that_verifies_drafts(requests, sha
 def test_tokens_before_the_first_draft_are_a_step_each():
     with drafter_of(KNOWN) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, drafter.open(array(range(10))))
+        shadow.begin(1, drafter.prepare(array(range(10))))
         shadow.advance(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
         assert (drafter.stats.steps, drafter.stats.committed) == (3, 3)
 
@@ -113,7 +113,7 @@ def test_tokens_before_the_first_draft_are_a_step_each():
 def test_many_tokens_at_once_are_steps_without_drafts():
     with drafter_of([range(2 * MAX_WAITING)]) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, drafter.open(array(range(10))))
+        shadow.begin(1, drafter.prepare(array(range(10))))
         shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
         offered = drafter.offered()[1]
         shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
@@ -127,10 +127,12 @@ def test_many_tokens_at_once_are_steps_without_drafts():
 
 def run_shadowed(session, sequence_id, prompt, output):
     """Run a request without drafts, one token per step."""
-    assert drafted(ask(session, starts=[start(sequence_id, prompt, shadow=True)], batch=batch({sequence_id: ()}))) == []
+    assert (
+        drafted(send(session, starts=[start(sequence_id, prompt, shadow=True)], batch=batch({sequence_id: ()}))) == []
+    )
     for token in output[:-1].tolist():
-        assert drafted(ask(session, batch=batch({sequence_id: [token]}))) == []
-    ask(session, finishes=[finish(sequence_id, output[-1:])])
+        assert drafted(send(session, batch=batch({sequence_id: [token]}))) == []
+    send(session, finishes=[finish(sequence_id, output[-1:])])
 
 
 def test_a_withheld_draft_is_scored_when_the_tokens_of_its_step_have_come(namespace):
@@ -162,7 +164,7 @@ def test_a_batch_may_contain_both_kinds(namespace):
     session = Session(namespace, Limits())
     prompts = {1: range(10), 2: range(20), 3: range(200, 220)}
     starts = [start(number, prompt, shadow=number == 2) for number, prompt in prompts.items()]
-    response = ask(session, starts=starts, batch=batch(dict.fromkeys((2, 1, 3), ())))
+    response = send(session, starts=starts, batch=batch(dict.fromkeys((2, 1, 3), ())))
     sizes = [len(drafted(response, 3, index)) for index in range(3)]
     assert sizes[0] == 0 < min(sizes[1:])
     response = session.answer(pb.DraftRequest(batch=batch({2: [20]}, verified=1)), may_learn=True)
@@ -175,13 +177,13 @@ def test_a_long_prompt_is_indexed_before_drafts_are_withheld(namespace):
     async def act():
         session = Session(namespace, Limits())
         long = np.arange(10_000, 10_000 + LONG_PROMPT, dtype=np.uint32)
-        ask(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
-        ask(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
+        send(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
+        send(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
         while session._indexing:
             await asyncio.sleep(0)
         for token in range(10_501, 10_520):
-            ask(session, batch=batch({1: [token]}))
-        ask(session, finishes=[finish(1)])
+            send(session, batch=batch({1: [token]}))
+        send(session, finishes=[finish(1)])
         session.close()
 
     asyncio.run(act())
@@ -211,7 +213,7 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
 
 def test_sequences_beyond_the_limits_are_dropped(namespace):
     session = Session(namespace, Limits(sequences=1))
-    ask(session, starts=[start(1, range(10), shadow=True), start(2, range(10), shadow=True)])
+    send(session, starts=[start(1, range(10), shadow=True), start(2, range(10), shadow=True)])
     assert session._withheld == {2}
     session.close()
 
@@ -345,10 +347,10 @@ def test_withheld_drafts_come_from_the_own_namespace_alone(address):
     with connected(address) as caller:
         caller.observe("theirs", np.concatenate([prompt, output]))
         stream = caller.stream("mine")
-        stream.ask(starts=[start(1, prompt, shadow=True)], batch=batch({1: ()}))
+        stream.exchange(starts=[start(1, prompt, shadow=True)], batch=batch({1: ()}))
         for token in output:
-            stream.ask(batch=batch({1: [int(token)]}))
-        stream.ask(finishes=[finish(1)])
+            stream.exchange(batch=batch({1: [int(token)]}))
+        stream.exchange(finishes=[finish(1)])
         drafting = report_of(caller, "mine")["shadow"]["drafting"]
         assert drafting["committed"] == len(output)
         assert drafting["accepted"] == 0

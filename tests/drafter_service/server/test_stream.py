@@ -101,13 +101,13 @@ def name():
 
 def test_a_handshake_is_answered(caller, name):
     stream = caller.stream()
-    response = stream.ask(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
+    response = stream.exchange(step=3, hello=hello(name), starts=[start(1, [5, 6, 5])], batch=batch({1: ()}, 2))
     assert (response.step, response.welcome.protocol, response.welcome.namespace) == (3, 3, name)
     assert response.welcome.may_learn
     assert response.welcome.max_draft == 32
     assert (response.welcome.max_sequences, response.welcome.max_tokens) == (500, 1_000_000)
     assert drafted(response) == [6, 5]
-    assert not stream.ask(step=4).HasField("welcome")
+    assert not stream.exchange(step=4).HasField("welcome")
 
 
 def test_the_default_namespace_follows_from_the_model(caller):
@@ -155,12 +155,12 @@ def test_another_vocabulary_is_refused(caller, name):
 
 def test_a_malformed_request_is_answered_and_the_stream_continues(caller, name):
     stream = caller.stream(name)
-    assert "not a DraftRequest" in stream.ask(b"\xff\xff\xff").error.message
-    assert "at most 65536 sequences" in stream.ask(b"\x1a\x00" * 70_000).error.message
-    wrong = stream.ask(step=2, batch=pb.Batch(sequence_ids=b"123"))
+    assert "not a DraftRequest" in stream.exchange(b"\xff\xff\xff").error.message
+    assert "at most 65536 sequences" in stream.exchange(b"\x1a\x00" * 70_000).error.message
+    wrong = stream.exchange(step=2, batch=pb.Batch(sequence_ids=b"123"))
     assert (wrong.step, wrong.error.code) == (2, INVALID_ARGUMENT.value[0])
     assert "batch.sequence_ids has 3 bytes" in wrong.error.message
-    again = stream.ask(step=3, hello=hello("another"), starts=[start(1, [1])])
+    again = stream.exchange(step=3, hello=hello("another"), starts=[start(1, [1])])
     assert (again.step, again.error.code) == (3, INVALID_ARGUMENT.value[0])
     assert "hello is only valid in the first request of a stream" in again.error.message
     assert stream.draft(1, starts=[start(1, [5, 6, 5])], limit=2) == [6, 5]
@@ -175,9 +175,9 @@ def test_a_stream_without_a_handshake_is_refused(caller, first):
 
 def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name):
     first, second = caller.stream(name), caller.stream(name)
-    first.ask(starts=[start(1, [1, 2, 3])])
-    assert lost(second.ask(finishes=[finish(1)])) == [1]
-    first.ask(finishes=[finish(1, [4, 5, 6])])
+    first.exchange(starts=[start(1, [1, 2, 3])])
+    assert lost(second.exchange(finishes=[finish(1)])) == [1]
+    first.exchange(finishes=[finish(1, [4, 5, 6])])
     sequence_ids = itertools.count(2)
     assert eventually(lambda: second.draft(i := next(sequence_ids), starts=[start(i, [1, 2, 3])], limit=3)) == [4, 5, 6]
 
@@ -185,20 +185,20 @@ def test_streams_learn_from_each_other_and_have_separate_sequences(caller, name)
 def test_the_sequences_of_a_stream_end_with_it(caller, name):
     for end in ("cut", "end"):
         stream = caller.stream(name)
-        stream.ask(starts=[start(1, [1, 2, 3, 1])])
+        stream.exchange(starts=[start(1, [1, 2, 3, 1])])
         getattr(stream, end)()
-        assert lost(caller.stream(name).ask(batch=batch({1: ()}))) == [1]
+        assert lost(caller.stream(name).exchange(batch=batch({1: ()}))) == [1]
 
 
 def test_long_prompts_are_indexed_while_other_streams_are_served(caller, name):
     busy, other = caller.stream(name), caller.stream(name)
-    other.ask(starts=[start(1, [5, 6, 5])])
+    other.exchange(starts=[start(1, [5, 6, 5])])
     prompt = counted(1000, 40 * LONG_PROMPT)
     busy.send(starts=[start(1, [*prompt, *prompt[:40]])], batch=batch({1: ()}, 2))
     assert other.draft(1, limit=2) == [6, 5]
     assert drafted(busy.read()) == []
     assert eventually(lambda: busy.draft(1, limit=2)) == prompt[40:42]
-    assert lost(busy.ask(finishes=[finish(1)])) == []
+    assert lost(busy.exchange(finishes=[finish(1)])) == []
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
@@ -206,11 +206,11 @@ def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
     prompt, output = counted(100, 20), counted(200, 20)
     open_prompt, open_output = counted(300, 20), counted(400, 20)
     private, other = caller.stream(name), caller.stream(name)
-    other.ask(starts=[start(1, [7])])
-    private.ask(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
-    private.ask(batch=batch({1: output, 2: open_output}))
+    other.exchange(starts=[start(1, [7])])
+    private.exchange(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
+    private.exchange(batch=batch({1: output, 2: open_output}))
     if is_finished:
-        private.ask(finishes=[finish(1), finish(2)])
+        private.exchange(finishes=[finish(1), finish(2)])
     # The public text is found, so the private text would be found, too.
     assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
     assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
@@ -221,13 +221,13 @@ def test_nothing_is_learned_from_a_caller_without_the_right(calling, caller, nam
     with calling("reader") as reader:
         stream = reader.stream(name)
         assert not stream.welcome.may_learn
-        stream.ask(starts=[start(1, prompt)])
-        stream.ask(batch=batch({1: output}))
+        stream.exchange(starts=[start(1, prompt)])
+        stream.exchange(batch=batch({1: output}))
         other = caller.stream(name)
-        other.ask(starts=[start(1, counted(300, 20))])
-        assert drafted(other.ask(starts=[start(2, output[:5])], batch=batch({2: ()}))) == []
-        stream.ask(finishes=[finish(1)])
-        other.ask(finishes=[finish(1, counted(400, 20))])
+        other.exchange(starts=[start(1, counted(300, 20))])
+        assert drafted(other.exchange(starts=[start(2, output[:5])], batch=batch({2: ()}))) == []
+        stream.exchange(finishes=[finish(1)])
+        other.exchange(finishes=[finish(1, counted(400, 20))])
         assert eventually(lambda: caller.probe(name, counted(400, 5), limit=1)) == [405]
         assert caller.probe(name, output[:5]) == []
 
@@ -263,7 +263,7 @@ def test_revoked_rights_end_the_stream(service, calling, caller, name, left, cod
 
             def refused():
                 try:
-                    stream.ask()
+                    stream.exchange()
                 except grpc.RpcError as error:
                     return error.code().name
                 return None
@@ -275,12 +275,12 @@ def test_revoked_rights_end_the_stream(service, calling, caller, name, left, cod
 
 def test_limits_of_a_stream_are_enforced(caller, name):
     stream = caller.stream(name)
-    stream.ask(starts=[start(number, [number]) for number in range(501)])
-    assert lost(stream.ask(batch=batch({0: (), 1: ()}))) == [0]
-    refused = stream.ask(starts=[start(1000, np.zeros(1_000_001))])
+    stream.exchange(starts=[start(number, [number]) for number in range(501)])
+    assert lost(stream.exchange(batch=batch({0: (), 1: ()}))) == [0]
+    refused = stream.exchange(starts=[start(1000, np.zeros(1_000_001))])
     assert refused.error.code == INVALID_ARGUMENT.value[0]
     assert "a stream may have 1000000" in refused.error.message
-    assert lost(stream.ask(batch=batch({500: ()}))) == []
+    assert lost(stream.exchange(batch=batch({500: ()}))) == []
 
 
 def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling):
@@ -292,7 +292,7 @@ def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling)
             (grpc.StatusCode.RESOURCE_EXHAUSTED, f"the service has its {STREAMS} streams already")
         }
         # The others are served once they send a request.
-        assert idle[0].ask(hello=hello("default")).welcome.namespace == "default"
+        assert idle[0].exchange(hello=hello("default")).welcome.namespace == "default"
         idle[1].end()
         assert eventually(lambda: caller.opened("default"))
 

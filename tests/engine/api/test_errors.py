@@ -23,7 +23,7 @@ from engine.api.schemas import ChatRequest, CompletionRequest
         ({"prompt": [1.5]}, "prompt", "a string or a list of token ids, or a list of either"),
         ({"metadata": {"content": 5}}, "metadata.content", "valid string"),
         ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"colour": 1}, "colour", "there is no parameter"),
+        ({"color": 1}, "color", "there is no parameter"),
     ],
 )
 def test_the_first_error_names_its_parameter(field, param, message):

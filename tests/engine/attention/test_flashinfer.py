@@ -236,25 +236,25 @@ def test_outputs_do_not_depend_on_the_drafter(library, tmp_path):
     model = load_model(tmp_path, dtype=library.dtype, device=library.device)
     config = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16)
     trees = EngineConfig(max_sequences=6, max_step_tokens=256, max_draft=9, kv_memory_mib=16, draft_shape="tree")
-    asked = requests(3, max_tokens=6)
-    expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), asked)
+    submitted = requests(3, max_tokens=6)
+    expected = outputs(build_engine(model, config, NoDrafter(), attention="flashinfer"), submitted)
     if library.device == "cpu":
-        assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), asked)
+        assert expected == outputs(build_engine(model, config, NoDrafter(), attention="plain"), submitted)
     with ExitStack() as stack:
         settings = DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)
         for shape, drafter in (
             (config, NgramDrafter()),
-            (config, RandomTrees(asked, expected, VOCAB)),
-            (trees, RandomTrees(asked, expected, VOCAB)),
+            (config, RandomTrees(submitted, expected, VOCAB)),
+            (trees, RandomTrees(submitted, expected, VOCAB)),
             (trees, stack.enter_context(SuffixDrafter(settings))),
         ):
-            got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), asked)
-            for request, mine, other in zip(asked, got, expected, strict=True):
+            got = outputs(build_engine(model, shape, drafter, attention="flashinfer"), submitted)
+            for request, mine, other in zip(submitted, got, expected, strict=True):
                 assert mine == other or is_tie(model, library, request.prompt, mine, other)
 
 
-def outputs(engine, asked):
-    return [completion.tokens.tolist() for completion in engine.generate(asked)]
+def outputs(engine, submitted):
+    return [completion.tokens.tolist() for completion in engine.generate(submitted)]
 
 
 def is_tie(model, library, prompt, mine, other):

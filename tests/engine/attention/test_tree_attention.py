@@ -44,9 +44,9 @@ def requests(count, **settings):
     ]
 
 
-def alone(model, asked):
+def alone(model, submitted):
     engine = build_engine(model, EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False), NoDrafter())
-    return [engine.generate([request])[0].tokens.tolist() for request in asked]
+    return [engine.generate([request])[0].tokens.tolist() for request in submitted]
 
 
 @settings(max_examples=20)
@@ -76,18 +76,18 @@ def test_logits_of_a_tree_equal_those_of_its_paths(model, data):
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 1.0}, {"temperature": 0.7, "frequency_penalty": 0.7, "repetition_penalty": 1.2}],
-    ids=["greedy", "sampled", "penalised"],
+    ids=["greedy", "sampled", "penalized"],
 )
 @pytest.mark.parametrize("pages", [None, 14], ids=["ample", "scarce"])
 def test_random_trees_do_not_change_outputs(model, sampling, pages):
-    asked = requests(8, **sampling)
-    expected = alone(model, asked)
-    engine = build_engine(model, CONFIG, RandomTrees(asked, expected, VOCAB))
+    submitted = requests(8, **sampling)
+    expected = alone(model, submitted)
+    engine = build_engine(model, CONFIG, RandomTrees(submitted, expected, VOCAB))
     pool = engine.scheduler.pages
     if pages is not None:
         pool.allocate(pool.count - pages)
     free = pool.free_count
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in completions] == expected
     assert pool.free_count == free
     assert sum(completion.steps for completion in completions) < 0.6 * sum(map(len, expected))
@@ -97,11 +97,11 @@ def test_random_trees_do_not_change_outputs(model, sampling, pages):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_trees_of_the_suffix_drafter_do_not_change_outputs(model, temperature):
-    asked = requests(8, temperature=temperature)
-    expected = alone(model, asked)
+    submitted = requests(8, temperature=temperature)
+    expected = alone(model, submitted)
     with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=9, cost=0.001)) as drafter:
         engine = build_engine(model, CONFIG, drafter)
-        completions = [*engine.generate(asked), *engine.generate(asked)]
+        completions = [*engine.generate(submitted), *engine.generate(submitted)]
         assert [completion.tokens.tolist() for completion in completions] == 2 * expected
         # The drafter determines the accepted path itself.
         assert drafter.stats.verified == sum(completion.drafted for completion in completions)
@@ -110,13 +110,13 @@ def test_trees_of_the_suffix_drafter_do_not_change_outputs(model, temperature):
 
 def run_and_compare(model):
     """Compare keys and values. With packed weights, rounding does not depend on the step."""
-    asked = requests(10)
-    expected = alone(model, asked)
-    engine = build_engine(model, CONFIG, RandomTrees(asked, expected, VOCAB))
-    engine.generate(asked)
+    submitted = requests(10)
+    expected = alone(model, submitted)
+    engine = build_engine(model, CONFIG, RandomTrees(submitted, expected, VOCAB))
+    engine.generate(submitted)
     pages = [
         page
-        for request, answer in zip(asked, expected, strict=True)
+        for request, answer in zip(submitted, expected, strict=True)
         for page in cached_and_fresh(model, engine, np.array([*request.prompt, *answer], np.uint32))
     ]
     assert len(pages) > 30
@@ -156,11 +156,11 @@ def test_trees_reduce_the_steps_of_the_shipped_model_without_changing_outputs():
     config = EngineConfig(max_sequences=4, draft_shape="tree")
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(max_tokens=48, temperature=temperature)
-        asked = [Request(tokenizer.encode(prompt), sampling) for prompt in prompts]
-        plain = build_engine(model, config, NoDrafter()).generate(asked)
+        submitted = [Request(tokenizer.encode(prompt), sampling) for prompt in prompts]
+        plain = build_engine(model, config, NoDrafter()).generate(submitted)
         with SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree", max_draft=16, cost=0.001)) as drafter:
             engine = build_engine(model, config, drafter)
             for _ in range(2):
-                drafted = engine.generate(asked)
+                drafted = engine.generate(submitted)
                 assert [c.tokens.tolist() for c in drafted] == [c.tokens.tolist() for c in plain]
             assert sum(c.steps for c in drafted) < sum(c.steps for c in plain)

@@ -319,8 +319,8 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
     from engine.commands import generate
     from engine.scheduling.request import SamplingParams
 
-    asked = []
-    monkeypatch.setattr(generate, "run_generate", lambda options: asked.append(options.sampling))
+    received = []
+    monkeypatch.setattr(generate, "run_generate", lambda options: received.append(options.sampling))
     given = {
         "max_tokens": 7,
         "min_tokens": 2,
@@ -343,7 +343,7 @@ def test_every_sampling_option_reaches_the_request(run, model_folder, monkeypatc
     expected = SamplingParams(
         **given, stop=("a", "b"), stop_token_ids=(8,), ignore_eos=True, logit_bias={7: -1.5, 9: 3}
     )
-    assert asked == [expected, SamplingParams()]
+    assert received == [expected, SamplingParams()]
 
 
 def test_log_probabilities_are_written_with_the_tokens(run, model_folder, tmp_path):
@@ -358,15 +358,15 @@ def test_log_probabilities_are_written_with_the_tokens(run, model_folder, tmp_pa
 
 
 def test_prompt_log_probabilities_equal_those_of_the_same_output(run, model_folder, tmp_path):
-    asked = ("generate", "--model", model_folder, "--drafter", "none")
+    given = ("generate", "--model", model_folder, "--drafter", "none")
     output = ("--max-tokens", 6, "--logprobs", 2, "--out", tmp_path / "out")
-    assert run(*asked, *output, PROMPT)[0] == 0
+    assert run(*given, *output, PROMPT)[0] == 0
     [generated] = completions(tmp_path / "out")
     assert "prompt_logprobs" not in generated
     tokens = Tokenizer(model_folder).encode(PROMPT).tolist()
     (tmp_path / "whole.jsonl").write_text(json.dumps({"prompt": tokens + generated["tokens"]}) + "\n")
     scored = ("--file", tmp_path / "whole.jsonl", "--prompt-logprobs", 2, "--out", tmp_path / "scored")
-    assert run(*asked, "--max-tokens", 1, *scored)[0] == 0
+    assert run(*given, "--max-tokens", 1, *scored)[0] == 0
     [line] = completions(tmp_path / "scored")
     assert line["prompt_tokens"] == tokens + generated["tokens"]
     assert len(line["prompt_logprobs"]) == len(line["prompt_tokens"])
@@ -385,9 +385,9 @@ def test_a_logit_bias_determines_the_output(run, model_folder, tmp_path):
 
 def test_samples_of_a_prompt_have_different_seeds(run, model_folder, tmp_path):
     base = ("generate", "--model", model_folder, "--drafter", "none", "--temperature", 1, "--max-tokens", 12)
-    asked = (*base, PROMPT, "class Pair:")
-    assert run(*asked, "--out", tmp_path / "one")[0] == 0
-    assert run(*asked, "--n", 3, "--max-sequences", 2, "--out", tmp_path / "three")[0] == 0
+    given = (*base, PROMPT, "class Pair:")
+    assert run(*given, "--out", tmp_path / "one")[0] == 0
+    assert run(*given, "--n", 3, "--max-sequences", 2, "--out", tmp_path / "three")[0] == 0
     three = completions(tmp_path / "three")
     assert [(line["index"], line["sample"]) for line in three] == [(i, k) for i in range(2) for k in range(3)]
     assert [line["prompt"] for line in three] == [PROMPT] * 3 + ["class Pair:"] * 3
@@ -608,7 +608,7 @@ def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
     arguments = ("generate", "--model", tmp_path, "--max-tokens", 3, PROMPT)
     code, _, err = run(*arguments, "--drafter", "none")
     assert code == 0
-    assert "warning: config.json asks for activations in fp8, which" in err
+    assert "warning: config.json requires activations in fp8, which" in err
     code, _, err = run(*arguments, "--drafter", "self-int8")
     assert code == 2
     assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")

@@ -11,7 +11,7 @@ from engine.drafters.tokens import TokenDrafter
 from ssd.types import DraftBatch, Path, Progress, offsets_of
 
 
-class Labelled:
+class Labeled:
     """Drafts its label, once per committed token of a sequence, and records its calls."""
 
     def __init__(self, label):
@@ -36,7 +36,7 @@ class Labelled:
         self.calls.append(("close",))
 
 
-class Remote(Labelled):
+class Remote(Labeled):
     """Sends a request before it waits for drafts."""
 
     def begin_draft(self, progress):
@@ -49,10 +49,10 @@ class Remote(Labelled):
         return wait
 
 
-class LabelledAfter(Labelled):
+class LabeledAfter(Labeled):
     """Can also draft after tokens that are not committed."""
 
-    draft_after = Labelled.draft
+    draft_after = Labeled.draft
 
 
 def progress_of(lengths, steps=None):
@@ -70,7 +70,7 @@ def progress_of(lengths, steps=None):
 
 @pytest.fixture
 def drafters():
-    return [LabelledAfter(label) for label in (100, 101, 102)]
+    return [LabeledAfter(label) for label in (100, 101, 102)]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_each_drafter_sees_its_own_sequences(joint, drafters):
 
 def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):
     assert TokenDrafter(joint).can_draft_after
-    assert not TokenDrafter(AdapterDrafters(Labelled(0), Labelled)).can_draft_after
+    assert not TokenDrafter(AdapterDrafters(Labeled(0), Labeled)).can_draft_after
 
 
 def test_all_requests_are_sent_before_the_first_wait():
@@ -134,7 +134,7 @@ def test_all_requests_are_sent_before_the_first_wait():
 def test_the_least_recently_used_drafter_without_sequences_is_replaced():
     made, closed = [], Event()
 
-    class Closing(Labelled):
+    class Closing(Labeled):
         def close(self):
             super().close()
             closed.set()
@@ -143,7 +143,7 @@ def test_the_least_recently_used_drafter_without_sequences_is_replaced():
         made.append(Closing(name))
         return made[-1]
 
-    joint = AdapterDrafters(Labelled(0), make, most=2)
+    joint = AdapterDrafters(Labeled(0), make, most=2)
     for sequence_id, name in enumerate("abac"):  # a is running
         joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
         if name == "b":

@@ -31,19 +31,19 @@ class Naive:
         entry[1] = min(entry[1] + 1, MAX_WEIGHT)
 
 
-def assert_same(table, naive, asked):
-    is_sampled, scores, depths = (np.array([row[field] for row in asked]) for field in range(3))
-    expected = [naive.entry(*row)[0] for row in asked]
+def assert_same(table, naive, submitted):
+    is_sampled, scores, depths = (np.array([row[field] for row in submitted]) for field in range(3))
+    expected = [naive.entry(*row)[0] for row in submitted]
     np.testing.assert_allclose(table.accept_prob(is_sampled, scores.astype(np.float32), depths), expected, rtol=1e-5)
 
 
 @given(OBSERVED, st.lists(st.tuples(st.booleans(), SCORES, st.integers(1, DEPTHS + 2)), min_size=1, max_size=6))
-def test_rates(observed, asked):
+def test_rates(observed, submitted):
     table, naive = AcceptanceTable(), Naive()
     for is_sampled, *rows in observed:
         table.observe(is_sampled, *(np.array([row]) for row in rows))
         naive.observe(is_sampled, *rows)
-    assert_same(table, naive, [*asked, *(row[:3] for row in observed)])
+    assert_same(table, naive, [*submitted, *(row[:3] for row in observed)])
 
 
 def test_rates_follow_a_change():

@@ -99,17 +99,17 @@ def requests(count, **settings):
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 1.0, "logprobs": 1, "prompt_logprobs": 1}, {"temperature": 0.7, "repetition_penalty": 1.3}],
-    ids=["greedy", "logprobs", "penalised"],
+    ids=["greedy", "logprobs", "penalized"],
 )
 def test_extra_rows_do_not_change_outputs(model, sampling):
-    config, asked = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=4), requests(6, **sampling)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    config, submitted = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=4), requests(6, **sampling)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
 
     def expect(text):
         return int(prompt_logits(model, np.array(text, np.uint32))[-1].argmax())
 
     drafter = WithExtraRows(NoDrafter(), vocab=model.config.vocab_size, expect=expect)
-    completions = build_engine(model, replace(config, in_flight=1), drafter).generate(asked)
+    completions = build_engine(model, replace(config, in_flight=1), drafter).generate(submitted)
     assert drafter.seen["checked"] > 100
     for found, expected in zip(completions, plain, strict=True):
         assert found.tokens.tolist() == expected.tokens.tolist()
@@ -153,11 +153,11 @@ def test_a_planted_fault_is_caught(model, monkeypatch, caplog):
     caplog.clear()
 
 
-def rooms_of(config, pages, asked, extra_rows=ROWS):
+def rooms_of(config, pages, submitted, extra_rows=ROWS):
     """Extra room of the first step in which all requests decode."""
     engine = chain_engine(config, pages, NoDrafter())
     engine.scheduler = Scheduler(config, engine.scheduler.pages, extra_rows)
-    for request in asked:
+    for request in submitted:
         engine.add(request)
     engine.step()
     return [(entry.draft_room, entry.extra_room) for entry in engine.scheduler.plan().entries]

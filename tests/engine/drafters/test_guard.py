@@ -84,7 +84,7 @@ DISTRIBUTIONS = {
     "a gradient": (UNIFORM.clone().requires_grad_(), [0, 1, -1], "inference_mode"),
     "not a number": (UNIFORM * float("nan"), [0, 1, -1], "not a probability distribution"),
     "negative": (UNIFORM - torch.eye(VOCAB)[:2] + torch.eye(VOCAB)[2:4], [0, 1, -1], "not a probability distribution"),
-    "not normalised": (2 * UNIFORM, [0, 1, -1], "not a probability distribution"),
+    "not normalized": (2 * UNIFORM, [0, 1, -1], "not a probability distribution"),
 }
 
 

@@ -24,7 +24,7 @@ def requests(temperature):
     """Prompts with shared prefixes, some longer than a chunk, and settings that change the distribution."""
     rng = np.random.default_rng(2)
     stem = rng.integers(1, 60, 70)
-    asked = []
+    submitted = []
     for index in range(10):
         prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
         sampling = SamplingParams(
@@ -35,14 +35,14 @@ def requests(temperature):
             repetition_penalty=float(rng.choice([1.0, 1.3])),
             ignore_eos=True,
         )
-        asked.append(Request(prompt.astype(np.uint32), sampling))
-    return asked
+        submitted.append(Request(prompt.astype(np.uint32), sampling))
+    return submitted
 
 
-def run(model, config, asked, **how):
+def run(model, config, submitted, **how):
     drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, config), **how)
     engine = build_engine(model, config, drafter)
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     engine.scheduler.check_integrity()
     return drafter, engine, completions
 
@@ -59,10 +59,10 @@ def largest_difference(drafter):
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_exact_outputs_equal_plain_decoding(model, temperature, width):
-    asked = requests(temperature)
+    submitted = requests(temperature)
     config = replace(CONFIG, draft_shape="path" if width == 1 else "tree")
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    drafter, _, completions = run(model, config, asked, width=width)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    drafter, _, completions = run(model, config, submitted, width=width)
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert sum(each.drafted for each in completions) > 100
     assert sum(each.accepted for each in completions) > 0
@@ -72,15 +72,15 @@ def test_exact_outputs_equal_plain_decoding(model, temperature, width):
 
 def test_layers_in_the_pages_survive_preemption(model):
     """Preempted sequences find their own and others' pages in the prefix cache when they continue."""
-    asked = requests(0.8)
+    submitted = requests(0.8)
     config = replace(CONFIG, watermark=0.0)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
     target = TargetInfo.from_model(model, config)
     drafter = ToyDrafter(DrafterConfig(), target)
     engine = build_engine(model, config, drafter)
     pool = PagePool(9, config.page_size)
     engine.scheduler = Scheduler(config, pool)
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     assert engine.scheduler.preemptions > 0
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert largest_difference(drafter) < 1e-3
@@ -159,6 +159,6 @@ class Recycler:
 
 def test_largest_logits_of_verified_rows(model):
     drafter = Recycler()
-    asked = [replace(request, sampling=SamplingParams(max_tokens=8)) for request in requests(0.0)]
-    build_engine(model, CONFIG, drafter).generate(asked)
+    submitted = [replace(request, sampling=SamplingParams(max_tokens=8)) for request in requests(0.0)]
+    build_engine(model, CONFIG, drafter).generate(submitted)
     assert drafter.seen > 100

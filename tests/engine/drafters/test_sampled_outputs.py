@@ -94,8 +94,8 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
     """Requests of both modes run in the same batches, one half of the tokens with paths and the other with trees."""
     outputs = []
     for seed, shape in ((0, "path"), (10_000, "tree")):
-        asked = sampled_requests(2500, "exact", seed) + sampled_requests(2500, "rejection", seed + 5000)
-        outputs += run(target, folders, kind, shape, asked)
+        submitted = sampled_requests(2500, "exact", seed) + sampled_requests(2500, "rejection", seed + 5000)
+        outputs += run(target, folders, kind, shape, submitted)
     assert fits(target, outputs)
 
 

@@ -33,7 +33,7 @@ class Repeater:
 
     def __init__(self, config, target):
         self.fault, self.vocab_size = config.options.get("fault"), target.vocab_size
-        self.asked = 0
+        self.calls = 0
         if self.fault == "constructor":
             raise RuntimeError("no weights")
         if self.fault in NEEDS:
@@ -49,7 +49,7 @@ class Repeater:
     def close(self): pass
 
     def propose(self, plan):
-        self.asked += 1
+        self.calls += 1
         if self.fault == "raises":
             raise RuntimeError("no idea")
         sizes = [min(2, entry.draft_room) for entry in plan.producing]
@@ -73,7 +73,7 @@ class Ahead(Repeater):
     """Drafts for the predicted outcome of the step in flight as well."""
 
     def propose_ahead(self, plan):
-        self.asked += 1
+        self.calls += 1
         drafts, paths = PredictedDrafts.empty(len(plan.producing)), []
         for row, entry in enumerate(plan.producing):
             size = 0
@@ -129,7 +129,7 @@ def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, 
         build_engine(model, CONFIG, NoDrafter()), requests(6)
     )
     assert not any(each.drafted for each in completions)
-    assert drafter.asked > 1
+    assert drafter.calls > 1
     assert [record.name for record in caplog.records] == ["engine.drafters.guard"]
     caplog.clear()
 
@@ -140,7 +140,7 @@ def test_faulty_predicted_drafts_are_dropped_and_reported_once(model, fault, cap
     drafter = drafter_of(model, "repeating_drafter:Ahead", **({} if fault is None else {"fault": fault}))
     engine = build_engine(model, replace(CONFIG, in_flight=1), drafter)
     assert outputs(engine, requests(6)) == outputs(build_engine(model, CONFIG, NoDrafter()), requests(6))
-    assert drafter.asked > 1
+    assert drafter.calls > 1
     assert [record.name for record in caplog.records] == ([] if fault is None else ["engine.drafters.guard"])
     caplog.clear()
 
@@ -168,4 +168,4 @@ def test_a_drafter_that_cannot_start_gives_a_one_line_error(model, fault, messag
 def test_a_module_in_the_current_folder_is_found(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     monkeypatch.chdir(tmp_path)
-    assert drafter_of(model).asked == 0
+    assert drafter_of(model).calls == 0

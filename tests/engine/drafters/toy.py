@@ -85,7 +85,7 @@ class ToyDrafter(nn.Module):
         hidden = self.fc(torch.cat((model.embedding(tokens), states), dim=1))
         cos, sin = model.config.rope.turns(positions, model.frequencies)
         residual, change = self.layer(hidden, None, PLAIN, PLAIN.rotation(cos, sin, hidden.dtype), attend)
-        return self.norm.normalise_sum(residual, change, PLAIN)[1]
+        return self.norm.normalize_sum(residual, change, PLAIN)[1]
 
     @torch.inference_mode()
     def propose(self, plan):

@@ -13,9 +13,9 @@ from engine.speculation.draft_tree import DraftTree
 def random_entry(rng, page_size):
     """An entry within its prompt or at its end, with a path, a tree or no draft, and extra rows or none."""
     prompt = rng.integers(0, 1000, rng.integers(2, 60)).astype(np.uint32)
-    asked = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
-    sequence = Sequence(0, Request(prompt, asked), len(prompt) + 50)
-    if asked.prompt_logprobs is None:
+    sampling = SamplingParams(prompt_logprobs=0 if rng.random() < 0.3 else None)
+    sequence = Sequence(0, Request(prompt, sampling), len(prompt) + 50)
+    if sampling.prompt_logprobs is None:
         sequence.computed = int(rng.integers(0, len(prompt)))
     scheduled = int(rng.integers(1, len(prompt) - sequence.computed + 1))
     entry = SequencePlan(sequence, sequence.computed, scheduled, sequence.computed + scheduled == len(prompt))

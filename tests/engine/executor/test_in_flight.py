@@ -43,10 +43,10 @@ def make_drafter(request):
 @pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
 def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
     drafter = make_drafter(kind, model.config)
-    asked = requests(6, temperature=temperature)
+    submitted = requests(6, temperature=temperature)
     with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
-        assert outputs(engine, asked) == plain[temperature]
-        again = engine.generate(asked)
+        assert outputs(engine, submitted) == plain[temperature]
+        again = engine.generate(submitted)
     assert [completion.tokens.tolist() for completion in again] == plain[temperature]
     # The second run accepts tokens from the corpus, since there is no budget.
     if kind in ("ssd", "ssd-remote") and temperature == 0:
@@ -117,10 +117,10 @@ def mixed_requests():
 
 def test_requests_that_need_the_host_can_be_mixed_with_others(model):
     """At most three requests run at once, so that the executors alternate."""
-    asked = mixed_requests()
-    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    submitted = mixed_requests()
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(submitted)
     engine = build_engine(model, replace(CONFIG, in_flight=1, max_sequences=3), build_drafter("ssd", DrafterConfig()))
-    for late, expected in zip(engine.generate(asked), plain, strict=True):
+    for late, expected in zip(engine.generate(submitted), plain, strict=True):
         assert late.tokens.tolist() == expected.tokens.tolist()
         assert late.finish_reason == expected.finish_reason
         if expected.logprobs is not None:

@@ -211,7 +211,7 @@ EVERYTHING = (
 def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template):
     function = CALL["tool_calls"][0]["function"] | {"arguments": '{"at": "<é>", "n": 1}'}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    asked = {
+    submitted = {
         "model": "m",
         "messages": [
             SYSTEM, USER, CALL | {"tool_calls": [{"id": "a1B2c3D4e", "type": "function", "function": function}]},
@@ -219,12 +219,12 @@ def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template)
         ],
         "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False},
     }  # fmt: skip
-    body = ChatRequest.model_validate(asked)
+    body = ChatRequest.model_validate(submitted)
     served = prompts_of(folder, template).text(
         [message.model_dump(exclude_none=True) for message in body.messages],
         [tool.as_sent() for tool in body.offered_tools],
         body.chat_template_kwargs,
     )
     assert "look" in served
-    chat = chat_of(asked["messages"], asked)
+    chat = chat_of(submitted["messages"], submitted)
     assert ChatFormatter(folder).prompt_text(chat) == served

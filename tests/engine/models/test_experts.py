@@ -26,7 +26,7 @@ def naive_route(logits, correction, config):
     groups.sort(key=lambda group: -sum(sorted((ranks[each] for each in group), reverse=True)[: config.group_members]))
     open_experts = [each for group in groups[: config.groups_kept] for each in group]
     chosen = sorted(open_experts, key=lambda each: -ranks[each])[: config.per_token]
-    total = sum(scores[each] for each in chosen) if config.is_normalised else 1
+    total = sum(scores[each] for each in chosen) if config.is_normalized else 1
     return chosen, [scores[each] / total * config.scaling for each in chosen]
 
 
@@ -34,9 +34,9 @@ def naive_route(logits, correction, config):
     "settings",
     [
         {},
-        {"is_normalised": False},
+        {"is_normalized": False},
         {"scores": "sigmoid", "scaling": 2.5, "groups": 4, "groups_kept": 2, "group_members": 2},
-        {"groups": 4, "groups_kept": 3, "scaling": 16.0, "is_normalised": False},
+        {"groups": 4, "groups_kept": 3, "scaling": 16.0, "is_normalized": False},
     ],
     ids=["softmax", "weights are probabilities", "DeepSeek-V3", "DeepSeek-V2"],
 )

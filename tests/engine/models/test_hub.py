@@ -20,10 +20,10 @@ def hub(monkeypatch):
 
     class Hub:
         answer = None
-        asked = None
+        downloaded = None
 
         def download(self, name, *, allow_patterns):
-            self.asked = name, allow_patterns
+            self.downloaded = name, allow_patterns
             if isinstance(self.answer, Exception):
                 raise self.answer
             return str(self.answer)
@@ -38,14 +38,14 @@ def test_an_existing_folder_is_returned(tmp_path, hub, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert find_model(tmp_path) == tmp_path
     assert str(find_model("owner/name")) == "owner/name"
-    assert hub.asked is None
+    assert hub.downloaded is None
 
 
 def test_a_hub_name_is_downloaded(tmp_path, hub):
     make_folder(tmp_path)
     hub.answer = tmp_path
     assert load_model(find_model("owner/Name-1.5B")).config.num_layers == 2
-    assert hub.asked == ("owner/Name-1.5B", FILES)
+    assert hub.downloaded == ("owner/Name-1.5B", FILES)
 
 
 def test_the_drafter_namespace_is_named_after_the_hub_name(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_the_drafter_namespace_is_named_after_the_hub_name(tmp_path, monkeypatch
 def test_other_names_are_treated_as_folders(hub, name):
     with pytest.raises(UserError, match="no model folder"):
         load_model(find_model(name))
-    assert hub.asked is None
+    assert hub.downloaded is None
 
 
 def refusal(kind):

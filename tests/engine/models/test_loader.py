@@ -146,7 +146,7 @@ DAMAGES = {
     ),
     "biases in latent attention": (
         lambda folder: edit_config(folder, **DEEPSEEK_V3, attention_bias=True),
-        "asks for biases in latent attention",
+        "requires biases in latent attention",
     ),
     "missing latents": (
         lambda folder: edit_config(folder, **DEEPSEEK_V3),

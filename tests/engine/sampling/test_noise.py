@@ -64,7 +64,7 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     assert not fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
 
 
-def test_neighbouring_seeds_and_positions_are_independent():
+def test_neighboring_seeds_and_positions_are_independent():
     for shift in ({"seed_of": lambda index: index + 1}, {"position_of": lambda _: 8}):
         left, right = sampled_tokens_of(LOGITS, 1.0, COUNT), sampled_tokens_of(LOGITS, 1.0, COUNT, **shift)
         probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
@@ -100,7 +100,7 @@ def test_temperatures_that_would_overflow_are_greedy():
 
 
 def test_samples_of_a_request_have_different_seeds():
-    """The first one is the request's; those of neighbouring seeds differ, and all are valid."""
+    """The first one is the request's; those of neighboring seeds differ, and all are valid."""
     edges = [-(1 << 63), (1 << 63) - 1]
     seeds = {(seed, index): sample_seed(seed, index) for seed in (*range(50), *edges) for index in range(50)}
     assert all(seeds[seed, 0] == seed for seed, _ in seeds)

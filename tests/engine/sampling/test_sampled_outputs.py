@@ -97,8 +97,8 @@ def naive_output(request):
 class MixedDrafter(NoDrafter):
     """Drafts of any length that are right up to a random position."""
 
-    def __init__(self, asked, answers, seed):
-        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(asked, answers, strict=True)]
+    def __init__(self, submitted, answers, seed):
+        self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]
         self.lengths = {}
         self.rng = np.random.default_rng(seed)
 
@@ -140,35 +140,35 @@ def check_logprobs(request, completion):
             np.testing.assert_allclose([expected[other] for other in found.top_ids[index]], found.top[index], atol=1e-4)
 
 
-def check_all(asked, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
+def check_all(submitted, seed, max_sequences=4, max_step_tokens=40, shape="path", verified="path"):
     """Run requests with drafts of a shape; `verified`: the shape that the engine verifies."""
-    expected = [naive_output(request) for request in asked]
+    expected = [naive_output(request) for request in submitted]
     answers = [answer[0] for answer in expected]
     is_path = shape == "path"
-    drafter = MixedDrafter(asked, answers, seed) if is_path else RandomTrees(asked, answers, VOCAB, seed)
+    drafter = MixedDrafter(submitted, answers, seed) if is_path else RandomTrees(submitted, answers, VOCAB, seed)
     engine = fake_engine(
         drafter, decode, max_sequences=max_sequences, max_step_tokens=max_step_tokens, draft_shape=verified
     )
-    completions = engine.generate(asked)
-    assert [as_tuple(*pair) for pair in zip(asked, completions, strict=True)] == expected
-    for request, completion in zip(asked, completions, strict=True):
+    completions = engine.generate(submitted)
+    assert [as_tuple(*pair) for pair in zip(submitted, completions, strict=True)] == expected
+    for request, completion in zip(submitted, completions, strict=True):
         check_logprobs(request, completion)
     return completions
 
 
 @settings(max_examples=100)
 @given(requests, st.integers(0, 1000), st.integers(1, 4))
-def test_outputs_equal_the_naive_ones(asked, seed, max_sequences):
-    check_all(asked, seed, max_sequences)
+def test_outputs_equal_the_naive_ones(submitted, seed, max_sequences):
+    check_all(submitted, seed, max_sequences)
 
 
 @settings(max_examples=60)
 @given(requests, st.integers(0, 1000), st.integers(1, 4), st.sampled_from(["path", "tree"]))
-def test_outputs_with_trees_equal_the_naive_ones(asked, seed, max_sequences, verified):
-    check_all(asked, seed, max_sequences, shape="tree", verified=verified)
+def test_outputs_with_trees_equal_the_naive_ones(submitted, seed, max_sequences, verified):
+    check_all(submitted, seed, max_sequences, shape="tree", verified=verified)
 
 
-def penalised_requests():
+def penalized_requests():
     rng = np.random.default_rng(1)
     sampling = {
         "temperature": 1.0,
@@ -182,10 +182,10 @@ def penalised_requests():
 
 def test_drafts_are_accepted_under_any_settings():
     """The tests above are only meaningful if drafts are accepted."""
-    completions = check_all(penalised_requests(), 0)
+    completions = check_all(penalized_requests(), 0)
     assert sum(completion.accepted for completion in completions) > 100
-    of_trees = check_all(penalised_requests(), 0, shape="tree", verified="tree")
-    of_trunks = check_all(penalised_requests(), 0, shape="tree", verified="path")
+    of_trees = check_all(penalized_requests(), 0, shape="tree", verified="tree")
+    of_trunks = check_all(penalized_requests(), 0, shape="tree", verified="path")
     assert sum(c.steps for c in of_trees) < 0.8 * sum(c.steps for c in of_trunks)
 
 
@@ -211,20 +211,20 @@ def nothing_compacted(monkeypatch):
 def test_treating_a_tree_as_a_path_is_caught(monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        check_all(penalised_requests(), 0, shape="tree", verified="tree")
+        check_all(penalized_requests(), 0, shape="tree", verified="tree")
 
 
 @pytest.mark.parametrize("fault", ["penalties", "min_tokens"])
 def test_ignoring_the_draft_before_a_row_is_caught(monkeypatch, fault):
     if fault == "penalties":
-        original = processors._penalised
+        original = processors._penalized
 
         def all_like_the_first(own):
-            penalised = original(own)
-            first = penalised.counts.reshape(len(own.rows), -1)[:1]
-            return penalised._replace(counts=np.repeat(first, len(own.rows), axis=0).ravel())
+            penalized = original(own)
+            first = penalized.counts.reshape(len(own.rows), -1)[:1]
+            return penalized._replace(counts=np.repeat(first, len(own.rows), axis=0).ravel())
 
-        monkeypatch.setattr(processors, "_penalised", all_like_the_first)
+        monkeypatch.setattr(processors, "_penalized", all_like_the_first)
     else:
         original = processors._forbidden
 
@@ -234,7 +234,7 @@ def test_ignoring_the_draft_before_a_row_is_caught(monkeypatch, fault):
 
         monkeypatch.setattr(processors, "_forbidden", only_the_first)
     with pytest.raises(AssertionError):
-        check_all(penalised_requests(), 0)
+        check_all(penalized_requests(), 0)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

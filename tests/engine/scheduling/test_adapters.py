@@ -26,13 +26,13 @@ class FakePool:
 
     def __init__(self, loaded=()):
         self.loaded = set(loaded)
-        self.asked = []
+        self.calls = []
         """Arguments of each call of `prepare`."""
         self.running = []
         self.damaged = set()
 
     def prepare(self, name, waiting):
-        self.asked.append((name, set(waiting)))
+        self.calls.append((name, set(waiting)))
         if name in self.damaged:
             raise UserError("damaged")
         return name in self.loaded
@@ -97,7 +97,7 @@ def test_later_requests_pass_one_whose_adapter_is_not_in_memory():
     engine.step()
     assert ids(engine.scheduler.running) == [0, 3, 5]
     assert ids(engine.scheduler.waiting) == [1, 2, 4]
-    assert pool.asked == [("a", set()), ("b", set()), ("c", {"b"}), ("a", {"b", "c"})]
+    assert pool.calls == [("a", set()), ("b", set()), ("c", {"b"}), ("a", {"b", "c"})]
     pool.loaded.add("b")
     engine.step()
     assert ids(engine.scheduler.running) == [0, 1, 3, 5]  # in the order of arrival, up to the limit

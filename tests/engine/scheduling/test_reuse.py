@@ -46,12 +46,12 @@ def engine_on(model, *, prefix_cache, pages=PAGES):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_prefix_cache_does_not_change_outputs_when_pages_are_scarce(packed, temperature):
-    asked = requests(temperature)
+    submitted = requests(temperature)
     alone = build_engine(packed, EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False), NoDrafter())
-    expected = [alone.generate([request])[0].tokens.tolist() for request in asked]
+    expected = [alone.generate([request])[0].tokens.tolist() for request in submitted]
     for prefix_cache in (False, True):
         engine = engine_on(packed, prefix_cache=prefix_cache)
-        completions = engine.generate(asked)
+        completions = engine.generate(submitted)
         assert [completion.tokens.tolist() for completion in completions] == expected
         assert engine.scheduler.preemptions
         assert bool(sum(completion.cached_tokens for completion in completions)) == prefix_cache
@@ -61,13 +61,13 @@ def test_the_prefix_cache_does_not_change_outputs_when_pages_are_scarce(packed, 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of PyTorch has no oneDNN")
 def test_cached_keys_and_values_equal_recomputed_ones_bitwise(packed):
     """Covers pages computed in chunks, token by token, with partly right drafts, and after other cached pages."""
-    asked = requests(0.0)
+    submitted = requests(0.0)
     engine = engine_on(packed, prefix_cache=True, pages=100)
-    completions = [*engine.generate(asked[:5]), *engine.generate(asked[5:])]
+    completions = [*engine.generate(submitted[:5]), *engine.generate(submitted[5:])]
     assert sum(completion.cached_tokens for completion in completions[1:5]) > 0
     pages = [
         page
-        for request, completion in zip(asked, completions, strict=True)
+        for request, completion in zip(submitted, completions, strict=True)
         for page in cached_and_fresh(packed, engine, np.concatenate([request.prompt, completion.tokens]))
     ]
     assert len(pages) > 30

@@ -141,9 +141,9 @@ def test_a_sequence_gets_pages_as_it_grows():
 def test_drafts_do_not_cause_preemptions():
     """If all sequences fit without drafts, none is preempted with drafts."""
     prompts = [text(4 * PAGE_SIZE, seed) for seed in range(4)]
-    asked = [Request(prompt, SamplingParams(max_tokens=PAGE_SIZE)) for prompt in prompts]
+    submitted = [Request(prompt, SamplingParams(max_tokens=PAGE_SIZE)) for prompt in prompts]
     engine = engine_of(pages=4 * 5 + 1, max_draft=8, max_sequences=4)
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     assert engine.scheduler.preemptions == 0
     assert [c.tokens.tolist() for c in completions] == [answer(p, PAGE_SIZE) for p in prompts]
 
@@ -196,16 +196,16 @@ def test_prompt_chunks_end_at_page_boundaries(step_tokens, length, ends):
 def test_a_shared_prefix_is_computed_once():
     """Requests that arrive together, chunked prompts, and later requests share the prefix."""
     stem = text(40)
-    asked = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
+    submitted = [Request(np.concatenate([stem, text(3, seed)]), SamplingParams(max_tokens=2)) for seed in range(1, 6)]
     engine = engine_of(pages=60, max_step_tokens=24)
     computed = []
     forward = engine._executor.runner.forward
     engine._executor.runner.forward = lambda batch: (computed.append(len(batch.tokens)), forward(batch))[1]
-    first, *others = engine.generate(asked)
+    first, *others = engine.generate(submitted)
     assert first.cached_tokens == 0
     assert [completion.cached_tokens for completion in others] == [40] * 4
     assert sum(computed) == 40 + 5 * (3 + 1)
-    again = engine.generate(asked)
+    again = engine.generate(submitted)
     assert [completion.cached_tokens for completion in again] == [40] * 5
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 
-def normalised(weights):
+def normalized(weights):
     total = sum(weights)
     return [weight / total for weight in weights] if total else weights
 
 
 def residual(p, q):
     left = [max(mine - theirs, 0.0) for mine, theirs in zip(p, q, strict=True)]
-    return normalised(left) if sum(left) else p
+    return normalized(left) if sum(left) else p
 
 
 def sample(probabilities, noise):
@@ -40,6 +40,6 @@ def verify_tree(draft, parents, sampled, p, q, chance, noise):
                 break
             target = residual(target, drafter)
             if sampled[child]:
-                left = normalised([0.0 if other == token else weight for other, weight in enumerate(left)])
+                left = normalized([0.0 if other == token else weight for other, weight in enumerate(left)])
         else:
             return path, sample(target, noise(len(path)))

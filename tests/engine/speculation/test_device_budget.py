@@ -16,7 +16,7 @@ class Device:
     def __init__(self, *, sequences=1, in_flight=1, measured_s=PLAIN_S, seed=0):
         self.budget = DeviceBudget(StepCost([sequences], [measured_s]))
         self.seconds = self.plain_s = 0.0
-        self.asked = []
+        self.drafted = []
         self._sequences = sequences
         self._in_flight = [None] * in_flight
         self._rng = np.random.default_rng(seed)
@@ -27,18 +27,18 @@ class Device:
         in plain steps.
         """
         for _ in range(steps):
-            asked = wants and not self.budget.is_backing_off
-            self.asked.append(asked)
+            is_drafting = wants and not self.budget.is_backing_off
+            self.drafted.append(is_drafting)
             # A draft that the step before made is verified.
-            accepts = asked and len(self.asked) > 1 and self.asked[-2]
+            accepts = is_drafting and len(self.drafted) > 1 and self.drafted[-2]
             tokens = self._sequences + (int(self._rng.poisson(accepted, self._sequences).sum()) if accepts else 0)
             plan = StepPlan(
-                [SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], is_drafting=asked
+                [SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], is_drafting=is_drafting
             )
             self._in_flight.append((plan, tokens))
             committed = self._in_flight.pop(0)
-            seconds = step_s if asked else PLAIN_S
-            if asked and self.asked[-2:-1] != [True]:
+            seconds = step_s if is_drafting else PLAIN_S
+            if is_drafting and self.drafted[-2:-1] != [True]:
                 seconds += catch_up * PLAIN_S
             if self._rng.random() < disturbed:
                 seconds += 10 * PLAIN_S
@@ -60,7 +60,7 @@ def test_a_drafter_that_does_not_pay_takes_little_time(cost, accepted, sequences
     device = Device(sequences=sequences, in_flight=in_flight)
     device.run(4000, step_s=cost * PLAIN_S, accepted=accepted)
     assert 0.97 < device.speed < 1
-    assert sum(device.asked[2000:]) > 0
+    assert sum(device.drafted[2000:]) > 0
 
 
 @pytest.mark.parametrize(("cost", "accepted"), [(1.2, 0.5), (1.5, 1), (2, 2)])
@@ -69,14 +69,14 @@ def test_a_drafter_that_pays_is_not_stopped(cost, accepted):
     device.run(4000, step_s=cost * PLAIN_S, accepted=accepted)
     assert device.speed > 0.97 * (1 + accepted) / cost
     # Plain steps are run now and then, so that their duration stays known.
-    assert device.asked[-DRAFTING_STEPS - 20 :].count(False) > 0
+    assert device.drafted[-DRAFTING_STEPS - 20 :].count(False) > 0
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_the_time_to_catch_up_counts_but_does_not_end_the_trial(in_flight):
     paying, useless = Device(in_flight=in_flight), Device(in_flight=in_flight)
     paying.run(4000, step_s=1.5 * PLAIN_S, accepted=1, catch_up=40)
-    assert np.mean(paying.asked) > 0.9
+    assert np.mean(paying.drafted) > 0.9
     useless.run(20_000, step_s=1.5 * PLAIN_S, accepted=0.2, catch_up=40)
     assert 0.97 < useless.speed < 1
 
@@ -84,14 +84,14 @@ def test_the_time_to_catch_up_counts_but_does_not_end_the_trial(in_flight):
 def test_disturbed_steps_do_not_stop_a_drafter_that_pays():
     device = Device()
     device.run(4000, step_s=1.5 * PLAIN_S, accepted=1, disturbed=0.05)
-    assert np.mean(device.asked) > 0.9
+    assert np.mean(device.drafted) > 0.9
 
 
 def test_drafting_follows_a_change_of_the_text():
     device = Device()
     for accepted, drafts in ((2, True), (0, False), (2, True)):
         device.run(1500, step_s=1.5 * PLAIN_S, accepted=accepted)
-        assert (np.mean(device.asked[-500:]) > 0.9) == drafts
+        assert (np.mean(device.drafted[-500:]) > 0.9) == drafts
     assert device.speed > 1
 
 
@@ -100,7 +100,7 @@ def test_drafting_follows_a_change_of_the_text():
 def test_a_wrong_measurement_is_corrected(factor, accepted, drafts):
     device = Device(measured_s=factor * PLAIN_S)
     device.run(2000, step_s=1.5 * PLAIN_S, accepted=accepted)
-    assert (np.mean(device.asked[-500:]) > 0.9) == drafts
+    assert (np.mean(device.drafted[-500:]) > 0.9) == drafts
     assert device.speed > 0.97
 
 
@@ -125,4 +125,4 @@ def test_plain_steps_of_requests_without_drafts_do_not_stop_others():
     device = Device()
     device.run(500, step_s=2 * PLAIN_S, accepted=3, wants=False)
     device.run(100, step_s=2 * PLAIN_S, accepted=3)
-    assert all(device.asked[500:])
+    assert all(device.drafted[500:])

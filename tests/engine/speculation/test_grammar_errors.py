@@ -52,9 +52,9 @@ def requests(max_tokens=70):
     ]
 
 
-def run(engine, asked):
+def run(engine, submitted):
     """Completions and errors by the index of the request."""
-    ids = {engine.add(request): index for index, request in enumerate(asked)}
+    ids = {engine.add(request): index for index, request in enumerate(submitted)}
     completions, refused, outputs = {}, {}, {index: [] for index in ids.values()}
     while engine.scheduler.has_work:
         report = engine.step()
@@ -107,9 +107,9 @@ def test_drafts_change_neither_outputs_nor_errors(model, compiler, plain, shape,
 def test_an_output_that_ends_before_the_limit_is_complete(model, compiler, plain):
     completions, _ = plain
     limit = min(len(completions[index].tokens) for index in (0, 2)) - 3
-    asked = requests(limit)
-    drafter = RandomTrees(asked, [each.tokens.tolist() for _, each in sorted(completions.items())], VOCAB)
-    found, errors = run(build_engine(model, CONFIG, drafter, grammars=compiler), asked)
+    submitted = requests(limit)
+    drafter = RandomTrees(submitted, [each.tokens.tolist() for _, each in sorted(completions.items())], VOCAB)
+    found, errors = run(build_engine(model, CONFIG, drafter, grammars=compiler), submitted)
     assert not errors
     assert found[0].tokens.tolist() == completions[0].tokens[:limit].tolist()
 

@@ -192,7 +192,7 @@ FAULTS = {
     "accepts with q / p": (ACCEPTS, "self._thresholds[node] * target < self._q[node] * self.q_scale"),
     "residual from p": ("(target - drafter).clamp(min=0)", "target.clone()"),
     "residual from |p - q|": ("(target - drafter).clamp(min=0)", "(target - drafter).abs()"),
-    "residual not normalised": ("rest / torch.where(total > 0, total, 1)", "rest"),
+    "residual not normalized": ("rest / torch.where(total > 0, total, 1)", "rest"),
     "residual of the first rejection": ("torch.where(is_first[:, None], target, residual)", "target"),
     "p stays for the next candidate": ("self.residual if self.rejections else self._p[node]", "self._p[node]"),
     "q stays for the next candidate": ("(1 / left if left > 0 else 0.0)", "1.0"),

@@ -23,13 +23,13 @@ NONE = frozenset()
 
 
 class Oracle(NoDrafter):
-    """Drafts what the target produces, and records which sequences it was asked for and how much."""
+    """Drafts what the target produces, and records which sequences it drafts for and how much."""
 
     def __init__(self, expected):
         self.expected = expected
         """Prompt and output by sequence."""
         self.lengths = {}
-        self.asked = []
+        self.calls = []
         """Pairs of a sequence id and the largest number of draft tokens."""
 
     def start(self, sequence_id, prompt):
@@ -42,7 +42,7 @@ class Oracle(NoDrafter):
         ):
             self.lengths[sequence_id] += int(progress.offsets[index + 1] - progress.offsets[index])
             tokens = self.expected[sequence_id][self.lengths[sequence_id] :][:most]
-            self.asked.append((sequence_id, most))
+            self.calls.append((sequence_id, most))
             paths.append(Path(np.array(tokens, np.uint32), np.ones(len(tokens), np.float32)))
         return DraftBatch.from_paths(paths)
 
@@ -78,13 +78,13 @@ def test_each_request_is_drafted_for_as_it_asks(in_flight):
     assert [completion.drafted > 0 for completion in completions] == [most > 0 for most in longest]
     assert completions[0].steps < completions[2].steps < completions[1].steps
     # Once at the end, to report its steps.
-    assert [entry for entry in drafter.asked if entry[0] in (1, 3)] == [(1, 0), (3, 0)]
+    assert [entry for entry in drafter.calls if entry[0] in (1, 3)] == [(1, 0), (3, 0)]
 
 
 @pytest.mark.parametrize("in_flight", [None, 0, 1])
 def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
     drafter, completions, reports = run(asked_for({"drafters": NONE}, {"max_draft": 0}), in_flight=in_flight)
-    assert drafter.asked == [(0, 0), (1, 0)]
+    assert drafter.calls == [(0, 0), (1, 0)]
     assert [completion.drafted for completion in completions] == [0, 0]
     assert not any(report.is_backing_off for report in reports)
 

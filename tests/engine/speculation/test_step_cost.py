@@ -50,9 +50,9 @@ def test_corrections_also_apply_to_sizes_that_do_not_occur():
 
 
 def test_sizes_are_measured_up_to_the_largest():
-    asked = []
-    cost = StepCost.measured(lambda *size: asked.append(size), [1, 2, 4, 8, 16, 32, 64, 100], 8)
-    assert sorted(set(asked)) == [(1, 1), (1, 8), *((size, 1) for size in (2, 4, 8, 16, 32, 64, 100))]
+    measured = []
+    cost = StepCost.measured(lambda *size: measured.append(size), [1, 2, 4, 8, 16, 32, 64, 100], 8)
+    assert sorted(set(measured)) == [(1, 1), (1, 8), *((size, 1) for size in (2, 4, 8, 16, 32, 64, 100))]
     assert cost.seconds(100, 1) > 0
     assert cost.seconds(1, 8) >= cost.seconds(1, 1)
 

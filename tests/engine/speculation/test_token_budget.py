@@ -142,20 +142,20 @@ def test_drafts_that_are_never_accepted_take_little_time_and_are_retried(price):
 
 def asked_in(budget, steps, *, accepted, drafting_s, step_s=1.0):
     """Return the steps in which the drafter is called."""
-    asked = []
+    calls = []
     for step in range(steps):
         if budget.is_backing_off:
             record(budget, 1, 0, step_s)
         else:
-            asked.append(step)
+            calls.append(step)
             record(budget, 1, accepted, step_s, drafting_s=drafting_s)
-    return asked
+    return calls
 
 
 def test_a_useless_drafter_is_called_at_growing_intervals():
-    asked = asked_in(TokenBudget(CHEAP), 100, accepted=0, drafting_s=0.1)
-    assert asked[:6] == [0, 2, 6, 14, 30, 46]
-    assert np.diff(asked[4:]).tolist() == [16] * len(np.diff(asked[4:]))
+    calls = asked_in(TokenBudget(CHEAP), 100, accepted=0, drafting_s=0.1)
+    assert calls[:6] == [0, 2, 6, 14, 30, 46]
+    assert np.diff(calls[4:]).tolist() == [16] * len(np.diff(calls[4:]))
 
 
 @pytest.mark.parametrize(("drafting_s", "pays"), [(0.4, True), (0.6, False)])
@@ -177,9 +177,9 @@ def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
 def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():
     budget = TokenBudget(CHEAP)
     asked_in(budget, 200, accepted=0, drafting_s=0.01)
-    asked = asked_in(budget, 40, accepted=1, drafting_s=0.01)
-    assert asked[0] < 16
-    assert asked[1:] == list(range(asked[1], 40))
+    calls = asked_in(budget, 40, accepted=1, drafting_s=0.01)
+    assert calls[0] < 16
+    assert calls[1:] == list(range(calls[1], 40))
 
 
 def test_calibration_recovers_during_backoff():

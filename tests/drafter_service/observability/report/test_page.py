@@ -114,9 +114,9 @@ return [document.documentElement.scrollWidth > most, found];
 """
 
 FAINT = """
-function parts(colour) { return colour.match(/[\\d.]+/g).map(Number); }
-function light(colour) {
-  const [r, g, b] = parts(colour).map(part => part / 255).map(
+function parts(color) { return color.match(/[\\d.]+/g).map(Number); }
+function light(color) {
+  const [r, g, b] = parts(color).map(part => part / 255).map(
     part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }

@@ -171,7 +171,7 @@ def function(**fields):
         (function(name="a b"), "should match pattern", "tools.0.function.name"),
         (function(parameters={"type": "array"}), "must be a JSON schema of the type object", "tools.0.function"),
         (function(parameters=[]), "valid dictionary", "tools.0.function.parameters"),
-        (function(colour=1), "there is no parameter", "tools.0.function.colour"),
+        (function(color=1), "there is no parameter", "tools.0.function.color"),
         (function(parameters={"not": {}}) | {"tool_choice": "required"}, 'Unimplemented keys: ["not"]', "tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 140_000}}}},
          "json_schema: it has 140,", "json_schema"),

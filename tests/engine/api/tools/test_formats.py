@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.tools.formats import FORMATS, recognise
+from engine.api.tools.formats import FORMATS, recognize
 from engine.api.tools.reader import Call
 from tests.engine.api.tools import naive
 from tests.engine.api.tools.outputs import collected, divided, events_of, message_of, streamed, written
@@ -218,8 +218,8 @@ def test_at_most_64_white_space_characters_are_dropped_before_a_call(space):
         ("", None),
     ],
 )  # fmt: skip
-def test_formats_are_recognised_in_chat_templates(template, name):
-    assert recognise(template) is (name and FORMATS[name])
+def test_formats_are_recognized_in_chat_templates(template, name):
+    assert recognize(template) is (name and FORMATS[name])
 
 
 SIZE = 100_000

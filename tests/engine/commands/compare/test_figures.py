@@ -51,9 +51,9 @@ class PartlyRight:
 
 
 def test_tokens_per_step_and_acceptance_of_known_drafts(model):
-    asked = requests(spare=40)
-    plain = build_engine(model, EngineConfig(max_sequences=3), NoDrafter()).generate(asked)
-    texts = [np.concatenate((r.prompt, c.tokens)) for r, c in zip(asked, plain, strict=True)]
+    submitted = requests(spare=40)
+    plain = build_engine(model, EngineConfig(max_sequences=3), NoDrafter()).generate(submitted)
+    texts = [np.concatenate((r.prompt, c.tokens)) for r, c in zip(submitted, plain, strict=True)]
     engine = build_engine(model, EngineConfig(max_sequences=3), PartlyRight(texts, right=2, length=4))
     outputs = run_group(engine, requests(), LENGTH)
     figures = Figures.of(outputs, LENGTH, has_loops=False)

@@ -36,7 +36,7 @@ def make_part(kind, model, has_trees):
     return Part(kind, drafter, True)
 
 
-def run(model, config, asked, kinds, pages=None):
+def run(model, config, submitted, kinds, pages=None):
     has_trees = config.draft_shape == "tree"
     drafter = CombinedDrafter([make_part(kind, model, has_trees) for kind in kinds], has_trees=has_trees)
     engine = build_engine(model, config, drafter)
@@ -48,7 +48,7 @@ def run(model, config, asked, kinds, pages=None):
         for result in report.results:
             sources[:] += np.bincount(result.sources, minlength=256)
 
-    completions = engine.generate(asked, observe)
+    completions = engine.generate(submitted, observe)
     engine.scheduler.check_integrity()
     return drafter, sources, completions
 
@@ -62,9 +62,9 @@ COMBINATIONS = [("ssd", "mtp"), ("self", "ssd"), ("ngram", "draft-model", "medus
 def test_exact_outputs_equal_plain_decoding(model, kinds, temperature, shape):
     config = replace(CONFIG, draft_shape=shape)
     # The second half repeats the first, so that the corpus has drafts.
-    asked = requests(temperature, count=6) + requests(temperature, count=6)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    _, sources, completions = run(model, config, asked, kinds)
+    submitted = requests(temperature, count=6) + requests(temperature, count=6)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    _, sources, completions = run(model, config, submitted, kinds)
     assert tokens_of(completions) == tokens_of(plain)
     assert sum(each.drafted for each in completions) > 100
     if "ssd" in kinds:
@@ -77,9 +77,9 @@ def test_slots_of_a_combined_head_are_right(model, monkeypatch, kind):
     """Accepted tokens of other drafters, preemption and shared pages do not disturb the head's slots."""
     recorder = Recorder(monkeypatch)
     config = replace(CONFIG, watermark=0.0, draft_shape="tree")
-    asked = requests(0.8) + requests(0.8)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    drafter, _, completions = run(model, config, asked, ("ssd", kind), pages=12)
+    submitted = requests(0.8) + requests(0.8)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    drafter, _, completions = run(model, config, submitted, ("ssd", kind), pages=12)
     assert tokens_of(completions) == tokens_of(plain)
     head = drafter.parts[1].drafter.head
     assert recorder.largest_difference(head, model) < TOLERANCE
@@ -88,18 +88,18 @@ def test_slots_of_a_combined_head_are_right(model, monkeypatch, kind):
 @pytest.mark.parametrize("shape", ["path", "tree"])
 def test_verification_is_exact_in_rejection_mode_too(model, shape):
     config = replace(CONFIG, draft_shape=shape, verification="rejection")
-    asked = requests(0.8) + requests(0.8)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    _, _, completions = run(model, config, asked, ("ssd", "mtp"))
+    submitted = requests(0.8) + requests(0.8)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    _, _, completions = run(model, config, submitted, ("ssd", "mtp"))
     assert tokens_of(completions) == tokens_of(plain)
     assert sum(each.accepted for each in completions) > 0
 
 
 def test_a_perfect_corpus_and_a_perfect_model_are_not_worse_together(model):
     """A copy of the target and a corpus that has seen the outputs: nearly all draft tokens are accepted."""
-    asked = requests(0.0, count=4)
-    _, _, alone = run(model, CONFIG, asked + asked, ("self",))
-    _, _, both = run(model, CONFIG, asked + asked, ("self", "ssd"))
+    submitted = requests(0.0, count=4)
+    _, _, alone = run(model, CONFIG, submitted + submitted, ("self",))
+    _, _, both = run(model, CONFIG, submitted + submitted, ("self", "ssd"))
     assert sum(each.steps for each in both) <= sum(each.steps for each in alone)
 
 
@@ -107,18 +107,18 @@ def test_requests_choose_among_the_drafters(model):
     config = replace(CONFIG, draft_shape="tree")
     base = requests(0.0, count=4)
     for chosen, expected in ((None, {"corpus", "local", "mtp"}), ("ssd", {"corpus", "local"}), ("mtp", {"mtp"})):
-        asked = [replace(each, drafters=None if chosen is None else frozenset({chosen})) for each in base + base]
+        submitted = [replace(each, drafters=None if chosen is None else frozenset({chosen})) for each in base + base]
         drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
-        completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(asked)
+        completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(submitted)
         assert {source for each in completions for source in each.by_source} == expected
 
 
 def test_a_drafter_without_requests_is_not_asked(model):
-    asked = [replace(each, drafters=frozenset({"mtp"})) for each in requests(0.0, count=2)]
+    submitted = [replace(each, drafters=frozenset({"mtp"})) for each in requests(0.0, count=2)]
     drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
     calls = []
     drafter.parts[0].drafter.propose = calls.append
     engine = build_engine(model, replace(CONFIG, draft_shape="tree"), drafter, drafters=("ssd", "mtp"))
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     assert not calls
     assert all(each.drafted for each in completions)

@@ -105,12 +105,12 @@ def test_skipped_networks_catch_up(model, monkeypatch, kind):
 
     monkeypatch.setattr(SkipRule, "should_run_networks", should_run_networks)
     config = replace(CONFIG, draft_shape="tree", watermark=0.0)
-    asked = requests(0.8, count=6) + requests(0.8, count=6)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    submitted = requests(0.8, count=6) + requests(0.8, count=6)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
     drafter = CombinedDrafter([make_part(each, model, True) for each in ("ssd", kind)], has_trees=True)
     engine = build_engine(model, config, drafter)
     engine.scheduler = Scheduler(config, PagePool(14, config.page_size))
-    assert tokens_of(engine.generate(asked)) == tokens_of(plain)
+    assert tokens_of(engine.generate(submitted)) == tokens_of(plain)
     assert engine.scheduler.preemptions > 0
     assert min(chosen.count(True), chosen.count(False)) > 10
     assert drafter.corpus is drafter.parts[0].drafter.inner.corpus

@@ -25,7 +25,7 @@ def requests(temperature, count=8):
     """Prompts with shared prefixes, some longer than a chunk, and settings that change the distribution."""
     rng = np.random.default_rng(2)
     stem = rng.integers(1, 60, 70)
-    asked = []
+    submitted = []
     for index in range(count):
         prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
         sampling = SamplingParams(
@@ -36,8 +36,8 @@ def requests(temperature, count=8):
             repetition_penalty=float(rng.choice([1.0, 1.3])),
             ignore_eos=True,
         )
-        asked.append(Request(prompt.astype(np.uint32), sampling))
-    return asked
+        submitted.append(Request(prompt.astype(np.uint32), sampling))
+    return submitted
 
 
 class Recorder:
@@ -71,13 +71,13 @@ class Recorder:
         return max(differences)
 
 
-def run(model, config, asked, kind, *, pages=None, has_trees=False, depth=4):
+def run(model, config, submitted, kind, *, pages=None, has_trees=False, depth=4):
     head = make_head(kind, model)
     drafter = AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=2)
     engine = build_engine(model, config, drafter)
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     engine.scheduler.check_integrity()
     return head, engine, completions
 
@@ -91,10 +91,10 @@ def tokens_of(completions):
 @pytest.mark.parametrize("kind", HEADS)
 def test_exact_outputs_equal_plain_decoding(model, monkeypatch, kind, temperature, has_trees):
     recorder = Recorder(monkeypatch)
-    asked = requests(temperature)
+    submitted = requests(temperature)
     config = replace(CONFIG, draft_shape="tree" if has_trees else "path")
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    head, _, completions = run(model, config, asked, kind, has_trees=has_trees)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    head, _, completions = run(model, config, submitted, kind, has_trees=has_trees)
     assert tokens_of(completions) == tokens_of(plain)
     assert sum(each.drafted for each in completions) > 100
     assert sum(each.accepted for each in completions) > 0 or temperature == 0
@@ -107,10 +107,10 @@ def test_exact_outputs_equal_plain_decoding(model, monkeypatch, kind, temperatur
 def test_slots_survive_preemption(model, monkeypatch, kind):
     """Preempted sequences find their own and others' pages in the prefix cache when they continue."""
     recorder = Recorder(monkeypatch)
-    asked = requests(0.8)
+    submitted = requests(0.8)
     config = replace(CONFIG, watermark=0.0)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    head, engine, completions = run(model, config, asked, kind, pages=9)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    head, engine, completions = run(model, config, submitted, kind, pages=9)
     assert engine.scheduler.preemptions > 0
     assert tokens_of(completions) == tokens_of(plain)
     assert recorder.largest_difference(head, model) < TOLERANCE
@@ -132,13 +132,13 @@ def test_only_paths_are_verified_by_rejection(model, monkeypatch, kind, has_tree
 def test_drafts_are_shorter_at_the_end_of_the_context_window(model, has_trees):
     window = model.config.max_positions
     rng = np.random.default_rng(4)
-    asked = [
+    submitted = [
         Request(rng.integers(1, 60, window - left).astype(np.uint32), SamplingParams(max_tokens=left, ignore_eos=True))
         for left in (1, 2, 3, 5, 9)
     ]
     config = replace(CONFIG, draft_shape="tree" if has_trees else "path")
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
-    _, _, completions = run(model, config, asked, "self", has_trees=has_trees)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
+    _, _, completions = run(model, config, submitted, "self", has_trees=has_trees)
     assert tokens_of(completions) == tokens_of(plain)
     # A step with a draft of k tokens produces k + 1, so that nothing is drafted for the last token.
     assert [each.drafted > 0 for each in completions] == [False, False, True, True, True]
@@ -165,8 +165,8 @@ def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatc
     head.model = model
     head.config, head.num_layers = model.config, model.config.num_layers
     drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=2)
-    asked = [Request(np.arange(1, 9, dtype=np.uint32), SamplingParams(max_tokens=30, ignore_eos=True))]
-    completions = build_engine(model, CONFIG, drafter).generate(asked)
+    submitted = [Request(np.arange(1, 9, dtype=np.uint32), SamplingParams(max_tokens=30, ignore_eos=True))]
+    completions = build_engine(model, CONFIG, drafter).generate(submitted)
     assert completions[0].accepted > 0.9 * completions[0].drafted > 10
     assert ran[0] == 9  # the prompt and the first token
     assert max(ran[1:]) == 2  # the last draft token, which was not run before, and the bonus token

@@ -98,7 +98,7 @@ class Switching:
         self._allowed = None if allowed is None else iter(allowed)
         self._rng = np.random.default_rng(6)
         self._is_allowed = True
-        self.asked = []
+        self.drafted = []
 
     @property
     def is_backing_off(self):
@@ -106,7 +106,7 @@ class Switching:
             self._is_allowed = next(self._allowed, True)
         elif self._rng.random() < 0.2:
             self._is_allowed = not self._is_allowed
-        self.asked.append(self._is_allowed)
+        self.drafted.append(self._is_allowed)
         return not self._is_allowed
 
     def record(self, committed, launched, tokens, seconds):
@@ -137,11 +137,11 @@ def plain(model):
     return outputs
 
 
-def requests(temperature, count=8, penalised=0.0):
-    """Prompts with shared prefixes, some longer than a chunk. penalised: fraction of requests that need the host."""
+def requests(temperature, count=8, penalized=0.0):
+    """Prompts with shared prefixes, some longer than a chunk. penalized: fraction of requests that need the host."""
     rng = np.random.default_rng(2)
     stem = rng.integers(1, 60, 70)
-    asked = []
+    submitted = []
     for index in range(count):
         prompt = np.concatenate((stem[: 16 * rng.integers(0, 5)], rng.integers(1, 60, rng.integers(1, 40))))
         sampling = SamplingParams(
@@ -149,11 +149,11 @@ def requests(temperature, count=8, penalised=0.0):
             temperature=temperature,
             seed=index,
             top_k=0 if temperature == COUPLED else int(rng.choice([0, 8])),
-            frequency_penalty=0.5 if rng.random() < penalised else 0.0,
+            frequency_penalty=0.5 if rng.random() < penalized else 0.0,
             ignore_eos=True,
         )
-        asked.append(Request(prompt.astype(np.uint32), sampling))
-    return asked
+        submitted.append(Request(prompt.astype(np.uint32), sampling))
+    return submitted
 
 
 def total(completions, name):
@@ -165,9 +165,9 @@ def total(completions, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_outputs_equal_plain_decoding(model, plain, monkeypatch, kind, temperature, in_flight):
     recorder = Recorder(monkeypatch)
-    asked = requests(temperature)
+    submitted = requests(temperature)
     engine, head = engine_of(model, kind, in_flight)
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     engine.scheduler.check_integrity()
     assert tokens_of(completions) == plain(temperature)
     assert any(each.cached_tokens for each in completions)
@@ -203,9 +203,9 @@ def test_a_drafter_in_the_targets_cache_drafts_on_the_host(model, plain, tempera
 def test_short_drafts(model, plain, monkeypatch, depth, in_flight):
     """With a depth of 1 the step has one further layer and no further pass."""
     recorder = Recorder(monkeypatch)
-    asked = requests(COUPLED)
+    submitted = requests(COUPLED)
     engine, head = engine_of(model, "mtp", in_flight, depth=depth)
-    completions = engine.generate(asked)
+    completions = engine.generate(submitted)
     assert tokens_of(completions) == plain(COUPLED)
     assert total(completions, "accepted") > 0.8 * total(completions, "drafted") > 40
     assert {len(draft) for _, draft, _ in recorder.drafts} == set(range(1, depth + 1))
@@ -219,14 +219,14 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
     that draft and plain ones."""
     on_device, eager = Recorder(monkeypatch), EagerRecorder(monkeypatch)
     rng = np.random.default_rng(4)
-    asked = requests(temperature, 24, penalised=0.15)
+    submitted = requests(temperature, 24, penalized=0.15)
     config = replace(CONFIG, watermark=0.0)
     engine, head = engine_of(model, kind, "any", config=config, pages=9, budget=(budget := Switching()))
-    waiting, added, finished = iter(range(len(asked))), {}, {}
-    while engine.scheduler.has_work or len(added) < len(asked):
-        if len(added) < len(asked) and rng.random() < 0.5:
+    waiting, added, finished = iter(range(len(submitted))), {}, {}
+    while engine.scheduler.has_work or len(added) < len(submitted):
+        if len(added) < len(submitted) and rng.random() < 0.5:
             index = next(waiting)
-            added[engine.add(asked[index])] = index
+            added[engine.add(submitted[index])] = index
         if added and rng.random() < 0.1:
             sequence_id = int(rng.choice(list(added)[-3:]))
             cancelled = engine.cancel(sequence_id)
@@ -244,7 +244,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
         is_whole = finished[sequence_id].finish_reason is not FinishReason.ABORT
         assert produced == (expected if is_whole else expected[: len(produced)])
     assert min(len(on_device.drafts), len(eager.calls)) > 20
-    assert min(budget.asked.count(True), budget.asked.count(False)) > 4
+    assert min(budget.drafted.count(True), budget.drafted.count(False)) > 4
     found = list(on_device.right(head, model))
     # Drafts that reach the next page are worse if no page is free.
     assert all(right for right, _ in found)
@@ -276,7 +276,7 @@ def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, mo
     engine, head = engine_of(model, kind, in_flight, budget=(budget := Switching()))
     completions = engine.generate(requests(0.8, 16))
     assert tokens_of(completions) == plain(0.8, 16)
-    assert min(budget.asked.count(True), budget.asked.count(False)) > 20
+    assert min(budget.drafted.count(True), budget.drafted.count(False)) > 20
     assert any(each.cached_tokens for each in completions)
     assert len(recorder.drafts) > 50
     assert recorder.are_right(head, model)
@@ -308,14 +308,14 @@ def test_pages_that_plain_steps_filled_can_be_shared(model, monkeypatch, kind, f
 def test_the_head_does_not_run_if_no_request_wants_drafts(model, plain, monkeypatch, in_flight):
     engine, head = engine_of(model, "mtp", in_flight)
     monkeypatch.setattr(type(head), "forward", None)
-    asked = [replace(each, max_draft=0) for each in requests(0.8)]
-    assert tokens_of(engine.generate(asked)) == plain(0.8)
+    submitted = [replace(each, max_draft=0) for each in requests(0.8)]
+    assert tokens_of(engine.generate(submitted)) == plain(0.8)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_requests_choose_the_length_of_their_drafts(model, plain, in_flight):
-    asked = [replace(each, max_draft=index % 3) for index, each in enumerate(requests(COUPLED))]
-    asked[-1] = replace(asked[-1], drafters=frozenset())
+    submitted = [replace(each, max_draft=index % 3) for index, each in enumerate(requests(COUPLED))]
+    submitted[-1] = replace(submitted[-1], drafters=frozenset())
     engine, _ = engine_of(model, "mtp", in_flight)
     lengths = {}
     result = engine._speculation.observe
@@ -326,7 +326,7 @@ def test_requests_choose_the_length_of_their_drafts(model, plain, in_flight):
         result(found)
 
     engine._speculation.observe = observe
-    assert tokens_of(engine.generate(asked)) == plain(COUPLED)
+    assert tokens_of(engine.generate(submitted)) == plain(COUPLED)
     assert [max(lengths[index]) for index in range(8)] == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
@@ -402,8 +402,8 @@ def test_planted_faults_are_caught(model, plain, monkeypatch, fault):
     recorder = Recorder(monkeypatch)
     fault(monkeypatch)
     engine, head = engine_of(model, "mtp", 0)
-    asked = requests(0.8)
-    assert tokens_of(engine.generate(asked)) == plain(0.8)
+    submitted = requests(0.8)
+    assert tokens_of(engine.generate(submitted)) == plain(0.8)
     assert not recorder.are_right(head, model)
 
 

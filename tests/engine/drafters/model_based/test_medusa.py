@@ -44,12 +44,12 @@ class Recorder:
 
 def run(model, config, temperature, pages=None):
     heads = make_head("medusa", model)
-    asked = requests(temperature)
+    submitted = requests(temperature)
     drafter = MedusaDrafter(heads, depth=5, has_trees=config.draft_shape == "tree", source=7)
     engine = build_engine(model, config, drafter)
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
-    return heads, engine, engine.generate(asked)
+    return heads, engine, engine.generate(submitted)
 
 
 @pytest.mark.parametrize("shape", ["path", "tree"])

@@ -137,8 +137,8 @@ def requests(count, **given):
 def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verification):
     """Some steps have room for few extra rows only."""
     config = replace(CONFIG, draft_shape=shape, max_step_tokens=max_step_tokens, verification=verification)
-    asked = requests(8)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    submitted = requests(8)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
     drafter = LookaheadDrafter(SIZES, has_trees=shape == "tree")
     sources, extra = set(), set()
 
@@ -147,7 +147,7 @@ def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verif
             sources.update(each.sources.tolist())
             extra.add(len(each.extra_tokens))
 
-    completions = build_engine(model, config, drafter).generate(asked, observe)
+    completions = build_engine(model, config, drafter).generate(submitted, observe)
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert sum(each.accepted for each in completions) > 5
     assert sources == {DraftSource.LOOKAHEAD}
@@ -157,7 +157,7 @@ def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verif
 
 def test_drafts_are_those_of_the_naive_twin(model):
     """One greedy request: the draft of every step has the n-grams of the text and of the naive branch."""
-    [asked] = requests(1, temperature=0, max_tokens=24, logit_bias={})
+    [submitted] = requests(1, temperature=0, max_tokens=24, logit_bias={})
     drafter, drafted = LookaheadDrafter(SIZES, has_trees=True), []
     engine = build_engine(model, CONFIG, drafter)
 
@@ -167,12 +167,12 @@ def test_drafts_are_those_of_the_naive_twin(model):
             nodes = list(zip(plan.draft.tolist(), plan.draft_depths.tolist(), strict=True))
             drafted.append((nodes, plan.draft_room, each.tokens.tolist()))
 
-    engine.generate([asked], observe)
+    engine.generate([submitted], observe)
 
     def predict(text):
         return int(prompt_logits(model, np.array(text, np.uint32))[-1].argmax())
 
-    text = asked.prompt.tolist()
+    text = submitted.prompt.tolist()
     naive, pool = NaiveWindow(SIZES, text), []
     pool += zip(*(text[first:] for first in range(SIZES.ngram)), strict=False)
     for nodes, room, committed in drafted:
@@ -194,8 +194,8 @@ def test_a_combination_runs_the_branch(model, temperature):
     from ssd.config import DrafterConfig
     from ssd.drafter import SuffixDrafter
 
-    asked = requests(6, temperature=temperature)
-    plain = build_engine(model, CONFIG, NoDrafter()).generate(asked)
+    submitted = requests(6, temperature=temperature)
+    plain = build_engine(model, CONFIG, NoDrafter()).generate(submitted)
     suffix = SuffixDrafter(DrafterConfig(capacity=10_000, draft_shape="tree"))
     lookahead = LookaheadDrafter(SIZES, has_trees=True)
     parts = [Part("ssd", adapt(suffix), False), Part("lookahead", lookahead, False)]
@@ -207,7 +207,7 @@ def test_a_combination_runs_the_branch(model, temperature):
             extra.add(len(each.extra_tokens))
 
     engine = build_engine(model, CONFIG, CombinedDrafter(parts, has_trees=True))
-    completions = engine.generate(asked, observe)
+    completions = engine.generate(submitted, observe)
     engine.close()
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert {DraftSource.LOOKAHEAD, DraftSource.LOCAL} <= sources

@@ -148,12 +148,12 @@ def requests(count, **given):
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("verification", ["exact", "rejection"])
 def test_tables_equal_those_of_a_loop_and_outputs_those_without_drafts(model, shape, verification):
-    asked, config = requests(8), replace(CONFIG, draft_shape=shape, verification=verification)
-    plain = build_engine(model, config, NoDrafter()).generate(asked)
+    submitted, config = requests(8), replace(CONFIG, draft_shape=shape, verification=verification)
+    plain = build_engine(model, config, NoDrafter()).generate(submitted)
     drafter = Checked(model.config.vocab_size, has_trees=shape == "tree")
     sources = set()
     completions = build_engine(model, config, drafter).generate(
-        asked, lambda report: sources.update(s for each in report.results for s in each.sources.tolist())
+        submitted, lambda report: sources.update(s for each in report.results for s in each.sources.tolist())
     )
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert sum(each.accepted for each in completions) > 2
@@ -163,9 +163,9 @@ def test_tables_equal_those_of_a_loop_and_outputs_those_without_drafts(model, sh
 
 def test_successors_are_shared_between_requests(model):
     """A second run of the same greedy requests needs fewer steps."""
-    asked = requests(4, temperature=0)
+    submitted = requests(4, temperature=0)
     engine = build_engine(model, CONFIG, RecycleDrafter(model.config.vocab_size, has_trees=True))
-    first, second = (sum(each.steps for each in engine.generate(asked)) for _ in range(2))
+    first, second = (sum(each.steps for each in engine.generate(submitted)) for _ in range(2))
     assert second < first
 
 

@@ -89,11 +89,11 @@ def requests(temperature):
 @pytest.mark.parametrize("shape", ["path", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_outputs_in_the_corpus_are_drafted_and_nothing_is_learned(model, tmp_path, shape, temperature):
-    asked, config = requests(temperature), replace(CONFIG, draft_shape=shape)
-    plain = [each.tokens.tolist() for each in build_engine(model, config, NoDrafter()).generate(asked)]
+    submitted, config = requests(temperature), replace(CONFIG, draft_shape=shape)
+    plain = [each.tokens.tolist() for each in build_engine(model, config, NoDrafter()).generate(submitted)]
     earlier = [
         np.append(request.prompt, tokens).astype(np.uint32)
-        for request, tokens in zip(asked[:3], plain[:3], strict=True)
+        for request, tokens in zip(submitted[:3], plain[:3], strict=True)
     ]
     path = saved_snapshot(tmp_path / "earlier.ssd", earlier)
     settings = configure("rest", DrafterConfig(draft_shape=shape), {"path": str(path)})
@@ -103,7 +103,7 @@ def test_the_outputs_in_the_corpus_are_drafted_and_nothing_is_learned(model, tmp
     engine = build_engine(model, config, drafter)
     for _ in range(2):
         steps = []
-        for request, tokens in zip(asked, plain, strict=True):
+        for request, tokens in zip(submitted, plain, strict=True):
             [completion] = engine.generate(
                 [request], lambda report: sources.update(s for each in report.results for s in each.sources.tolist())
             )

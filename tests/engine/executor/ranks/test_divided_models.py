@@ -51,10 +51,10 @@ def requests(*kinds):
     ]
 
 
-def complete(model, options, asked):
+def complete(model, options, submitted):
     """Run groups of requests together."""
     engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
-    completions = engine.generate([request for group in asked for request in group])
+    completions = engine.generate([request for group in submitted for request in group])
     engine.close()
     return completions
 

@@ -55,11 +55,11 @@ def divided(request, folder):
 def outputs(model, options):
     """Tokens of greedy and sampled requests, and the number of accepted draft tokens."""
     engine = launch(model, Tokenizer(options.model), options, print, lambda _: None, verifies_all=True)
-    asked = [
+    submitted = [
         Request(np.tile(PATTERN[: 6 + index], 4), SamplingParams(max_tokens=40, temperature=temperature, seed=index))
         for index, temperature in enumerate((0.0, 0.0, 0.7))
     ]
-    completions = engine.generate(asked) + engine.generate(asked)  # the second time, `ssd` knows the answers
+    completions = engine.generate(submitted) + engine.generate(submitted)  # the second time, `ssd` knows the answers
     engine.close()
     return [each.tokens.tolist() for each in completions], sum(each.accepted for each in completions)
 
@@ -78,7 +78,7 @@ def test_outputs_equal_those_of_one_process(divided, folder, draft_folders, draf
 
 @pytest.mark.parametrize(("drafter", "shape"), [("none", "path"), ("ssd", "tree")])
 def test_outputs_with_a_grammar_equal_those_of_one_process(divided, folder, drafter, shape):
-    asked = [
+    submitted = [
         Request(
             np.tile(PATTERN[: 6 + seed], 4),
             SamplingParams(max_tokens=40, temperature=0.9 * (seed % 2), seed=seed, grammar=GRAMMARS[seed % 3]),
@@ -87,10 +87,10 @@ def test_outputs_with_a_grammar_equal_those_of_one_process(divided, folder, draf
     ]
     alone, options = options_of(folder), options_of(folder, drafter=drafter, shape=shape)
     plain = launch(load(alone), Tokenizer(folder), alone, print, lambda _: None, verifies_all=True)
-    expected = [each.tokens.tolist() for each in plain.generate([replace(each, max_draft=0) for each in asked])]
+    expected = [each.tokens.tolist() for each in plain.generate([replace(each, max_draft=0) for each in submitted])]
     engine = launch(divided, Tokenizer(folder), options, print, lambda _: None, verifies_all=True)
     for _ in range(2):
-        completions = engine.generate(asked)
+        completions = engine.generate(submitted)
         assert [each.tokens.tolist() for each in completions] == expected
     engine.close()
     assert sum(each.by_source["grammar"].accepted for each in completions if "grammar" in each.by_source) > 10

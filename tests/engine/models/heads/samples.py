@@ -12,7 +12,7 @@ from engine.models.heads.medusa import MedusaHeads
 from engine.models.heads.mtp import MtpHead, MtpStyle
 
 
-def randomise(module, seed=0):
+def randomize(module, seed=0):
     """Fill matrices so that they keep the size of their inputs, and vectors with noise, around 1 for norms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def mtp(target, *, seed=0, kept=None, zeroes_first=True, **shape):
         head.lm_head = torch.nn.Linear(target.config.hidden_size, kept, bias=False)
         head.draft_vocabulary = draft_ids(target.config.vocab_size, kept)
     head.attach(target)
-    return randomise(head, seed)
+    return randomize(head, seed)
 
 
 def eagle(target, *, seed=0, layers=1, has_bias=True, has_embedding=False, **shape):
@@ -42,7 +42,7 @@ def eagle(target, *, seed=0, layers=1, has_bias=True, has_embedding=False, **sha
     if has_embedding:
         head.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
     head.attach(target)
-    return randomise(head, seed)
+    return randomize(head, seed)
 
 
 def eagle3(target, *, seed=0, style=None, hidden_layers=(0, 1, 2), kept=200, has_embedding=False, **shape):
@@ -59,10 +59,10 @@ def eagle3(target, *, seed=0, style=None, hidden_layers=(0, 1, 2), kept=200, has
     if has_embedding or config.hidden_size != target.config.hidden_size:
         head.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
     head.attach(target)
-    return randomise(head, seed)
+    return randomize(head, seed)
 
 
 def medusa(target, *, seed=0, count=3, blocks=1):
     heads = MedusaHeads(target.config, count, blocks)
     heads.attach(target)
-    return randomise(heads, seed)
+    return randomize(heads, seed)

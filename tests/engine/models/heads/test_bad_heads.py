@@ -111,7 +111,7 @@ BAD = {
         config(model_type="deepseek_v3"),
         "eagle3.*config.json describes a head with latent attention",
     ),
-    "an unsupported feature": ("eagle", config(hidden_act="gelu"), "eagle.*config.json asks for the activation 'gelu'"),
+    "an unsupported feature": ("eagle", config(hidden_act="gelu"), "eagle.*config.json requires the activation 'gelu'"),
     "a field of another type": ("eagle", config(vocab_size="many"), "vocab_size in .* must be a count, not 'many'"),
     "a missing field": ("mtp", config(hidden_size=None), "lacks the field hidden_size"),
     "pickled code": ("eagle", pickled({"fc.weight": Code()}), "pytorch_model.bin cannot be read .*Weights only"),

@@ -110,17 +110,17 @@ def test_the_mtp_layer_equals_a_twin(published):
 
 @pytest.mark.parametrize(("depth", "shape"), [(1, "path"), (3, "path"), (3, "tree")])
 def test_drafts_of_the_mtp_layer_do_not_change_greedy_outputs(published, depth, shape):
-    folder, asked = published[0], requests(4, max_tokens=20)
+    folder, submitted = published[0], requests(4, max_tokens=20)
     target = load_model(folder)
     config = EngineConfig(
         max_sequences=3, max_step_tokens=64, max_draft=4, draft_shape=shape, in_flight=int(shape == "path")
     )
-    expected = outputs(build_engine(target, config, NoDrafter()), asked)
+    expected = outputs(build_engine(target, config, NoDrafter()), submitted)
     head = load_head("mtp", folder, target.config, target_folder=folder)
     head.attach(target)
     drafter = AutoregressiveDrafter(head, depth=depth, has_trees=shape == "tree", source=DraftSource.MTP)
     with closing(build_engine(target, config, drafter, has_budget=False)) as engine:
-        assert outputs(engine, asked) == expected
+        assert outputs(engine, submitted) == expected
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.engine.models.heads import published, samples
 HEADS = {
     "mtp": ("mtp", samples.mtp, {}),
     "mtp, reduced vocabulary": ("mtp", samples.mtp, {"kept": 120}),
-    "mtp, normalised queries and keys": ("mtp", samples.mtp, {"qk_norm": True}),
+    "mtp, normalized queries and keys": ("mtp", samples.mtp, {"qk_norm": True}),
     "eagle": ("eagle", samples.eagle, {}),
     "eagle, no bias": ("eagle", samples.eagle, {"has_bias": False}),
     "eagle, two layers, embedding": ("eagle", samples.eagle, {"layers": 2, "has_embedding": True}),
@@ -23,7 +23,7 @@ HEADS = {
     "eagle3": ("eagle3", samples.eagle3, {}),
     "eagle3, full vocabulary": ("eagle3", samples.eagle3, {"kept": None}),
     "eagle3, smaller": ("eagle3", samples.eagle3, {"hidden_size": 32, "head_dim": 8, "has_embedding": True}),
-    "eagle3, normalised queries": ("eagle3", samples.eagle3, {"qk_norm": True}),
+    "eagle3, normalized queries": ("eagle3", samples.eagle3, {"qk_norm": True}),
     "eagle3, norms": (
         "eagle3",
         samples.eagle3,
@@ -109,7 +109,7 @@ def test_a_reduced_vocabulary_of_an_mtp_layer_replaces_rows_of_the_projection(tm
 
 
 def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
-    """SGLang leaves the bias of `fc` uninitialised if the file has none."""
+    """SGLang leaves the bias of `fc` uninitialized if the file has none."""
     save_head(samples.eagle(model, layers=2, has_bias=False, qkv_bias=True), tmp_path)
     tensors, fields = published.read(tmp_path)
     biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
@@ -258,7 +258,7 @@ def test_a_head_loads_in_the_dtype_and_with_the_positions_of_the_target(tmp_path
     assert not any(parameter.requires_grad for parameter in head.parameters())
 
 
-def test_optional_tensors_are_recognised_by_their_names(tmp_path, model):
+def test_optional_tensors_are_recognized_by_their_names(tmp_path, model):
     """Heads for Qwen3 are published with its `model_type` and without its norms of queries and keys."""
     save_head(samples.eagle3(model, qkv_bias=True), tmp_path)
     tensors, fields = published.read(tmp_path)

@@ -51,7 +51,7 @@ STYLES = {
 CASES = {
     "mimo": (samples.mtp, {}, same, twins.Mimo),
     "mimo, reduced vocabulary": (samples.mtp, {"kept": 90}, same, twins.Mimo),
-    "mimo, normalised queries and keys": (samples.mtp, {"qk_norm": True}, same, twins.Mimo),
+    "mimo, normalized queries and keys": (samples.mtp, {"qk_norm": True}, same, twins.Mimo),
     "mimo, own shape": (samples.mtp, {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}, same, twins.Mimo),
     "deepseek": (samples.mtp, {}, convert(published.as_deepseek), twins.DeepSeek),
     "deepseek, exported by sglang": (samples.mtp, {}, convert(published.as_deepseek, layer=0), twins.DeepSeek),

@@ -35,7 +35,7 @@ class Twin:
         return x @ self.target.get("lm_head.weight", self.target["model.embed_tokens.weight"]).T
 
     def heads(self, x, name):
-        """[T, heads * size] -> [heads, T, size], normalised if the checkpoint has such a norm."""
+        """[T, heads * size] -> [heads, T, size], normalized if the checkpoint has such a norm."""
         split = self.linear(x, name).view(len(x), -1, self.fields["head_dim"])
         norm = name.replace("_proj", "_norm") + ".weight"
         if norm in self.files:
@@ -69,7 +69,7 @@ class Twin:
 
 
 class Mimo(Twin):
-    """MiMo: hidden state first, first embedding zero; the normalised output is the next state."""
+    """MiMo: hidden state first, first embedding zero; the normalized output is the next state."""
 
     def target_states(self, hidden):
         return self.final_norm_of_target(hidden[:, 0])
@@ -139,7 +139,7 @@ class Eagle(Twin):
 
 
 class SpeculatorsEagle(Eagle):
-    """The same in the speculators library: with `layernorms`, both ends are normalised."""
+    """The same in the speculators library: with `layernorms`, both ends are normalized."""
 
     def run(self, tokens, states):
         embeddings = self.embedding_of_target(tokens)
@@ -167,9 +167,9 @@ class Eagle3(Twin):
         block = "midlayer." if "midlayer.hidden_norm.weight" in self.files else "layers.0."
         own = self.files.get("embed_tokens.weight")
         embeddings = self.embedding_of_target(tokens) if own is None else own[tokens]
-        normalised = self.norm(states, self.files[f"{block}hidden_norm.weight"])
-        residual = normalised if self.fields.get("norm_before_residual") else states
-        pairs = torch.cat((self.norm(embeddings, self.files[f"{block}input_layernorm.weight"]), normalised), -1)
+        normalized = self.norm(states, self.files[f"{block}hidden_norm.weight"])
+        residual = normalized if self.fields.get("norm_before_residual") else states
+        pairs = torch.cat((self.norm(embeddings, self.files[f"{block}input_layernorm.weight"]), normalized), -1)
         x = residual + self.attention(pairs, block)
         x = x + self.mlp(self.norm(x, self.files[f"{block}post_attention_layernorm.weight"]), block)
         last = self.norm(x, self.files["norm.weight"])

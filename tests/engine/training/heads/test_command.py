@@ -29,7 +29,7 @@ def target(tmp_path_factory):
     make_folder(folder, num_hidden_layers=3)
     prompts = [{"prompt": TEXT[:60]}, {"prompt": TEXT[20:90]}]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    (folder / "LICENSE.txt").write_text("the licence")
+    (folder / "LICENSE.txt").write_text("the license")
     return folder
 
 
@@ -60,7 +60,7 @@ def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_
     card = (chosen.out / "README.md").read_text()
     assert f"--drafter {kind}" in card
     assert f"{result.tokens_per_step:.2f}" in card
-    assert (chosen.out / "LICENSE.txt").read_text() == "the licence"
+    assert (chosen.out / "LICENSE.txt").read_text() == "the license"
 
 
 def test_a_second_call_continues_and_reuses_hidden_states(target, text_files, tmp_path, monkeypatch):

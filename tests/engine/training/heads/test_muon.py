@@ -2,13 +2,13 @@
 
 import torch
 
-from engine.training.heads.muon import Muon, orthogonalise
+from engine.training.heads.muon import Muon, orthogonalize
 
 
 def test_singular_values_become_nearly_equal():
     torch.manual_seed(0)
     for shape in ((6, 10), (10, 6)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
         assert values.min() > 0.5
         assert values.max() < 1.3
 

@@ -1,4 +1,4 @@
-"""Operations of a step run on tensors without values, and without synchronisation on a GPU."""
+"""Operations of a step run on tensors without values, and without synchronization on a GPU."""
 
 from dataclasses import fields
 
@@ -53,7 +53,7 @@ def test_reading_a_value_is_caught(read):
 
 
 @pytest.mark.gpu
-def test_no_step_synchronises_with_a_gpu():
+def test_no_step_synchronizes_with_a_gpu():
     arguments = arguments_of_a_step(on("cuda"))
     step(*arguments)  # compiles the kernels
     torch.cuda.synchronize()
