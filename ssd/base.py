@@ -321,9 +321,13 @@ class CorpusDrafter(ABC):
         """Record that the sequences of the last batch were used now."""
         self._sequences.used[self._last_rows] = time.monotonic_ns()
 
-    def last_use(self, sequence_id: int) -> int:
-        """Return when a running sequence began or `record_use` last recorded its use, in ns of a monotonic clock."""
-        return int(self._sequences.used[self._row_of[sequence_id]])
+    def last_uses(self) -> tuple[list[int], np.ndarray]:
+        """Return the running sequences, and when each was last used, int64 [n], in ns of a monotonic clock.
+
+        A sequence was used when it began, and when `record_use` recorded a batch with it.
+        """
+        rows = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
+        return list(self._row_of), self._sequences.used[rows]
 
     def size_of(self, sequence_id: int) -> int:
         """Return the number of tokens of a running sequence, prompt included."""

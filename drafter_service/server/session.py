@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 
 import grpc
 import numpy as np
@@ -318,8 +319,11 @@ class Session:
         """Drop the least recently used sequences until the others are within the limits."""
         if self._is_within_limits:
             return
-        running = [each for each in (*self._drafter.sequence_ids, *self._withheld) if each not in self._indexing]
-        for sequence_id in sorted(running, key=lambda each: self._drafter_of(each).last_use(each)):
+        drafters = [self._drafter, *([] if self._shadow is None else [self._shadow.drafter])]
+        ids, times = zip(*(each.last_uses() for each in drafters), strict=True)
+        running = [*chain.from_iterable(ids)]
+        for index in np.concatenate(times).argsort(kind="stable").tolist():
+            sequence_id = running[index]
             drafter = self._drafter_of(sequence_id)
             self._remove(sequence_id)
             drafter.finish(sequence_id, NO_TOKENS, learn=False)

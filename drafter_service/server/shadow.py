@@ -90,10 +90,6 @@ class ShadowDrafter:
         verified = self._offered(sequence_id) if len(rest) else 0
         self.drafter.finish(sequence_id, rest, verified=verified, learn=learn)
 
-    def last_use(self, sequence_id: int) -> int:
-        """Return when a sequence was last used, see `CorpusDrafter.last_use`."""
-        return self.drafter.last_use(sequence_id)
-
     def size_of(self, sequence_id: int) -> int:
         """Return the number of tokens of a sequence, prompt included."""
         return self.drafter.size_of(sequence_id) + len(self._sequences[sequence_id].tokens)

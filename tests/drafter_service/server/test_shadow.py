@@ -212,9 +212,10 @@ def test_withheld_sequences_are_learned_as_others(namespace, why):
 
 
 def test_sequences_beyond_the_limits_are_dropped(namespace):
-    session = Session(namespace, Limits(sequences=1))
-    send(session, starts=[start(1, range(10), shadow=True), start(2, range(10), shadow=True)])
-    assert session._withheld == {2}
+    """Those that were not used for longest, whether their drafts are withheld or not."""
+    session = Session(namespace, Limits(sequences=3))
+    send(session, starts=[start(number, range(10), shadow=number % 2 == 0) for number in range(6)])
+    assert (session._drafter.sequence_ids, session._withheld) == ({3, 5}, {4})
     session.close()
 
 
