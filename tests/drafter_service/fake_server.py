@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -16,9 +16,11 @@ from pathlib import Path as FilePath
 import grpc
 import numpy as np
 
+from drafter_service.client import DrafterClient
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import drafts_message
 from ssd.types import DraftBatch, Path
+from tests.replay import progress_of
 
 TIMEOUT_S = 30
 """Timeout of operations that take no time on an idle machine."""
@@ -332,3 +334,8 @@ def fake_server_thread(address: str, service: FakeService, *, has_steps: bool = 
         yield server
     finally:
         server.end()
+
+
+def draft_of(client: DrafterClient, committed: Sequence[int], limit: int = 1, **outcome: int) -> list[int]:
+    """Commit tokens of sequence 1, and return its draft."""
+    return client.draft(progress_of({1: committed}, limit, **outcome)).tokens.tolist()

@@ -1,0 +1,36 @@
+"""When a client tries to connect again."""
+
+from random import Random
+
+from drafter_service.client.connection import (
+    FIRST_BACKOFF_S,
+    GOOD_RESPONSES,
+    LONGEST_BACKOFF_S,
+    ConnectionState,
+    StreamEnd,
+)
+
+
+def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
+    class Longest(Random):
+        def uniform(self, low, high):
+            assert low == 0
+            return high
+
+    def respond(times):
+        for _ in range(times):
+            state.response_received()
+
+    gone = StreamEnd("gone")
+    state = ConnectionState(Longest())
+    waits = [state.ended(gone)[0] for _ in range(100)]
+    assert waits[:4] == [FIRST_BACKOFF_S * factor for factor in (1, 2, 4, 8)]
+    assert max(waits) == waits[-1] == LONGEST_BACKOFF_S
+    for _ in range(2):  # A stream that fails after a few responses does not shorten the waits.
+        respond(GOOD_RESPONSES - 1)
+        assert state.ended(gone) == (LONGEST_BACKOFF_S, None)
+    respond(GOOD_RESPONSES)
+    assert state.ended(gone) == (FIRST_BACKOFF_S, "gone")
+    first, second = ([ConnectionState(Random(seed)).ended(gone)[0] for seed in (1, 2)] for _ in range(2))
+    assert first == second
+    assert first[0] != first[1]

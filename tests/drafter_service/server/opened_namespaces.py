@@ -1,0 +1,72 @@
+"""Helpers for tests of namespaces without a server: open them, learn text, draft, block the writing of snapshots."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server import namespaces as module
+from drafter_service.server.namespaces import Namespaces, max_bytes
+from drafter_service.server.session import Session
+from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig, SnapshotsConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from ssd.config import DrafterConfig
+from tests.drafter_service.raw import batch, drafted, start
+from tests.strategies import array
+
+DRAFTING = DrafterConfig(capacity=5000, refresh_interval_s=0.001)
+
+
+UNKNOWN_MODEL = ModelIdentity()
+
+
+def config_of(folder=None, *, fit=10, **changes):
+    """Return a configuration; fit: number of namespaces within the memory limit."""
+    limit = fit * max_bytes(DRAFTING.capacity)
+    return ServiceConfig(
+        drafting=DRAFTING,
+        namespaces=NamespacesConfig(memory_limit=limit, **changes),
+        snapshots=SnapshotsConfig(folder=folder),
+    )
+
+
+@asynccontextmanager
+async def opened(folder=None, **changes):
+    namespaces = Namespaces(config_of(folder, **changes))
+    try:
+        async with asyncio.timeout(60):
+            yield namespaces
+    finally:
+        for namespace in list(namespaces.loaded.values()):
+            await namespaces._unload(namespace)
+
+
+async def learned(namespaces, name, *texts):
+    """Return a namespace after it has learned some texts."""
+    async with namespaces.use(name, UNKNOWN_MODEL) as namespace:
+        for number, text in enumerate(texts):
+            namespace.learn(array(text), f"{name}-{number}")
+        await asyncio.to_thread(namespace.corpus.refresh)
+    return namespace
+
+
+def draft_of(namespace, context, limit=3):
+    session = Session(namespace, Limits())
+    request = pb.DraftRequest(starts=[start(1, context, learn=False)], batch=batch({1: ()}, limit))
+    tokens = drafted(session.answer(request, may_learn=True))
+    session.close()
+    return tokens
+
+
+def blocked_writes(monkeypatch):
+    """Block the writing of snapshots until the returned event is set; the returned semaphore counts attempts."""
+    may_write, begun = threading.Event(), threading.Semaphore(0)
+    write = module._write
+
+    def waits(*arguments):
+        begun.release()
+        may_write.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "_write", waits)
+    return may_write, begun

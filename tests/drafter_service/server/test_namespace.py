@@ -1,0 +1,119 @@
+"""A namespace: what it learns and forgets, and when."""
+
+import numpy as np
+import pytest
+
+from drafter_service.replication.events import Finished, Forgotten, ForgottenBefore
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.session import Session
+from drafter_service.settings.tree import Limits
+from ssd.corpus.corpus import Corpus
+from tests.drafter_service.guarded import Clock
+from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of
+from tests.strategies import array
+
+
+@pytest.fixture
+def clock():
+    clock = Clock()
+    clock.now = 1000.0
+    return clock
+
+
+@pytest.fixture
+def namespace(clock):
+    namespace = Namespace("some", UNKNOWN_MODEL, DRAFTING, Corpus(DRAFTING.capacity, DRAFTING.match_depth, clock))
+    yield namespace
+    namespace.close()
+    namespace.corpus.close()
+
+
+def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
+    published = []
+    namespace.publish = published.append
+    assert namespace.learn(array([1, 2, 3, 4]), "r")
+    assert not namespace.learn(array([1, 2, 3, 5]), "r")
+    assert namespace.learn(array([5, 6, 7, 8]), None)
+    assert namespace.learn(array([5, 6, 7, 8]), None)
+    assert namespace.duplicates == 1
+    namespace.forget("r")
+    namespace.corpus.refresh()
+    assert draft_of(namespace, [1, 2, 3], 1) == []
+    assert namespace.learn(array([1, 2, 3, 9]), "r")
+    namespace.corpus.refresh()
+    assert draft_of(namespace, [1, 2, 3], 1) == [9]
+    clock.now += 10
+    assert namespace.learn(array([4, 4, 5]), "s")
+    namespace.forget_before(clock.now)
+    namespace.corpus.refresh()
+    assert namespace.learn(array([1, 2, 3, 7]), "r")
+    assert not namespace.learn(array([4, 4, 5]), "s")
+    kinds = [Finished, Finished, Finished, Forgotten, Finished, Finished, ForgottenBefore, Finished]
+    assert [type(event) for event in published] == kinds
+
+
+def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, clock):
+    published = []
+    namespace.publish = published.append
+    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now - 10)
+    assert not namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
+    namespace.forget_before(clock.now - 5, is_from_log=True)
+    namespace.corpus.refresh()
+    assert namespace.corpus.requests == 0
+    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
+    namespace.forget("r", is_from_log=True)
+    namespace.corpus.refresh()
+    assert namespace.corpus.requests == 0
+    assert published == []
+
+
+def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
+    monkeypatch.setattr("drafter_service.server.namespace.MAX_NAMES", 80)
+    nothing = np.empty(0, np.uint32)
+    for number in range(1000):
+        namespace.learn(nothing, f"{number}")
+        assert len(namespace.learned_names()) <= 80
+    assert not namespace.learn(nothing, "930")
+    assert namespace.learn(nothing, "0")
+
+
+def test_everything_is_forgotten_after_the_clock_was_set_back(namespace, clock):
+    """The clock was a day ahead when the text was learned."""
+    for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):
+        clock.now = now
+        namespace.learn(array(text), str(now))
+    namespace.forget_before(float("inf"))
+    namespace.corpus.refresh()
+    assert namespace.corpus.requests == 0
+    assert [draft_of(namespace, context, 1) for context in ([1, 2, 3], [5, 6, 7], [2, 4, 6])] == [[], [], []]
+    assert namespace.learn(array([1, 2, 3, 4]), "1000.0")
+
+
+def test_ages_are_measured_with_the_current_clock(namespace, clock):
+    for now, text in ((1000.0, [1, 2, 3, 4]), (2000.0, [15, 16, 17, 18]), (1500.0, [22, 24, 26, 28])):
+        clock.now = now
+        namespace.learn(array(text), None)
+    namespace.forget_before(1600.0)
+    namespace.corpus.refresh()
+    assert [draft_of(namespace, context, 1) for context in ([1, 2, 3], [15, 16, 17], [22, 24, 26])] == [[], [18], []]
+    # After it is set back, nothing is older than the epoch.
+    clock.now = 10.0
+    namespace.forget_before(clock.now - 100)
+    namespace.corpus.refresh()
+    assert draft_of(namespace, [15, 16, 17], 1) == [18]
+
+
+def test_the_time_in_the_shared_log_is_finite(namespace, clock):
+    published = []
+    namespace.publish = published.append
+    namespace.forget_before(float("inf"))
+    namespace.forget_before(5.0)
+    assert [event.time for event in published] == [clock.now, 5.0]
+
+
+def test_a_used_namespace_is_not_idle(namespace):
+    assert namespace.is_idle
+    session = Session(namespace, Limits())
+    assert not namespace.is_idle
+    session.close()
+    assert namespace.is_idle

@@ -1,0 +1,116 @@
+"""Namespaces that are unloaded when they are idle or memory is needed."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from drafter_service.server.namespaces import MemoryLimitError, Namespaces, max_bytes
+from drafter_service.server.session import Session
+from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig
+from ssd.corpus.sections import SnapshotError
+from ssd.errors import UserError
+from tests.drafter_service.guarded import run
+from tests.drafter_service.server.opened_namespaces import (
+    DRAFTING,
+    UNKNOWN_MODEL,
+    blocked_writes,
+    draft_of,
+    learned,
+    opened,
+)
+
+
+@run
+async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
+    async with opened(tmp_path, fit=2) as namespaces:
+        for name, last in (("a", 4), ("b", 5), ("c", 6)):
+            await learned(namespaces, name, [1, 2, 3, last])
+        assert sorted(namespaces.loaded) == ["b", "c"]
+        assert namespaces.names() == ["a", "b", "c"]
+        assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+        assert sorted(namespaces.loaded) == ["a", "c"]
+        assert draft_of(await learned(namespaces, "b"), [1, 2, 3], 1) == [5]
+
+
+@run
+async def test_namespaces_in_use_are_not_unloaded(tmp_path):
+    async with opened(tmp_path, fit=2) as namespaces, AsyncExitStack() as stack:
+        # A call uses one namespace, and a stream uses the other.
+        first = await stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL))
+        session = Session(await learned(namespaces, "b"), Limits())
+        with pytest.raises(MemoryLimitError, match="'c' needs up to 25,075,000 bytes; 50,150,000 of the limit"):
+            await learned(namespaces, "c")
+        assert sorted(namespaces.loaded) == ["a", "b"]
+        assert first is namespaces.loaded["a"]
+        session.close()
+        await learned(namespaces, "c")
+        assert sorted(namespaces.loaded) == ["a", "c"]
+
+
+@run
+async def test_without_a_folder_no_namespace_is_unloaded():
+    async with opened(fit=1) as namespaces:
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        with pytest.raises(MemoryLimitError):
+            await learned(namespaces, "b")
+        assert draft_of(namespace, [1, 2, 3], 1) == [4]
+        with pytest.raises(SnapshotError, match="there is no snapshot folder; start the service with"):
+            await namespaces.save(namespace)
+
+
+def test_memory_limit_below_one_namespace_is_refused():
+    with pytest.raises(
+        UserError, match=r"namespaces.memory_limit: 12,537,500 bytes are too few .* which needs 25,075,000"
+    ):
+        Namespaces(ServiceConfig(drafting=DRAFTING, namespaces=NamespacesConfig(memory_limit=12_537_500)))
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_memory_of_namespaces_that_cannot_be_unloaded(tmp_path, has_folder):
+    async def test():
+        async with opened(tmp_path if has_folder else None, fit=3) as namespaces:
+            await learned(namespaces, "a", [1, 2])
+            async with namespaces.use("b", UNKNOWN_MODEL):
+                used = namespaces.unevictable_bytes
+            size = max_bytes(DRAFTING.capacity)
+            assert used == (size if has_folder else 2 * size)
+            assert namespaces.unevictable_bytes == (0 if has_folder else 2 * size)
+
+    asyncio.run(test())
+
+
+def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
+    """A namespace is requested while it is being unloaded, and a third namespace needs its memory."""
+    may_write, begun = blocked_writes(monkeypatch)
+
+    async def test():
+        async with opened(tmp_path, fit=1) as namespaces, AsyncExitStack() as stack:
+            await learned(namespaces, "a", [1, 2, 3, 4])
+            going = asyncio.create_task(namespaces.unload_idle(0))
+            await asyncio.to_thread(begun.acquire, timeout=60)
+            wanted = asyncio.create_task(stack.enter_async_context(namespaces.use("a", UNKNOWN_MODEL)))
+            await asyncio.sleep(0)
+            third = asyncio.create_task(learned(namespaces, "b"))
+            await asyncio.sleep(0)
+            may_write.set()
+            await going
+            assert draft_of(await wanted, [1, 2, 3], 1) == [4]
+            with pytest.raises(MemoryLimitError):
+                await third
+
+    asyncio.run(test())
+
+
+@run
+async def test_idle_namespaces_are_unloaded(tmp_path):
+    async with opened(tmp_path) as namespaces, AsyncExitStack() as stack:
+        idle = await learned(namespaces, "idle", [1, 2, 3, 4])
+        await stack.enter_async_context(namespaces.use("held", UNKNOWN_MODEL))
+        session = Session(await learned(namespaces, "drafting"), Limits())
+        await namespaces.unload_idle(3600)
+        assert len(namespaces.loaded) == 3
+        await namespaces.unload_idle(0)
+        assert sorted(namespaces.loaded) == ["drafting", "held"]
+        assert idle.is_closed
+        session.close()
