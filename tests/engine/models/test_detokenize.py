@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.models.detokenize import Detokenizer
+from engine.models.tokenizer import Tokenizer
 from tests.strategies import array
 
 BYTE_CHARS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,3 +105,13 @@ def test_the_window_does_not_grow(prompt):
     tokens = np.arange(500)
     assert "".join(detokenizer.feed(token) for token in tokens.tolist()) == decode(tokens)
     assert max(sizes[:-1]) <= 10
+
+
+def test_a_completion_keeps_its_leading_space(tmp_path):
+    pieces = {"<unk>": 0, "\u2581hello": 1, "\u2581world": 2}
+    hub = HubTokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    hub.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    hub.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(array([2])) == "world"
+    assert tokenizer.decode_behind(array([1]), array([2])) == " world"

@@ -1,0 +1,152 @@
+"""Input that the `generate` command refuses."""
+
+import json
+
+import pytest
+
+from tests.engine.commands.generate.outputs import PROMPT
+from tests.engine.conftest import make_folder
+from tests.engine.models.quantized.formats import FORMATS, edit, quantize_folder
+
+BAD_INPUT = {
+    "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
+    "second prompt empty": ((), ["x", ""], "prompt 2: the prompt is empty"),
+    "prompt too long": ((), ["x " * 2000], "context window of 512"),
+    "drafter option without a value": (("--drafter-option", "x"), ["x"], "--drafter-option must be KEY=VALUE, not 'x'"),
+    "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
+    "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
+    "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
+    "log-probabilities without an output file": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
+    "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
+    "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
+    "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
+    "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
+    "drafter of another type": (("--file", "{tmp}/drafter.jsonl"), [], "line 2: `drafter` must be text"),
+    "longest draft of another type": (("--file", "{tmp}/max.jsonl"), [], "line 1: `max_draft` must be a whole number"),
+    "unknown verification": (("--file", "{tmp}/verification.jsonl"), [], "prompt 1: verification must be exact or"),
+    "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
+    "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
+    "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
+    "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
+    "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
+    "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
+    "output in no folder": (("--out", "{tmp}/no/such/folder"), ["x"], "cannot write"),
+    "output that is a folder": (("--out", "{tmp}"), ["x"], "cannot write"),
+    "bytes that are not text": ((), ["\udcff"], "prompt 1: the prompt is not valid Unicode"),
+    "text that is not Unicode": (("--file", "{tmp}/surrogate.jsonl"), [], "prompt 1: the prompt is not valid Unicode"),
+    "disk full": (("--out", "/dev/full", "--max-tokens", "1"), ["x"], "cannot write /dev/full"),
+    "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
+    "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
+    "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
+    "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
+    "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
+    "a bias without a number": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
+    "a bias of an invalid token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
+    "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
+    "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
+    "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
+    "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
+    "an adapter without a folder": (("--lora", "a"), ["x"], "--lora must be NAME=FOLDER, not 'a'"),
+    "two adapters of a name": (("--lora", "a=x", "--lora", "a=y"), ["x"], "two adapters of the name a"),
+    "an unknown adapter": (("--adapter", "a"), ["x"], "prompt 1: there is no adapter 'a'; this engine has none"),
+    "an unknown adapter of a line": (("--file", "{tmp}/adapter.jsonl"), [], "prompt 2: there is no adapter 'a'"),
+    "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
+    "a device without data": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
+    "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
+}
+
+
+@pytest.mark.parametrize(("options", "prompts", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp_path, options, prompts, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
+    (tmp_path / "drafter.jsonl").write_text('{"prompt": "x", "drafter": "none"}\n{"prompt": "y", "drafter": 1}\n')
+    (tmp_path / "max.jsonl").write_text('{"prompt": "x", "max_draft": true}\n')
+    (tmp_path / "verification.jsonl").write_text('{"prompt": "x", "verification": "greedy"}\n')
+    (tmp_path / "adapter.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "adapter": "a"}\n')
+    (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
+    options = [option.format(tmp=tmp_path) for option in options]
+    code, out, err = run("generate", "--model", model_folder, *options, *prompts)
+    assert code == 2
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "nonsense"), "--device nonsense"),
+        (("--attention", "flashinfer"), "--attention flashinfer needs a CUDA device"),
+        (("--threads", 100_000), "--threads"),
+        (("--drafter", "rest"), "it needs a corpus; give --drafter-option path=SNAPSHOT"),
+        (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "absent.txt: cannot be read"),
+        (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
+        (("--lora", "a=absent"), "--lora a: there is no folder absent"),
+        (("--lora", "a=absent", "--in-flight", "1"), "--in-flight 1 cannot be combined with --lora"),
+    ],
+)
+def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
+    run, model_folder, monkeypatch, options, message
+):
+    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = run("generate", "--model", model_folder, "--device", "cpu", *options, "x")
+    assert (code, message in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"drafter": "mtp"}, "prompt 2: drafter must be ssd or none; 'mtp' is not loaded"),
+        ({"max_draft": 5}, "prompt 2: max_draft must be 0 to 4, not 5"),
+    ],
+)
+def test_choices_of_a_line_are_checked_before_the_model_is_loaded(
+    run, model_folder, tmp_path, monkeypatch, line, message
+):
+    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n' + json.dumps({"prompt": "x"} | line))
+    code, _, err = run("generate", "--model", model_folder, "--max-draft", 4, "--file", tmp_path / "prompts.jsonl")
+    assert (code, message in " ".join(err.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("3",), "--tensor-parallel 3 does not divide the model's num_heads, 4"),
+        (("2", "--in-flight", "1"), "--in-flight 1 cannot be combined with --tensor-parallel 2"),
+        (("2", "--lora", "a=absent"), "--lora cannot be combined with --tensor-parallel 2"),
+        (("2", "--drafter", "self-int8"), "--drafter self-int8 reads the keys and values of the whole target"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_before_their_weights_are_read(
+    run, model_folder, tmp_path, options, reason
+):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    code, _, err = run("generate", "--model", tmp_path, "--tensor-parallel", *options, PROMPT)
+    assert code == 2
+    assert reason in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
+    make_folder(tmp_path)
+    quantize_folder(tmp_path, FORMATS["vLLM's fp8"])
+    arguments = ("generate", "--model", tmp_path, "--max-tokens", 3, PROMPT)
+    code, _, err = run(*arguments, "--drafter", "none")
+    assert code == 0
+    assert "warning: config.json requires activations in fp8, which" in err
+    code, _, err = run(*arguments, "--drafter", "self-int8")
+    assert code == 2
+    assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")
+    edit(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("error: config.json describes quantized weights ('gptq'), which this engine does not read;")
+    assert err.count("\n") == 1
