@@ -243,6 +243,8 @@ class PredictedDrafts:
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
+    A class that inherits from it may leave out all methods but `propose`.
+
     Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
     `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
     `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
@@ -253,7 +255,7 @@ class Drafter(Protocol):
 
     def start(self, sequence: Sequence) -> None:
         """Begin a sequence; its prompt is `sequence.request.prompt`."""
-        ...
+        return
 
     def propose(self, plan: StepPlan) -> Drafts:
         """Return a draft for each entry of `plan.producing`, at most `entry.draft_room` tokens each."""
@@ -261,12 +263,12 @@ class Drafter(Protocol):
 
     def observe(self, result: StepResult) -> None:
         """Process the tokens that a step committed, and the target's outputs named in `needs`."""
-        ...
+        return
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """End a sequence. `learn`: whether its output may be remembered for other requests."""
-        ...
+        return
 
     def close(self) -> None:
         """Release the drafter's resources."""
-        ...
+        return

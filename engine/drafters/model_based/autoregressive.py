@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.drafters.base import DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
@@ -38,7 +38,7 @@ RATE_DECAY = 0.99
 """Decay per step of the mean acceptance rate: an effective window of about 100 steps."""
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     """Drafts with a head or a model that continues its own output."""
 
     def __init__(self, head: DraftHead, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False) -> None:
@@ -72,9 +72,6 @@ class AutoregressiveDrafter:
             return None
         return DeviceChain(self.head, self._forward, self._writer, depth, config.max_sequences, self._source)
 
-    def start(self, sequence: Sequence) -> None:
-        """See `Drafter.start`."""
-
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -86,9 +83,6 @@ class AutoregressiveDrafter:
         """See `Drafter.finish`."""
         self._writer.finish(sequence)
         self._calibration.forget(sequence)
-
-    def close(self) -> None:
-        """See `Drafter.close`."""
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:

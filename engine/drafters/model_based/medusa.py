@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import Drafter, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_pool import DraftPool, drafts_of
 from engine.models.heads.medusa import MedusaHeads
@@ -23,7 +23,7 @@ BRANCHES = 8
 """Number of candidates at each depth of a tree."""
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts with Medusa heads."""
 
     def __init__(
@@ -40,9 +40,6 @@ class MedusaDrafter:
         """The target's state of the position before the last committed token, [1, hidden size], by sequence id."""
         self._calibration = Calibration()
 
-    def start(self, sequence: Sequence) -> None:
-        """See `Drafter.start`."""
-
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -56,9 +53,6 @@ class MedusaDrafter:
         """See `Drafter.finish`."""
         self._states.pop(sequence.sequence_id, None)
         self._calibration.forget(sequence)
-
-    def close(self) -> None:
-        """See `Drafter.close`."""
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:

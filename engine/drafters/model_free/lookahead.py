@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
 from engine.drafters.sources import DraftSource
@@ -189,7 +189,7 @@ class Trees:
         self.lengths.append(len(self.tokens) - first)
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Drafts n-grams from a Jacobi branch that runs in the target's batch, and from the request's text."""
 
     def __init__(self, sizes: LookaheadSizes, *, has_trees: bool) -> None:
@@ -226,10 +226,6 @@ class LookaheadDrafter:
         """See `Drafter.finish`."""
         self._running.pop(sequence.sequence_id, None)
         self._calibration.forget(sequence)
-
-    def close(self) -> None:
-        """Remove all sequences."""
-        self._running.clear()
 
     def _drafts(self, entries: list[SequencePlan]) -> PoolDrafts:
         """Return the likeliest nodes of the n-grams that begin with each sequence's last token."""

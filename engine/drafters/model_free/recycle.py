@@ -13,19 +13,18 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import Drafter, Drafts, TargetOutputs
 from engine.drafters.calibration import EDGES, AcceptanceTable
 from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
-from engine.scheduling.sequence import Sequence
 from ssd.types import DraftBatch, offsets_of
 
 SUCCESSORS = 8
 """Number of successors of a token, as in the paper."""
 
 
-class RecycleDrafter:
+class RecycleDrafter(Drafter):
     """Drafts trees from one table of successors that all sequences share."""
 
     def __init__(self, vocab_size: int, *, has_trees: bool) -> None:
@@ -36,9 +35,6 @@ class RecycleDrafter:
         self._successors = np.full((vocab_size, width), EMPTY, np.int64)
         self._scores = np.zeros((vocab_size, width), np.float32)
         self._table = AcceptanceTable()
-
-    def start(self, sequence: Sequence) -> None:
-        """Do nothing: the table does not depend on sequences."""
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
@@ -66,12 +62,6 @@ class RecycleDrafter:
                 self._calibrate(is_sampled, own)
         if producing:
             self._update(producing)
-
-    def finish(self, sequence: Sequence, learn: bool) -> None:
-        """Do nothing: the table does not depend on sequences."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _calibrate(self, is_sampled: bool, results: SequenceOf[SequenceResult]) -> None:
         """Compare the successors of each token before a committed one with it, whether they were drafted or not."""
