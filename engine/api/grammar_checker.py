@@ -8,13 +8,18 @@ engine compiles the grammar again, in about the same time.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import multiprocessing
 import os
 import resource
 import signal
+import socket
+import threading
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -28,13 +33,15 @@ from ssd.errors import UserError
 MAX_COMPILE_S = 0.2
 """Processor time in seconds that a grammar may take until its first mask, because the engine's steps wait for it."""
 MAX_STACK = 4 << 20
-"""Largest stack in bytes, half of the usual one, so that a grammar that passes cannot overflow the engine's stack."""
+"""Largest stack in bytes; at most half of the engine's, which a grammar that passes therefore cannot overflow."""
+MAX_CHECKS = 16
+"""Number of checks that run at once, so that grammars that take long delay others little; each may use 100 MB."""
 MAX_WAIT_S = 30.0
 """Time in seconds in which a check must end, the start of the process included; then the process is replaced."""
 ENDED_BY_GRAMMAR = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
 """Exit statuses of compilers whose grammar is to blame. Others may have other causes, such as a lack of memory."""
-MAX_RESULTS = 256
-"""Number of results to keep."""
+MAX_RESULTS = 1024
+"""Number of results to keep, of 1 to 2 KB each."""
 
 
 class GrammarChecker:
@@ -43,11 +50,12 @@ class GrammarChecker:
     def __init__(self, compiler: GrammarCompiler) -> None:
         """compiler: one that has not compiled anything; the process has a copy of it."""
         self._compiler = compiler
-        self._process: tuple[BaseProcess, Connection] | None = None
-        self._results: dict[Grammar, str] = {}
-        """Reasons why grammars cannot be used, empty for those that can; the oldest first."""
-        self._thread = ThreadPoolExecutor(1, "grammar-checker")
-        """Checks one grammar after another, and finishes a check whose request was cancelled."""
+        self._process: tuple[BaseProcess, socket.socket] | None = None
+        self._lock = threading.Lock()
+        """Held to start, use or end the process."""
+        self._results: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        """Reasons why grammars cannot be used, empty for those that can, by digest; the most recently used last."""
+        self._threads = ThreadPoolExecutor(MAX_CHECKS, "grammar-checker")
 
     async def run(self, run: Run, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
         """Yield the events of a request like `run`, after its grammar has been checked.
@@ -55,67 +63,97 @@ class GrammarChecker:
         Raises UserError for a grammar that cannot be used.
         """
         grammar = request.sampling.grammar
-        if grammar is not None:
-            reason = self._results.get(grammar)
-            if reason is None:
-                reason = await asyncio.get_running_loop().run_in_executor(self._thread, self._check, grammar)
-            if reason:
-                raise UserError(reason)
+        # Other requests may wait for the same result, so cancelling this one does not cancel the check.
+        if grammar is not None and (reason := await asyncio.shield(self._result(grammar))):
+            raise UserError(reason)
         async with aclosing(run(request)) as events:
             async for event in events:
                 yield event
 
-    def _check(self, grammar: Grammar) -> str:
-        """Return the reason why a grammar cannot be used; runs in the thread."""
-        if grammar in self._results:
-            return self._results[grammar]
-        answer = self._check_in_process(grammar) or self._check_in_process(grammar)
-        if answer is None:
-            return f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
-        reason, is_final = answer
-        if not is_final:
+    def close(self) -> None:
+        """Wait for the running checks, and end the process."""
+        self._threads.shutdown(cancel_futures=True)
+        self._end_process()
+
+    def _result(self, grammar: Grammar) -> asyncio.Task[str]:
+        key = hashlib.sha256(repr(grammar).encode()).digest()
+        if key not in self._results:
+            self._results[key] = asyncio.create_task(self._check(key, grammar))
+            if len(self._results) > MAX_RESULTS:
+                self._results.popitem(last=False)
+        self._results.move_to_end(key)
+        return self._results[key]
+
+    async def _check(self, key: bytes, grammar: Grammar) -> str:
+        """Return the reason why a grammar cannot be used; forget the result if another attempt may have another."""
+        check = partial(asyncio.get_running_loop().run_in_executor, self._threads, self._check_in_process, grammar)
+        is_final = False
+        try:
+            answer = await check() or await check()
+            if answer is None:
+                return (
+                    f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
+                )
+            reason, is_final = answer
             return reason
-        self._results[grammar] = reason
-        if len(self._results) > MAX_RESULTS:
-            del self._results[next(iter(self._results))]
-        return reason
+        finally:
+            if not is_final:
+                self._results.pop(key, None)
 
     def _check_in_process(self, grammar: Grammar) -> tuple[str, bool] | None:
-        """Return the result of `refusal` in the process; None if it ended or was too late. The next call starts one."""
-        try:
-            if self._process is None:
-                self._process = _start(self._compiler)
-            connection = self._process[1]
-            connection.send(grammar)
-            if connection.poll(MAX_WAIT_S):
-                answer: tuple[str, bool] = connection.recv()
+        """Return the result of `refusal` in the process; None if it ended or was too late. Runs in a thread."""
+        used = None
+        own_end, other_end = multiprocessing.Pipe()
+        with own_end, suppress(EOFError, OSError):
+            with other_end, self._lock:
+                if self._process is None:
+                    self._process = _start(self._compiler)
+                used = self._process
+                socket.send_fds(used[1], [b"\0"], [other_end.fileno()])
+            own_end.send(grammar)
+            if own_end.poll(MAX_WAIT_S):
+                answer: tuple[str, bool] = own_end.recv()
                 return answer
-        except (EOFError, OSError):
-            pass
-        if self._process is not None:
-            self._process[0].kill()
-            self._process[1].close()
-            self._process = None
+        with self._lock:
+            # Other checks may have replaced the process. Those that run in its forks continue.
+            if self._process is used:
+                self._end_process()
         return None
 
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process[0].kill()
+            self._process[0].join()
+            self._process[1].close()
+            self._process = None
 
-def _start(compiler: GrammarCompiler) -> tuple[BaseProcess, Connection]:
-    """Start the process that checks grammars, and return it with the connection to it. Raises OSError."""
+
+def _start(compiler: GrammarCompiler) -> tuple[BaseProcess, socket.socket]:
+    """Start the process that checks grammars, and return it with a socket for `_serve`. Raises OSError."""
     context = multiprocessing.get_context("spawn")
-    own_end, other_end = context.Pipe()
-    process = context.Process(target=_serve, args=(other_end, compiler), name="ssd-grammars", daemon=True)
-    process.start()
-    other_end.close()
+    own_end, other_end = socket.socketpair()
+    with other_end:
+        process = context.Process(target=_serve, args=(other_end, compiler), name="ssd-grammars")
+        process.start()
     return process, own_end
 
 
-def _serve(connection: Connection, compiler: GrammarCompiler) -> None:
-    """Check grammars until the connection is closed; runs in the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group.
+def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
+    """Check a grammar for each connection that `control` sends, until it is closed; runs in the process."""
+    # Ctrl-C and other signals reach the whole process group; the HTTP process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Processes that have ended are removed.
     compiler.prepare()
-    with suppress(EOFError, OSError):
-        while True:
-            connection.send(refusal(compiler, connection.recv()))
+    while descriptors := socket.recv_fds(control, 1, 1)[1]:
+        if os.fork() == 0:
+            try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with Connection(descriptors[0]) as connection:
+                    connection.send(refusal(compiler, connection.recv()))
+            finally:
+                os._exit(0)
+        os.close(descriptors[0])
 
 
 def refusal(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, bool]:
@@ -127,7 +165,9 @@ def refusal(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, bool]:
     child = os.fork()
     if child == 0:
         try:
-            resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+            limit, largest = resource.getrlimit(resource.RLIMIT_STACK)
+            stack = MAX_STACK if limit == resource.RLIM_INFINITY else min(MAX_STACK, limit // 2)
+            resource.setrlimit(resource.RLIMIT_STACK, (stack, largest))
             os.nice(10)  # The engine's steps take precedence.
             signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # Ends the process.
             os.write(writing, _reason(compiler, grammar).encode(errors="backslashreplace"))

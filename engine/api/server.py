@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -86,9 +86,9 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     try:
         ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
-        service = Service(engine, ready, served, admission)
-        app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
-        await _listen(app, engine, config, notify)
+        with closing(Service(engine, ready, served, admission)) as service:
+            app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
+            await _listen(app, engine, config, notify)
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:

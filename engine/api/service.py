@@ -105,6 +105,10 @@ class Service:
         self.max_tokens = ready.max_tokens
         """Largest number of tokens of a prompt plus its output."""
 
+    def close(self) -> None:
+        """End the process that checks grammars, after the running checks."""
+        self._grammars.close()
+
     @property
     def models(self) -> tuple[str, ...]:
         """Names that requests may give: the model and its adapters."""

@@ -27,11 +27,11 @@ def eventually(condition):
 
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
-    """Run `ssd-engine serve` on a free port; yields an object with `url` and `process`."""
+    """Run `ssd-engine serve` on a free port, in its own process group; yields an object with `url` and `process`."""
     command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(model), "--port", "0"]
     machine = ("--device", "cpu", "--threads", "1")
     process = subprocess.Popen(
-        [*command, *machine, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, *machine, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
     try:
         printed = ""

@@ -1,10 +1,12 @@
 """Grammars are checked in a process of their own; what takes long or crashes there does not reach the engine."""
 
+import asyncio
 import json
 import os
 import re
+import resource
 import signal
-from contextlib import aclosing
+from contextlib import aclosing, closing, nullcontext
 
 import pytest
 
@@ -53,6 +55,12 @@ def test_reasons_of_refusals(compiler, grammar, message):
     assert is_final
 
 
+@pytest.fixture
+def checker():
+    with closing(GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))) as checker:
+        yield checker
+
+
 async def run(request):
     """In place of the engine: an event for each request."""
     yield request.sampling.grammar
@@ -64,29 +72,52 @@ async def events(checker, grammar):
         return [event async for event in received]
 
 
-async def test_the_process_starts_for_the_first_grammar_and_after_its_end():
-    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
+async def test_the_process_starts_for_the_first_grammar_and_after_its_end(checker):
     assert await events(checker, None) == [None]
     assert checker._process is None
     assert await events(checker, DIGITS) == [DIGITS]
-    first, connection = checker._process
+    first, _ = checker._process
     with pytest.raises(UserError, match="json_schema: it cannot be used: llguidance crashes"):
         await events(checker, Grammar("json_schema", chain(2_500)))
     with pytest.raises(UserError, match="unclosed group"):
         await events(checker, Grammar("regex", "("))
-    connection.send(None)  # Not a grammar, so that the process fails.
+    assert checker._process[0] is first
+    first.kill()
     assert await events(checker, Grammar("regex", "a")) == [Grammar("regex", "a")]
-    assert checker._process[0] is not first
+    second, _ = checker._process
+    checker.close()
+    assert not first.is_alive()
+    assert not second.is_alive()
 
 
-async def test_a_process_that_does_not_answer_is_replaced(monkeypatch):
+async def test_signals_to_the_group_and_small_stacks_do_not_matter(checker):
+    await events(checker, DIGITS)
+    process, _ = checker._process
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGINT)
+    resource.prlimit(process.pid, resource.RLIMIT_STACK, (1 << 20, 1 << 20))
+    await events(checker, Grammar("regex", "a"))
+    assert checker._process[0] is process
+
+
+async def test_a_process_that_does_not_answer_is_replaced(checker, monkeypatch):
     monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
-    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
     with pytest.raises(UserError, match="regex: the grammar could not be checked"):
         await events(checker, DIGITS)
     assert checker._process is None
     monkeypatch.undo()
     assert await events(checker, DIGITS) == [DIGITS]
+
+
+async def test_grammars_that_take_long_do_not_delay_others(checker):
+    slow = [Grammar("json_schema", json.dumps({"multipleOf": 123456789 + number})) for number in range(3)]
+    refused = [asyncio.create_task(events(checker, grammar)) for grammar in slow]
+    await asyncio.sleep(0)  # They begin before the other.
+    assert await events(checker, DIGITS) == [DIGITS]
+    assert not any(task.done() for task in refused)
+    for task in refused:
+        with pytest.raises(UserError, match="it takes more than"):
+            await task
 
 
 def test_a_result_that_may_have_another_cause_is_not_final(compiler, monkeypatch):
@@ -96,9 +127,42 @@ def test_a_result_that_may_have_another_cause_is_not_final(compiler, monkeypatch
     assert not is_final
 
 
-async def test_a_bounded_number_of_results_is_kept(monkeypatch):
-    checker = GrammarChecker(GrammarCompiler(Tokenizer(SHIPPED_MODEL), 4096, (0,)))
+class Counting(GrammarChecker):
+    """A checker whose process is replaced by a list of the grammars that it would check."""
+
+    def __init__(self, answer):
+        super().__init__(None)
+        self.checked, self._answer = [], answer
+
+    def _check_in_process(self, grammar):
+        self.checked.append(grammar.text)
+        return self._answer
+
+
+@pytest.mark.parametrize("reason", ["", "it cannot be used"])
+async def test_the_results_of_recently_used_grammars_are_kept(monkeypatch, reason):
     monkeypatch.setattr(module, "MAX_RESULTS", 2)
-    for text in "abc":
-        await events(checker, Grammar("regex", text))
-    assert [grammar.text for grammar in checker._results] == ["b", "c"]
+    with closing(Counting((reason, True))) as checker:
+        for text in "abacab":
+            with pytest.raises(UserError, match=reason) if reason else nullcontext():
+                await events(checker, Grammar("regex", text))
+        assert checker.checked == ["a", "b", "c", "b"]
+
+
+async def test_results_that_are_not_final_are_not_kept():
+    for answer, attempts in ((("out of memory", False), 1), (None, 2)):
+        with closing(Counting(answer)) as checker:
+            for _ in range(2):
+                with pytest.raises(UserError):
+                    await events(checker, DIGITS)
+            assert len(checker.checked) == 2 * attempts
+
+
+async def test_a_grammar_is_checked_once_for_all_requests_and_without_them():
+    with closing(Counting(("", True))) as checker:
+        requests = [asyncio.create_task(events(checker, DIGITS)) for _ in range(3)]
+        await asyncio.sleep(0)
+        requests[0].cancel()
+        assert await requests[1] == [DIGITS]
+        assert await requests[2] == [DIGITS]
+        assert checker.checked == [DIGITS.text]
