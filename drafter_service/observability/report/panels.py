@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from drafter_service.observability.charts import DASHED, Cell, Value, description_list, legend, panel, table
-from drafter_service.observability.report import plots, units
-from drafter_service.observability.report.plots import SOURCE_COLORS, Bar
+from drafter_service.observability.report import plots, table_rows, units
+from drafter_service.observability.report.plots import SOURCE_COLORS
 from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
 
-LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
-"""Last values in these tables; their rows count all larger values, too."""
 TALLY_HEADS = ("acceptance", "draft tokens", "accepted")
 SOURCE_NAMES = {"corpus": "corpus: other requests", "local": "local: the request itself"}
 
@@ -86,47 +84,35 @@ def _over_time(namespace: NamespaceReport) -> list[str]:
 
 
 def _positions(namespace: NamespaceReport) -> list[str]:
-    tallies = namespace.by_position
-    if not tallies:
+    known = table_rows.positions(namespace)
+    if not known:
         return []
-    bars, rows = [], []
-    for tally in tallies:
-        name = _open_name(tally.position, LAST_POSITION)
-        bars.append(Bar(name, f"position {name}", tally.acceptance, tally.drafted))
-        rows.append((name, Value(tally.accepted_share_of_drafts, units.share), *_tally_cells(tally)))
-    plot = plots.shares(bars, "Acceptance by position in the draft", "position in the draft", 12)
-    data = table(("position", "of all drafts", *TALLY_HEADS), rows)
+    shares = [Value(tally.accepted_share_of_drafts, units.share) for tally in namespace.by_position]
+    lines = [(row.label, of_drafts, *_tally_cells(row.tally)) for row, of_drafts in zip(known, shares, strict=True)]
+    plot = plots.shares(known, "Acceptance by position in the draft", "position in the draft", "position {}", 12)
+    data = table(("position", "of all drafts", *TALLY_HEADS), lines)
     return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
 
 
 def _match_lengths(namespace: NamespaceReport) -> list[str]:
-    tallies = {tally.match_length: tally for tally in namespace.by_match_length}
-    if not tallies:
+    known = table_rows.match_lengths(namespace)
+    if not known:
         return []
-    bars, rows = [], []
-    for length in range(max(tallies) + 1):
-        name = _open_name(length, LAST_MATCH_LENGTH)
-        tally = tallies.get(length, Tally(drafted=0, accepted=0, acceptance=None))
-        bars.append(Bar(name, f"{name} tokens matched", tally.acceptance, tally.drafted))
-        if length in tallies:
-            rows.append((name, *_tally_cells(tally)))
-    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", 9)
+    used = {row.least: row for row in known}
+    unused = Tally(drafted=0, accepted=0, acceptance=None)
+    bars = [used.get(length, table_rows.Row(length, length, unused)) for length in range(max(used) + 1)]
+    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", "{} tokens matched", 9)
     note = "Number of the context's last tokens that were found."
-    return [panel("By match length", note, plot, table(("tokens", *TALLY_HEADS), rows))]
+    return [panel("By match length", note, plot, _tally_table("tokens", known))]
 
 
 def _ages(namespace: NamespaceReport) -> list[str]:
-    age = namespace.age
-    if not age.bins:
+    known = table_rows.ages(namespace)
+    if not known:
         return []
-    bars, rows = [], []
-    for tally in age.bins:
-        name = units.span(tally.least_tokens, tally.most_tokens)
-        bars.append(Bar(units.count(tally.least_tokens), f"{name} tokens old", tally.acceptance, tally.drafted))
-        rows.append((name, *_tally_cells(tally)))
-    note = f"Half of the accepted tokens come from text at most {units.count(age.median_tokens)} tokens old."
-    plot = plots.shares(bars, "Acceptance by age of the text", "age (tokens learned since)", 6)
-    return [panel("By age of the text", note, plot, table(("tokens since", *TALLY_HEADS), rows))]
+    note = f"Half of the accepted tokens come from text at most {units.count(namespace.age.median_tokens)} tokens old."
+    plot = plots.shares(known, "Acceptance by age of the text", "age (tokens learned since)", "{} tokens old", 6)
+    return [panel("By age of the text", note, plot, _tally_table("tokens since", known))]
 
 
 def _calibration(namespace: NamespaceReport) -> list[str]:
@@ -183,8 +169,8 @@ def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
     )
 
 
-def _open_name(number: int, last: int) -> str:
-    return f"{number}+" if number == last else str(number)
+def _tally_table(head: str, known: Iterable[table_rows.Row]) -> str:
+    return table((head, *TALLY_HEADS), [(row.label, *_tally_cells(row.tally)) for row in known])
 
 
 # --- Latencies, corpus, engines
@@ -204,17 +190,13 @@ def _latencies(namespace: NamespaceReport) -> list[str]:
 
 
 def _latency(title: str, note: str, counted: str, known: LatencyReport) -> str:
-    quantiles = (
-        ("p50", known.p50_s),
-        ("p90", known.p90_s),
-        ("p99", known.p99_s),
-        ("longest", known.longest_s),
-        ("mean", known.mean_s),
-    )
-    rows: list[tuple[Cell, ...]] = [(name, Value(value, units.duration)) for name, value in quantiles]
-    rows.append(("number measured", Value(known.count, units.count)))
+    lines: list[tuple[Cell, ...]] = [
+        *table_rows.quantiles(known),
+        ("mean", Value(known.mean_s, units.duration)),
+        ("number measured", Value(known.count, units.count)),
+    ]
     plot = plots.durations(known, title, counted) + legend([("blue", f"{units.count(known.count)} {counted}")])
-    return panel(title, note, plot, table(("", ""), rows))
+    return panel(title, note, plot, table(("", ""), lines))
 
 
 def _occupancy(namespace: NamespaceReport) -> list[str]:
@@ -243,36 +225,14 @@ def _occupancy(namespace: NamespaceReport) -> list[str]:
 
 def _corpus(namespace: NamespaceReport) -> list[str]:
     known = namespace.corpus
-    rows = (
-        ("tokens remembered", Value(known.tokens, units.count)),
-        ("requests remembered", Value(known.requests, units.count)),
-        ("capacity, tokens", Value(known.capacity_tokens, units.count)),
-        ("tokens learned in total", Value(known.learned_tokens, units.count)),
-        ("tokens not draftable yet", Value(known.waiting_tokens, units.count)),
-        ("requests forgotten", Value(known.forgotten_requests, units.count)),
-        ("merges", Value(known.merges, units.count)),
-        ("merges into the base tier", Value(known.base_merges, units.count)),
-        ("full sorts", Value(known.full_builds, units.count)),
-        ("memory", Value(namespace.memory_bytes, units.size)),
-    )
     full = "" if known.occupancy is None else f", {units.share(known.occupancy)} full"
     note = f"{units.count(known.tokens)} tokens of {units.count(known.requests)} requests{full}."
-    return [panel("The corpus", note, description_list(row for row in rows if row[1].number is not None))]
+    return [panel("The corpus", note, description_list(table_rows.corpus(namespace)))]
 
 
 def _engines(namespace: NamespaceReport) -> list[str]:
-    clients = namespace.clients
-    if clients is None:
+    if namespace.clients is None:
         return []
-    rows: Iterable[tuple[str, int | None]] = (
-        ("engines connected", namespace.streams),
-        ("sequences running", namespace.sequences),
-        ("steps without drafts: too late", clients.timeouts),
-        ("late answers dropped", clients.dropped),
-        ("sequences sent again", clients.resyncs),
-        ("reconnects", clients.reconnects),
-        ("duplicate texts", namespace.duplicates),
-    )
     model = namespace.model
     note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
     by_client = (
@@ -284,6 +244,6 @@ def _engines(namespace: NamespaceReport) -> list[str]:
         )
         for each in namespace.by_client or ()
     )
-    content = description_list((name, Value(value, units.count)) for name, value in rows)
+    content = description_list(table_rows.engines(namespace))
     heads = ("client", "connected", "tokens", "per step")
     return [panel("Engines", note, content + table(heads, by_client, kinds=("name", "", "", "")))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from drafter_service.observability import charts
 from drafter_service.observability.charts import Frame, Scale
 from drafter_service.observability.report import units
 from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally
+from drafter_service.observability.report.table_rows import Row
 
 FRAME = Frame()
 WIDE, NARROW = Frame(width=1080, height=348), Frame(width=400, height=348)
@@ -148,43 +148,36 @@ def _middle(period: Period) -> float:
 # --- Counter tables as bars
 
 
-class Bar(NamedTuple):
-    """A share of a volume."""
+def shares(rows: Sequence[Row], label: str, x_title: str, name: str, labels: int) -> str:
+    """Chart acceptance as bars, with the numbers of draft tokens below; about `labels` bars are labeled.
 
-    label: str
-    """Written below the bar."""
-    name: str
-    """Written in the tooltip."""
-    share: float | None
-    volume: int
-
-
-def shares(bars: Sequence[Bar], label: str, x_title: str, labels: int) -> str:
-    """Chart shares from 0 to 100 % as bars, with their volumes below; about `labels` bars are labeled."""
+    name: template of the name of a row in its tooltip.
+    """
     frame = FRAME
     upper = frame._replace(bottom=frame.bottom + VOLUME_HEIGHT + VOLUME_GAP)
     lower = frame._replace(top=frame.floor - VOLUME_HEIGHT)
-    most = max(1, *(bar.volume for bar in bars), 1)
+    most = max(1, *(row.tally.drafted for row in rows), 1)
     y, volume_y = upper.y_scale(0, 1), lower.y_scale(0, most)
-    slot = (frame.right_edge - frame.left) / len(bars)
+    slot = (frame.right_edge - frame.left) / len(rows)
     gap = min(4.0, slot * 0.2)
     parts = charts.y_axis(upper, y, QUARTERS, units.share)
     parts += charts.y_axis(lower, volume_y, (0, most), units.count)
     parts += [charts.y_title(upper, "accepted"), charts.y_title(lower, "tokens"), charts.x_title(frame, x_title)]
-    every = max(1, math.ceil(len(bars) / labels))
-    for index, bar in enumerate(bars):
+    every = max(1, math.ceil(len(rows) / labels))
+    for index, row in enumerate(rows):
+        tally = row.tally
         left, width = frame.left + index * slot + gap / 2, slot - gap
-        top, volume_top = y(bar.share or 0.0), volume_y(bar.volume)
-        kind = "bar green" if bar.volume >= FEW_TOKENS else "bar green pale"
+        top, volume_top = y(tally.acceptance or 0.0), volume_y(tally.drafted)
+        kind = "bar green" if tally.drafted >= FEW_TOKENS else "bar green pale"
         parts.append(charts.rect(left, top, width, upper.floor - top, kind=kind))
         parts.append(charts.rect(left, volume_top, width, frame.floor - volume_top, kind="volume violet"))
-        words = f"{bar.name}: {units.share(bar.share)} of {units.count(bar.volume)} accepted"
+        words = f"{name.format(row.label)}: {units.share(tally.acceptance)} of {units.count(tally.drafted)} accepted"
         parts.append(charts.hover_strip(frame, left - gap / 2, left - gap / 2 + slot, words))
         if index % every == 0:
             drop = frame.floor + charts.X_LABEL_DROP
-            parts.append(charts.text(bar.label, left + width / 2, drop, text_anchor="middle"))
+            parts.append(charts.text(row.start, left + width / 2, drop, text_anchor="middle"))
     colors = [("green", "accepted"), ("green pale", f"accepted of fewer than {FEW_TOKENS}"), ("violet", "draft tokens")]
-    has_few = any(bar.share is not None and bar.volume < FEW_TOKENS for bar in bars)
+    has_few = any(row.tally.acceptance is not None and row.tally.drafted < FEW_TOKENS for row in rows)
     return charts.chart(frame, label, parts) + charts.legend(colors if has_few else [colors[0], colors[2]])
 
 

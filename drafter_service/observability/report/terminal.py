@@ -11,12 +11,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from drafter_service.observability.report import units
+from drafter_service.observability.charts import Value
+from drafter_service.observability.report import table_rows, units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (
     ClientReport,
-    ClientTotals,
-    CorpusReport,
     Drafting,
     LatencyReport,
     NamespaceReport,
@@ -42,12 +41,7 @@ POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 AGES = (0, 16, 256, 4096, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
-LAST_POSITION, LAST_MATCH_LENGTH = 129, 64
-"""Last values in these tables; their rows count all larger values, too."""
 PATH_PROB_STEP = 0.1
-
-Row = tuple[str, float | None, int]
-"""A label, the share accepted, and the number of draft tokens."""
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -115,8 +109,8 @@ def _overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Table:
 
 
 def _in_full(namespace: NamespaceReport) -> Group:
-    corpus = _corpus(namespace.corpus, namespace.memory_bytes)
-    engines = Text() if namespace.clients is None else _engines(namespace, namespace.clients)
+    corpus = _list("corpus", table_rows.corpus(namespace))
+    engines = _list("engines", table_rows.engines(namespace)) if namespace.clients is not None else Text()
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
         _drafting(namespace),
@@ -124,10 +118,13 @@ def _in_full(namespace: NamespaceReport) -> Group:
     ]
     if namespace.drafting.drafted:
         parts += [
-            _side_by_side(_bars("position", positions(namespace)), _bars("match length", match_lengths(namespace))),
             _side_by_side(
-                _bars("text age, tokens", ages(namespace)),
-                Group(_bars("source", sources(namespace)), Text(), engines),
+                _groups("position", table_rows.positions(namespace), POSITIONS),
+                _groups("match length", table_rows.match_lengths(namespace), MATCH_LENGTHS),
+            ),
+            _side_by_side(
+                _groups("text age, tokens", table_rows.ages(namespace), AGES),
+                Group(_bars("source", ((tally.source, tally) for tally in namespace.by_source)), Text(), engines),
             ),
             _side_by_side(_calibration(namespace), corpus),
         ]
@@ -177,81 +174,44 @@ def _over_time(namespace: NamespaceReport) -> list[RenderableType]:
     return [table]
 
 
-def _bars(title: str, rows: Iterable[Row]) -> Table:
-    """Return a table of rows with bars."""
+def _groups(title: str, members: Sequence[table_rows.Row], firsts: Sequence[int]) -> Table:
+    return _bars(title, ((row.label, row.tally) for row in table_rows.grouped(members, firsts)))
+
+
+def _bars(title: str, tallies: Iterable[tuple[str, Tally]]) -> Table:
+    """Return a table of tallies with bars."""
     table = _table(title, "accepted", "", "of")
     table.columns[1].justify = "left"
     table.columns[1].min_width = BAR_WIDTH
-    for label, accepted, drafted in rows:
-        bar = Text(units.bar(accepted or 0.0, BAR_WIDTH), "green")
-        table.add_row(label, bar, units.share(accepted), units.count(drafted))
+    for label, tally in tallies:
+        bar = Text(units.bar(tally.acceptance or 0.0, BAR_WIDTH), "green")
+        table.add_row(label, bar, units.share(tally.acceptance), units.count(tally.drafted))
     return table
 
 
 def _calibration(namespace: NamespaceReport) -> Table:
     error = namespace.calibration.error
     table = _table("path prob.", "predicted", "accepted", "drafted")
-    for label, predicted, accepted, drafted in calibration(namespace):
+    for label, predicted, accepted, drafted in _tenths(namespace):
         table.add_row(label, units.share(predicted), units.share(accepted), units.count(drafted))
     table.add_section()
     table.add_row("error", "", units.share(error), "")
     return table
 
 
-def _corpus(corpus: CorpusReport, memory_bytes: int | None) -> Table:
-    return _list(
-        "corpus",
-        [
-            ("tokens", f"{units.count(corpus.tokens)} of {units.count(corpus.capacity_tokens)}"),
-            ("full", units.share(corpus.occupancy)),
-            ("requests", corpus.requests),
-            ("tokens learned in total", corpus.learned_tokens),
-            ("times overwritten", units.ratio(corpus.turnovers)),
-            ("time to overwrite all", units.duration(corpus.turnover_s)),
-            ("not draftable yet", corpus.waiting_tokens),
-            ("requests forgotten", corpus.forgotten_requests),
-            ("merges", corpus.merges),
-            ("merges into the base tier", corpus.base_merges),
-            ("full sorts", corpus.full_builds),
-            ("memory", units.size(memory_bytes)),
-        ],
-    )
-
-
-def _list(title: str, values: Iterable[tuple[str, str | int | None]]) -> Table:
+def _list(title: str, values: Iterable[tuple[str, Value]]) -> Table:
     table = _table(title, "")
     for label, value in values:
-        table.add_row(label, value if isinstance(value, str) else units.count(value))
+        table.add_row(label, value.format(value.number))
     return table
 
 
 def _latencies(draft: LatencyReport, merge: LatencyReport) -> Table:
-    table = _table("latency", "p50", "p90", "p99", "longest", "measured")
+    table = _table("latency", *table_rows.QUANTILES, "measured")
     for label, latency in (("draft of a batch", draft), ("merge", merge)):
-        table.add_row(
-            label,
-            units.duration(latency.p50_s),
-            units.duration(latency.p90_s),
-            units.duration(latency.p99_s),
-            units.duration(latency.longest_s),
-            units.count(latency.count),
-        )
+        values = (value.format(value.number) for _, value in table_rows.quantiles(latency))
+        table.add_row(label, *values, units.count(latency.count))
     return table
-
-
-def _engines(namespace: NamespaceReport, clients: ClientTotals) -> Table:
-    return _list(
-        "engines",
-        [
-            ("connected", namespace.streams),
-            ("sequences running", namespace.sequences),
-            ("steps without drafts: late", clients.timeouts),
-            ("late answers dropped", clients.dropped),
-            ("sequences sent again", clients.resyncs),
-            ("reconnects", clients.reconnects),
-            ("duplicate texts", namespace.duplicates),
-        ],
-    )
 
 
 def _by_client(clients: Iterable[ClientReport]) -> Table:
@@ -281,33 +241,9 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-# --- Counter tables of a report in few rows
-
-
-def positions(namespace: NamespaceReport) -> list[Row]:
-    """Return acceptance by position in the draft."""
-    return _groups([(tally.position, tally) for tally in namespace.by_position], POSITIONS, LAST_POSITION)
-
-
-def match_lengths(namespace: NamespaceReport) -> list[Row]:
-    """Return acceptance by match length."""
-    tallies = [(tally.match_length, tally) for tally in namespace.by_match_length]
-    return _groups(tallies, MATCH_LENGTHS, LAST_MATCH_LENGTH)
-
-
-def ages(namespace: NamespaceReport) -> list[Row]:
-    """Return acceptance by age of the text, in tokens."""
-    return _groups([(tally.least_tokens, tally) for tally in namespace.age.bins], AGES, None)
-
-
-def sources(namespace: NamespaceReport) -> list[Row]:
-    """Return acceptance by source."""
-    return [(tally.source, tally.acceptance, tally.drafted) for tally in namespace.by_source]
-
-
-def calibration(namespace: NamespaceReport) -> list[tuple[str, float | None, float | None, int]]:
+def _tenths(namespace: NamespaceReport) -> list[tuple[str, float | None, float | None, int]]:
     """Return label, predicted share, accepted share and number of draft tokens, by path probability in tenths."""
-    rows = []
+    tenths = []
     for tenth in range(10):
         least = tenth * PATH_PROB_STEP
         bins = [
@@ -317,17 +253,5 @@ def calibration(namespace: NamespaceReport) -> list[tuple[str, float | None, flo
         if drafted:
             predicted = share(sum((one.predicted or 0.0) * one.drafted for one in bins), drafted)
             accepted = share(sum((one.acceptance or 0.0) * one.drafted for one in bins), drafted)
-            rows.append((units.percents(least, least + PATH_PROB_STEP), predicted, accepted, drafted))
-    return rows
-
-
-def _groups(tallies: Iterable[tuple[int, Tally]], firsts: Sequence[int], last: int | None) -> list[Row]:
-    """Return sums over groups of tallies, by the first value of each group; `last` counts all larger values, too."""
-    rows = []
-    for first, following in zip(firsts, (*firsts[1:], None), strict=True):
-        members = [tally for key, tally in tallies if first <= key and (following is None or key < following)]
-        drafted, accepted = sum(tally.drafted for tally in members), sum(tally.accepted for tally in members)
-        if drafted:
-            most = None if following is None or first == last else following - 1
-            rows.append((units.span(first, most), share(accepted, drafted), drafted))
-    return rows
+            tenths.append((units.percents(least, least + PATH_PROB_STEP), predicted, accepted, drafted))
+    return tenths

@@ -1,0 +1,108 @@
+"""Rows of a report's tables, as the terminal and the page show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from drafter_service.observability.charts import Value
+from drafter_service.observability.report import units
+from drafter_service.observability.report.figures import share
+from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, Tally
+from ssd.stats import LENGTHS, POSITIONS
+
+QUANTILES = ("p50", "p90", "p99", "longest")
+
+
+class Row(NamedTuple):
+    """Draft tokens with similar positions, match lengths or ages."""
+
+    least: int
+    most: int | None
+    """None: no upper bound."""
+    tally: Tally
+
+    @property
+    def label(self) -> str:
+        """The range as text."""
+        return units.span(self.least, self.most)
+
+    @property
+    def start(self) -> str:
+        """The beginning of the range as text."""
+        return units.span(self.least, None if self.most is None else self.least)
+
+
+def positions(namespace: NamespaceReport) -> list[Row]:
+    """Return draft tokens by position in the draft."""
+    return [_row(tally.position, POSITIONS, tally) for tally in namespace.by_position]
+
+
+def match_lengths(namespace: NamespaceReport) -> list[Row]:
+    """Return draft tokens by match length."""
+    return [_row(tally.match_length, LENGTHS - 1, tally) for tally in namespace.by_match_length]
+
+
+def ages(namespace: NamespaceReport) -> list[Row]:
+    """Return draft tokens by age of the text, in tokens."""
+    return [Row(tally.least_tokens, tally.most_tokens, tally) for tally in namespace.age.bins]
+
+
+def _row(number: int, last: int, tally: Tally) -> Row:
+    """Return the row of one number; `last` stands for all larger ones, too."""
+    return Row(number, None if number == last else number, tally)
+
+
+def grouped(rows: Iterable[Row], firsts: Sequence[int]) -> list[Row]:
+    """Return sums over groups of rows, by the first value of each group, without empty groups."""
+    groups = []
+    for first, following in zip(firsts, (*firsts[1:], None), strict=True):
+        members = [row.tally for row in rows if first <= row.least and (following is None or row.least < following)]
+        drafted, accepted = sum(tally.drafted for tally in members), sum(tally.accepted for tally in members)
+        if drafted:
+            tally = Tally(drafted=drafted, accepted=accepted, acceptance=share(accepted, drafted))
+            groups.append(Row(first, None if following is None else following - 1, tally))
+    return groups
+
+
+def corpus(namespace: NamespaceReport) -> list[tuple[str, Value]]:
+    """Return the known facts of the corpus."""
+    known = namespace.corpus
+    rows = (
+        ("tokens remembered", Value(known.tokens, units.count)),
+        ("requests remembered", Value(known.requests, units.count)),
+        ("capacity, tokens", Value(known.capacity_tokens, units.count)),
+        ("full", Value(known.occupancy, units.share)),
+        ("tokens learned in total", Value(known.learned_tokens, units.count)),
+        ("times overwritten", Value(known.turnovers, units.ratio)),
+        ("time to overwrite all", Value(known.turnover_s, units.duration)),
+        ("tokens not draftable yet", Value(known.waiting_tokens, units.count)),
+        ("requests forgotten", Value(known.forgotten_requests, units.count)),
+        ("merges", Value(known.merges, units.count)),
+        ("merges into the base tier", Value(known.base_merges, units.count)),
+        ("full sorts", Value(known.full_builds, units.count)),
+        ("memory", Value(namespace.memory_bytes, units.size)),
+    )
+    return [row for row in rows if row[1].number is not None]
+
+
+def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
+    """Return the counters of the engines' clients; nothing if they are not known."""
+    clients = namespace.clients
+    if clients is None:
+        return []
+    rows = (
+        ("engines connected", namespace.streams),
+        ("sequences running", namespace.sequences),
+        ("steps without drafts: late", clients.timeouts),
+        ("late answers dropped", clients.dropped),
+        ("sequences sent again", clients.resyncs),
+        ("reconnects", clients.reconnects),
+        ("duplicate texts", namespace.duplicates),
+    )
+    return [(name, Value(number, units.count)) for name, number in rows]
+
+
+def quantiles(latency: LatencyReport) -> list[tuple[str, Value]]:
+    """Return the durations that are shown of a distribution."""
+    return [(name, Value(getattr(latency, f"{name}_s"), units.duration)) for name in QUANTILES]
