@@ -1,4 +1,4 @@
-"""Chat messages in the formats of logs, converted to the roles and texts that chat templates expect."""
+"""Chat messages in the formats of logs, converted to messages as in OpenAI's API, which chat templates render."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def reply_of(message: object) -> str | Reply | None:
 
 def plain_text(message: Message) -> str:
     """Return the text of a message without a template: reasoning, content and arguments of tool calls."""
-    calls = message.get("tool_calls") or []
+    fields = normalized(message)
+    calls = fields.get("tool_calls") or []
     arguments = [orjson.dumps(call["function"]["arguments"], default=str).decode() for call in calls]
-    return "\n\n".join(filter(None, [message.get("reasoning_content", ""), message["content"], *arguments]))
+    return "\n\n".join(filter(None, [fields.get("reasoning_content", ""), fields["content"], *arguments]))
 
 
 def _message(message: object) -> Message | None:
-    """Return a message in the form of `normalized`, after removing what only logs have; None if it is not one."""
+    """Return a message without what only logs have; None if it is not one, or cannot be rendered."""
     if not isinstance(message, dict):
         return None
     read = {name: value for name, value in message.items() if value is not None}
@@ -75,10 +76,12 @@ def _message(message: object) -> Message | None:
     calls = read.pop("tool_calls", None)
     if isinstance(calls, list):
         read["tool_calls"] = [call for call in calls if _is_call(call)]
+    read |= {"role": role, "content": content}
     try:
-        return normalized({**read, "role": role, "content": content})
+        normalized(read)  # Rendering does that, and a second time would decode encoded arguments twice.
     except RefusedMessagesError:
         return None
+    return read
 
 
 def _readable_content(content: object) -> str | list[Message] | None:

@@ -263,7 +263,10 @@ def _add_head_command(kind: str, help_text: str) -> None:
         "May be repeated.  [default for the shipped target: the files that it was trained on]",
     )
     @click.option(
-        "--prompts", multiple=True, type=click.Path(path_type=Path), help="File with prompts for --data self."
+        "--prompts",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        help="File of prompts for --data self, as --file of `generate`.",
     )
     @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
     @click.option(

@@ -82,9 +82,9 @@ def read_sections(path: Path) -> dict[str, np.ndarray]:
     try:
         data = np.asarray(np.memmap(path, np.uint8, "r"))
     except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror}; start without it") from error
+        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError:
-        raise SnapshotError(f"{path}: is empty; remove it and start without it") from None
+        raise SnapshotError(f"{path}: is empty; use another snapshot") from None
     return {entry.name.decode(): _section(path, data, entry) for entry in _entries(path, data)}
 
 
@@ -194,4 +194,4 @@ def _section(path: Path, data: np.ndarray, entry: _Entry) -> np.ndarray:
 
 
 def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"{path}: {what}; remove it and start without it, or use an older snapshot")
+    return SnapshotError(f"{path}: {what}; use another snapshot")

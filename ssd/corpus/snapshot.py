@@ -86,11 +86,11 @@ def load(
         tables = _checked_tables(sections, int(facts[TABLES_LAYOUT]))
     except (_UnsoundError, KeyError) as error:
         # The checksums are correct, so the file is not damaged by accident.
-        raise SnapshotError(f"{path}: was not written by a drafter ({error}); start without it") from None
+        raise SnapshotError(f"{path}: was not written by a drafter ({error}); use another snapshot") from None
     if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
             f"{path}: its index was made for a match depth of {facts[DEPTH]}, not {depth}; "
-            f"set match_depth to {facts[DEPTH]}, or start without the snapshot"
+            f"set match_depth to {facts[DEPTH]}, or use another snapshot"
         )
     if capacity is None:
         capacity = int(facts[CAPACITY]) if len(facts) > CAPACITY else max(int(facts[SIZE]), DrafterConfig.capacity)

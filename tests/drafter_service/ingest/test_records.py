@@ -64,7 +64,7 @@ def plain(part):
         ({"messages": [ANSWER]}, [(None, "Because.")]),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [(["a"], "b")]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
-          "choices": CHOICES}, [(["a"], "Because.")]),
+          "choices": CHOICES}, [([[{"type": "text", "text": "a"}]], "Because.")]),
         ({"messages": [USER], "response": "r"}, [(["Why?"], "r")]),
         ({"prompt": [USER], "completion": [ANSWER]}, [(["Why?"], "Because.")]),
         ({"prompt": "p", "completion": "c"}, [("p", "c")]),
@@ -135,7 +135,7 @@ def test_tool_calls_are_kept_for_the_chat_template():
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
     (found,) = find_outputs({"messages": [USER], "choices": [{"message": {"role": "assistant", "tool_calls": [call]}}]})
     assert isinstance(found.output, Reply)
-    assert found.output.message["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "it"}}
+    assert found.output.message["tool_calls"] == [call]
 
 
 def test_reasoning_is_part_of_the_output():

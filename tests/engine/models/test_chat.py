@@ -207,9 +207,15 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("template", [QWEN, DEEPSEEK, MISTRAL_TOOLS, EVERYTHING])
-def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template):
-    function = CALL["tool_calls"][0]["function"] | {"arguments": '{"at": "<é>", "n": 1}'}
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        *((template, '{"at": "<é>", "n": 1}') for template in (QWEN, DEEPSEEK, MISTRAL_TOOLS, EVERYTHING)),
+        *((EVERYTHING, arguments) for arguments in ('"{}"', '"text"', "null")),
+    ],
+)
+def test_a_logged_chat_with_tools_is_rendered_as_it_was_served(folder, template, arguments):
+    function = CALL["tool_calls"][0]["function"] | {"arguments": arguments}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     submitted = {
         "model": "m",
