@@ -181,7 +181,7 @@ class PluginTimes:
 
         self.per_step_ms: list[float] = []
         self._own_s = self._drafter_s = 0.0
-        for name in ("_offer_drafts", "_note_scheduled", "_free_request"):
+        for name in ("_offer_drafts", "_record_scheduled", "_free_request"):
             self._wrap(SchedulerWithDrafts, name)
         for name in ("start", "draft", "finish"):
             self._wrap(DrafterClient, name)
@@ -195,7 +195,7 @@ class PluginTimes:
             result = original(*arguments, **options)
             seconds = time.perf_counter() - began
             self._own_s += -seconds if is_drafter else seconds
-            if name == "_note_scheduled":
+            if name == "_record_scheduled":
                 self.per_step_ms.append(1e3 * self._own_s)
                 self._own_s = 0.0
             return result

@@ -83,14 +83,14 @@ class Reader:
                 while True:
                     await self._read(take)
             except LogUnavailable as problem:
-                self._note_lag()
+                self._record_lag()
                 await self._retry.pause(problem)
 
     async def _read(self, take: TakeEvents) -> None:
         entries = await self._stream.read(self.position, ENTRIES_AT_ONCE, wait=self._is_current)
         self._retry.succeeded()
         if entries:
-            self._note_lag()
+            self._record_lag()
         malformed = 0
         for position, fields in entries:
             try:
@@ -117,7 +117,7 @@ class Reader:
         await take(new)
         self._counters.consumed_tokens += sum(len(event.tokens) for event in new if isinstance(event, Finished))
 
-    def _note_lag(self) -> None:
+    def _record_lag(self) -> None:
         if self._is_current:
             self._is_current, self._lag, self._measured = False, Lag(0, 0.0), time.monotonic()
 
@@ -126,15 +126,15 @@ class Reader:
         extent = await self._stream.extent()
         if extent.last < self.position:
             # Redis has restarted with an older state, whose entries have all been read.
-            self._note_gap("shared_log_lost_entries")
+            self._record_gap("shared_log_lost_entries")
             self.position = extent.last
         elif self.position != OLDEST and extent.first > self.position:
-            self._note_gap("shared_log_trimmed_before_read")
+            self._record_gap("shared_log_trimmed_before_read")
             self.position = OLDEST
         self._is_current = self.position >= extent.last
         self._lag, self._measured = _lag(extent, self.position), time.monotonic()
 
-    def _note_gap(self, event: str) -> None:
+    def _record_gap(self, event: str) -> None:
         self._counters.gaps += 1
         self._logger.warning(event)
 

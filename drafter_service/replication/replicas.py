@@ -79,7 +79,7 @@ class Replica:
         namespace.log_position = lambda: str(self._reader.position)
         namespace.publish = log.publish
         self._reading = asyncio.get_running_loop().create_task(self._reader.run(self._take))
-        self._reading.add_done_callback(self._note_end)
+        self._reading.add_done_callback(self._log_failure)
 
     async def close(self) -> None:
         """Publish waiting events if that takes little time, and stop."""
@@ -108,7 +108,7 @@ class Replica:
                 case _:
                     self._namespace.forget_before(event.time, is_from_log=True)
 
-    def _note_end(self, reading: asyncio.Task[None]) -> None:
+    def _log_failure(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and reading.exception() is not None:
             logger.error("reading the shared log failed", namespace=self._namespace.name, exc_info=reading.exception())
 

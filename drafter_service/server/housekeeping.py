@@ -50,7 +50,7 @@ class Housekeeping:
 
     async def _sample(self) -> None:
         for namespace in self._namespaces.loaded.values():
-            namespace.note_sample(time.time())
+            namespace.record_sample(time.time())
 
     async def _save(self) -> None:
         await self._namespaces.save_changed()

@@ -242,7 +242,7 @@ class Namespace:
         """Memory of the corpus, the learned probabilities and the running sequences."""
         return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
 
-    def note_sample(self, now: float) -> None:
+    def record_sample(self, now: float) -> None:
         """Add the totals at a time, in seconds since 1970, to the history."""
         stats = self.stats
         self.history.record(

@@ -202,7 +202,7 @@ class Namespaces:
             # Without its corpus the namespace has to read the whole log.
             namespace.restored_position = None
         self.loaded[name] = namespace
-        namespace.note_sample(time.time())
+        namespace.record_sample(time.time())
         self._on_loaded(namespace)
         logger.info("namespace loaded", namespace=name, tokens=namespace.corpus.tokens, restored=loaded is not None)
         return namespace

@@ -44,7 +44,7 @@ class Tracer:
         self._count = 0
 
     def finish(self, request: int) -> None:
-        """Note that a request has ended and that its output was indexed."""
+        """Record that a request has ended and that its output was indexed."""
         self._ends.append(self._corpus.indexed)
         self._finished.append(request)
 

@@ -86,7 +86,7 @@ class Arrivals:
             self._waiting[session].append((place, request))
 
     def end(self, request: int) -> None:
-        """Note that a request has ended."""
+        """Record that a request has ended."""
         session = self._sessions[request]
         if session < 0:
             return

@@ -55,7 +55,7 @@ def watch(fetch: Callable[[], Report], console: Console, wait: Wait, interval_s:
             try:
                 monitor.record(fetch())
             except UserError as problem:
-                monitor.note_failure(str(problem))
+                monitor.record_failure(str(problem))
             live.update(screen(), refresh=True)
     finally:
         live.stop()
@@ -226,7 +226,7 @@ class Monitor:
         for rates in self._rates:
             self._curves[rates.name].append(rates.tokens_per_step)
 
-    def note_failure(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Keep the last report, and show why there is no newer one."""
         self._failure = reason
 

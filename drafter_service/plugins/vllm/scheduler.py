@@ -46,7 +46,7 @@ class SchedulerWithDrafts:
             self._offer_drafts(session)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         with session.guarded():
-            self._note_scheduled(session, output)
+            self._record_scheduled(session, output)
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -83,7 +83,7 @@ class SchedulerWithDrafts:
             request.spec_token_ids = tokens
             self._offered[request.request_id] = len(tokens)
 
-    def _note_scheduled(self, session: HostSession, output: Any) -> None:
+    def _record_scheduled(self, session: HostSession, output: Any) -> None:
         """Record which drafts a step verifies, and start the requests that begin in it."""
         padding = {}
         for request_id, tokens in output.scheduled_spec_decode_tokens.items():

@@ -187,7 +187,7 @@ async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
         counts[what] += 1
 
     namespaces = SimpleNamespace(
-        loaded={"a": SimpleNamespace(note_sample=seen.add)},
+        loaded={"a": SimpleNamespace(record_sample=seen.add)},
         save_changed=lambda: counted_call("saves"),
         unload_idle=lambda idle_s: counted_call("unloads"),
     )

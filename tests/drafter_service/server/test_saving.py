@@ -29,7 +29,7 @@ async def test_a_saved_namespace_is_restored_after_a_restart(tmp_path):
         session.answer(pb.DraftRequest(starts=[start(1, [1])], batch=batch({1: [2, 3]})), may_learn=True)
         namespace.clients.timeouts = 5
         namespace.learn(array([7]), "a-0")
-        namespace.note_sample(100.0)
+        namespace.record_sample(100.0)
         namespace.log_position = lambda: "12-3"
         assert namespace.is_changed
         await namespaces.close()
