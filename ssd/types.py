@@ -25,12 +25,14 @@ UINT32 = np.dtype(np.uint32)
 
 
 class Source(IntEnum):
-    """The text that a draft token was found in."""
+    """Where a draft token comes from."""
 
     CORPUS = 0
     """Another request, finished or running."""
     LOCAL = 1
     """The running request's own prompt and output."""
+    FALLBACK = 2
+    """No match: other requests produced it where no match was right (`ssd.kernels.fallback`)."""
 
 
 @dataclass(eq=False)

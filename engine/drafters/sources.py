@@ -17,23 +17,24 @@ class DraftSource(IntEnum):
 
     CORPUS = Source.CORPUS
     LOCAL = Source.LOCAL
-    DRAFT_MODEL = 2
-    SELF_INT8 = 3
-    MTP = 4
-    EAGLE = 5
-    EAGLE3 = 6
-    MEDUSA = 7
-    LOOKAHEAD = 8
-    RECYCLE = 9
-    REST = 10
-    GRAMMAR = 11
+    FALLBACK = Source.FALLBACK
+    DRAFT_MODEL = 3
+    SELF_INT8 = 4
+    MTP = 5
+    EAGLE = 6
+    EAGLE3 = 7
+    MEDUSA = 8
+    LOOKAHEAD = 9
+    RECYCLE = 10
+    REST = 11
+    GRAMMAR = 12
     """The only token that the grammar of a request allows, whichever drafter proposed it."""
     OTHER = 255
     """For drafters that are not part of this package."""
 
 
 SOURCE_NAMES = tuple(source.name.lower().replace("_", "-") for source in DraftSource)
-"""Names in reports, in the order of the codes: `corpus`, `local`, names of drafter kinds, and finally `other`."""
+"""Names in reports, in the order of the codes: `corpus`, `local`, `fallback`, drafter kinds, and finally `other`."""
 NO_SOURCES = np.empty(0, np.uint8)
 
 

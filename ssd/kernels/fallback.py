@@ -15,25 +15,12 @@ import numpy as np
 
 from ssd.kernels.jit import Int, Nothing, TokenRows, Tokens, TokensOut, inline, kernel, outline, peek, prefetch
 from ssd.kernels.probabilities import (
+    CHANCE,
     FALLBACK_CONTEXTS,
     FALLBACK_RANKS,
-    FINAL,
-    ROWS,
     SEEN_CAP,
     fallback_cell,
     learn_cell,
-    quick_chance,
-)
-from ssd.sequences.tables import (
-    CANDIDATE_MASKS,
-    CANDIDATES,
-    CELLS,
-    FALLBACKS,
-    FOUND_AGE,
-    FOUND_IN,
-    FOUND_LENGTH,
-    KEPT,
-    KEPT_FALLBACKS,
 )
 
 SLOTS, SLOTS_WITHOUT_CONTEXT = 8, 32
@@ -42,12 +29,28 @@ CONTEXT_BITS = (0, 12, 14)
 """Number of bits of the hashes of contexts of 0, 1 and 2 tokens; contexts with equal hashes share their counts."""
 FIRST_SLOTS = (0, SLOTS_WITHOUT_CONTEXT, SLOTS_WITHOUT_CONTEXT + (SLOTS << CONTEXT_BITS[1]))
 TOTAL_SLOTS = FIRST_SLOTS[2] + (SLOTS << CONTEXT_BITS[2])
+MAX_FOUND = 12
+"""Maximum number of fallback candidates of a node."""
 MAX_COUNT = 1000
 """All counts of a context are halved when one exceeds this, so that they follow changes of the traffic."""
 
 SLOT_TOKEN, SLOT_TIMES, SLOT_EPOCH = range(3)
 """Columns of slots."""
 SLOT_BYTES, CACHE_LINE = 12, 64
+
+
+class Found(NamedTuple):
+    """The fallback candidates of one node."""
+
+    tokens: np.ndarray
+    """uint32 [MAX_FOUND]."""
+    probs: np.ndarray
+    """float32 [MAX_FOUND]."""
+
+
+def new_found() -> Found:
+    """Allocate the arrays for one node."""
+    return Found(np.zeros(MAX_FOUND, np.uint32), np.zeros(MAX_FOUND, np.float32))
 
 
 class Fallback(NamedTuple):
@@ -138,76 +141,94 @@ def uncount_output(slots, epoch, tokens, first):  # type: ignore[no-untyped-def]
                 _uncount(fallback, start, SLOTS if context else SLOTS_WITHOUT_CONTEXT, tokens[end])
 
 
-@outline
-def count_missed(fallback, text, end, token):  # type: ignore[no-untyped-def]
-    """Count a token that the target produced after the text before `end`, and that no candidate had predicted."""
-    for context in range(FALLBACK_CONTEXTS):
-        first = first_slot(text, end, context)
-        if first >= 0:
-            _count(fallback, first, SLOTS if context else SLOTS_WITHOUT_CONTEXT, token)
+@inline
+def _is_among(candidates, kinds, token):  # type: ignore[no-untyped-def]
+    """Return whether a token is one of the first `kinds` candidates."""
+    is_among = False
+    for kind in range(kinds):
+        is_among = is_among or np.uint32(candidates[kind, 0]) == token
+    return is_among
 
 
 @inline
-def _place_of(candidates, begin, end, token):  # type: ignore[no-untyped-def]
-    """Return the index of a token among the candidates from `begin` to `end` - 1, `end` if it is not there."""
-    for place in range(begin, end):
-        if np.uint32(candidates[place, 0]) == token:
-            return place
-    return end
-
-
-@outline
-def _add(fallback, context, first, node, candidates, chances, left, least, logits):  # type: ignore[no-untyped-def]
-    """Add the tokens of a context whose probability is at least `least`, unless earlier contexts gave a larger one."""
-    slots, total = SLOTS if context else SLOTS_WITHOUT_CONTEXT, np.int64(0)
+def _total(fallback, first, slots):  # type: ignore[no-untyped-def]
+    """Return the sum of all counts of a context."""
+    total = np.int64(0)
     for slot in range(first, first + slots):
         total += 0 if _is_empty(fallback, slot) else fallback.slots[slot, SLOT_TIMES]
-    rank, kinds, end = 0, node[CANDIDATES], KEPT + node[FALLBACKS]
-    for slot in range(first, first + slots):
-        if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
-            break
-        token, count = fallback.slots[slot, SLOT_TOKEN], np.int64(fallback.slots[slot, SLOT_TIMES])
-        if _place_of(candidates, 0, kinds, token) < kinds:
-            continue
-        cell = fallback_cell(context, rank, count, total)
-        rank += 1
-        prob, place = left * quick_chance(logits[cell]), _place_of(candidates, KEPT, end, token)
-        if prob < least or place == KEPT + KEPT_FALLBACKS or (place < end and chances[place, FINAL] >= prob):
-            continue
-        end = max(end, place + 1)
-        candidates[place, 0], candidates[place, CELLS], chances[place, FINAL] = np.int32(token), cell, prob
-    node[FALLBACKS] = end - KEPT
+    return total
 
 
 @outline
-def add_fallbacks(fallback, node, candidates, chances, left, text, end, least, logits):  # type: ignore[no-untyped-def]
-    """Write a node's fallback candidates, from index KEPT on, and their number.
+def learn_missed(model, candidates, kinds, text, end, token, is_counted):  # type: ignore[no-untyped-def]
+    """Learn from a token that the target produced after the text before `end`, and that no candidate had predicted.
 
-    left: probability that none of the node's other candidates is right. text, end: the text that ends at the node.
-    least: minimum probability.
+    is_counted: whether other sequences may be offered the token.
     """
-    node[FALLBACKS] = 0
-    for context in range(FALLBACK_CONTEXTS - 1, -1, -1):
-        first = first_slot(text, end, context)
-        if first >= 0:
-            _add(fallback, context, first, node, candidates, chances, left, least, logits)
-    total = np.float32(0.0)
-    for kind in range(KEPT, KEPT + node[FALLBACKS]):
-        candidate = candidates[kind]
-        candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
-        candidate[CANDIDATE_MASKS : CANDIDATE_MASKS + ROWS] = 0
-        total += chances[kind, FINAL]
-    if total > left:
-        for kind in range(KEPT, KEPT + node[FALLBACKS]):
-            chances[kind, FINAL] *= left / total
+    fallback = model.fallback
+    for context in range(FALLBACK_CONTEXTS):
+        first, slots, rank = first_slot(text, end, context), SLOTS if context else SLOTS_WITHOUT_CONTEXT, 0
+        if first < 0:
+            break
+        total = _total(fallback, first, slots)
+        for slot in range(first, first + slots):
+            if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
+                break
+            known = fallback.slots[slot, SLOT_TOKEN]
+            if _is_among(candidates, kinds, known):
+                continue
+            cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
+            rank += 1
+            happened = np.float32(1.0) if known == token else np.float32(0.0)
+            learn_cell(model.cells, model.logits, cell, happened, SEEN_CAP)
+        if is_counted:
+            _count(fallback, first, slots, token)
 
 
 @inline
-def learn_fallbacks(node, candidates, token, cells, logits):  # type: ignore[no-untyped-def]
-    """Learn from a node's fallback candidates, given that no other candidate was right."""
-    for kind in range(KEPT, KEPT + node[FALLBACKS]):
-        happened = np.float32(1.0) if np.uint32(candidates[kind, 0]) == token else np.float32(0.0)
-        learn_cell(cells, logits, np.int64(candidates[kind, CELLS]), happened, SEEN_CAP)
+def _keep(found, count, token, prob):  # type: ignore[no-untyped-def]
+    """Keep a token with the largest of its probabilities, if there is room; return the number of tokens."""
+    for place in range(count):
+        if found.tokens[place] == token:
+            found.probs[place] = max(found.probs[place], prob)
+            return count
+    if count == MAX_FOUND:
+        return count
+    found.tokens[count], found.probs[count] = token, prob
+    return count + 1
+
+
+@outline
+def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # type: ignore[no-untyped-def]
+    """Write a node's fallback candidates into `found`, a `Found`; return their number.
+
+    kinds: number of the node's other candidates. text, end: the text that ends at the node. left: probability that
+    none of the other candidates is right. least: minimum probability.
+    """
+    fallback, count = model.fallback, 0
+    for context in range(FALLBACK_CONTEXTS - 1, -1, -1):
+        first, slots, rank = first_slot(text, end, context), SLOTS if context else SLOTS_WITHOUT_CONTEXT, 0
+        if first < 0:
+            continue
+        total = _total(fallback, first, slots)
+        for slot in range(first, first + slots):
+            if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
+                break
+            token = fallback.slots[slot, SLOT_TOKEN]
+            if _is_among(candidates, kinds, token):
+                continue
+            cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
+            rank += 1
+            prob = left * model.cells[cell, CHANCE]
+            if prob >= least:
+                count = _keep(found, count, token, prob)
+    total_prob = np.float32(0.0)
+    for place in range(count):
+        total_prob += found.probs[place]
+    if total_prob > left:
+        for place in range(count):
+            found.probs[place] *= left / total_prob
+    return count
 
 
 class FallbackTable:

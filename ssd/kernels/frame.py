@@ -16,7 +16,7 @@ from numba import carray
 from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
 from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
-from ssd.kernels.fallback import TOTAL_SLOTS, Fallback, FallbackTable
+from ssd.kernels.fallback import MAX_FOUND, TOTAL_SLOTS, Fallback, FallbackTable, Found, new_found
 from ssd.kernels.grow import Open, new_open
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.match import SPAN_COLUMNS
@@ -31,13 +31,23 @@ from ssd.kernels.probabilities import (
     WEIGHT_SETS,
     LearnedTables,
 )
-from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, KEPT_FALLBACKS, NODE_COLUMNS, STATE_COLUMNS, Sequences
+from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
 from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, OWN_AT = 0, 7, 13, 19, 25, 34, 40, 43
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, FOUND_AT, OWN_AT = (
+    0,
+    7,
+    13,
+    19,
+    25,
+    34,
+    40,
+    44,
+    46,
+)
 
 
 class Tables(NamedTuple):
@@ -84,7 +94,7 @@ class Frame:
             np.zeros(SOURCES, np.int64),
             np.zeros(width, np.uint8),
         )
-        scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), own)
+        scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), new_found(), own)
         parts = (sequences.tables, (*learned.arrays, *fallback.arrays), tuple(stats.counters), *scratch)
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
@@ -134,8 +144,8 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
         longs(frame[TABLES], (rows, STATE_COLUMNS)),
         _ints(frame[TABLES + 1], (rows, width, NODE_COLUMNS)),
         _floats(frame[TABLES + 2], (rows, width, 2)),
-        _ints(frame[TABLES + 3], (rows, width, KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS)),
-        _floats(frame[TABLES + 4], (rows, width, KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS)),
+        _ints(frame[TABLES + 3], (rows, width, KEPT, CANDIDATE_COLUMNS)),
+        _floats(frame[TABLES + 4], (rows, width, KEPT, CHANCE_COLUMNS)),
     )
 
 
@@ -156,7 +166,7 @@ def open_counters(frame):  # type: ignore[no-untyped-def]
     """Return the counters of the statistics."""
     return Counters(
         longs(frame[COUNTERS], (3,)),
-        longs(frame[COUNTERS + 1], (2, 2)),
+        longs(frame[COUNTERS + 1], (3, 2)),
         longs(frame[COUNTERS + 2], (LENGTHS, 2)),
         longs(frame[COUNTERS + 3], (POSITIONS, 2)),
         longs(frame[COUNTERS + 4], (AGES, 2)),
@@ -212,8 +222,17 @@ def open_waiting(frame):  # type: ignore[no-untyped-def]
     """Return the arrays for the waiting candidates."""
     width = frame[TABLES + 6]
     return Open(
-        longs(frame[OPEN_AT], (width,)), longs(frame[OPEN_AT + 1], (width,)), _floats(frame[OPEN_AT + 2], (width, 2))
+        longs(frame[OPEN_AT], (width,)),
+        longs(frame[OPEN_AT + 1], (width,)),
+        _words(frame[OPEN_AT + 2], (width,)),
+        _floats(frame[OPEN_AT + 3], (width, 2)),
     )
+
+
+@inline
+def open_found(frame):  # type: ignore[no-untyped-def]
+    """Return the arrays for the fallback candidates of a node."""
+    return Found(_words(frame[FOUND_AT], (MAX_FOUND,)), _floats(frame[FOUND_AT + 1], (MAX_FOUND,)))
 
 
 @inline

@@ -10,16 +10,15 @@ from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.candidates import count_continuations, keep_best
 from ssd.kernels.estimate import estimate, fetch_cells
 from ssd.kernels.evidence import gather
-from ssd.kernels.fallback import add_fallbacks, fetch_slots
+from ssd.kernels.fallback import fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
-from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.kernels.probabilities import FALLBACK, FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
     AGE,
     CANDIDATE_MASKS,
     CANDIDATES,
     DEPTH,
     EVIDENCE,
-    FALLBACKS,
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
@@ -38,6 +37,8 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
+IS_FALLBACK = -1
+"""Index of candidates that are not among those of the evidence."""
 MIN_SCORE = np.float32(0.25)
 """Minimum score of a considered token, as a fraction of the price."""
 EXPLORED = np.float32(2.0)
@@ -70,14 +71,17 @@ class Open(NamedTuple):
 
     parents: np.ndarray
     kinds: np.ndarray
-    """int64: index among the candidates of the parent."""
+    """int64: index among the candidates of the parent, or IS_FALLBACK."""
+    tokens: np.ndarray
+    """uint32."""
     probs: np.ndarray
     """float32 [room, 2]: columns PROB and PATH_PROB."""
 
 
 def new_open(nodes: int) -> Open:
     """Allocate the arrays for `nodes` candidates."""
-    return Open(np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros((nodes, 2), np.float32))
+    parents, kinds = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+    return Open(parents, kinds, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
 
 
 @inline
@@ -91,26 +95,44 @@ def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
         node = nodes[node, PARENT]
 
 
-@outline
-def add_child(growing, parent, child, kind, probs, pointers):  # type: ignore[no-untyped-def]
-    """Add a candidate of `parent` as node `child`; samples that its token followed agree with the path to it."""
-    nodes, candidate = growing.nodes, growing.candidates[parent, kind]
-    depth, token = nodes[parent, DEPTH], np.uint32(candidate[0])
-    node = nodes[child]
-    node[TOKEN], node[PARENT], node[DEPTH] = candidate[0], parent, depth + 1
+@inline
+def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-def]
+    """Set where a node's token was found; samples that the token followed agree with the path to the node.
+
+    depth: that of the node's parent.
+    """
     row = candidate[FOUND_IN]
     # A token that follows no sample comes from a pointer; the pointer into the request's text takes precedence.
     source = (
         row // LEVELS
         if row >= 0
         else LOCAL
-        if pointers[LOCAL] != 0 and peek(pointers[LOCAL], depth) == token
+        if pointers[LOCAL] != 0 and peek(pointers[LOCAL], depth) == np.uint32(node[TOKEN])
         else GLOBAL
     )
     node[SOURCE], node[LENGTH], node[AGE] = source, candidate[FOUND_LENGTH], candidate[FOUND_AGE]
-    growing.probs[child, PROB], growing.probs[child, PATH_PROB] = probs[PROB], probs[PATH_PROB]
     for row in range(ROWS):
         node[MASKS + row] = candidate[CANDIDATE_MASKS + row]
+
+
+@inline
+def _set_no_evidence(node):  # type: ignore[no-untyped-def]
+    """Set that a node's token is a fallback candidate."""
+    node[SOURCE], node[LENGTH], node[AGE] = FALLBACK, 0, 0
+    node[MASKS : MASKS + ROWS] = 0
+
+
+@outline
+def add_child(growing, parent, child, kind, token, probs, pointers):  # type: ignore[no-untyped-def]
+    """Add a candidate of `parent` as node `child`."""
+    nodes = growing.nodes
+    depth, node = nodes[parent, DEPTH], nodes[child]
+    node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
+    if kind == IS_FALLBACK:
+        _set_no_evidence(node)
+    else:
+        _set_evidence(node, growing.candidates[parent, kind], depth, pointers)
+    growing.probs[child, PROB], growing.probs[child, PATH_PROB] = probs[PROB], probs[PATH_PROB]
     for source in range(SOURCES):
         node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
         node[MISSES + source] = GONE
@@ -152,34 +174,61 @@ def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignor
 
 
 @inline
-def _offer(waiting, opened, room, parent, kind, prob, path_prob):  # type: ignore[no-untyped-def]
+def _move(waiting, place, to):  # type: ignore[no-untyped-def]
+    """Copy a waiting candidate to another place."""
+    waiting.parents[to], waiting.kinds[to], waiting.tokens[to] = (
+        waiting.parents[place],
+        waiting.kinds[place],
+        waiting.tokens[place],
+    )
+    waiting.probs[to] = waiting.probs[place]
+
+
+@inline
+def _offer(waiting, opened, room, parent, kind, token, prob, path_prob):  # type: ignore[no-untyped-def]
     """Insert a candidate into the sorted waiting ones, and keep the first `room` of them; return their number."""
     place = min(opened, room)
     while place > 0 and waiting.probs[place - 1, PATH_PROB] < path_prob:
         if place < room:
-            waiting.parents[place], waiting.kinds[place] = waiting.parents[place - 1], waiting.kinds[place - 1]
-            waiting.probs[place] = waiting.probs[place - 1]
+            _move(waiting, place - 1, place)
         place -= 1
     if place >= room:
         return opened
-    waiting.parents[place], waiting.kinds[place] = parent, kind
+    waiting.parents[place], waiting.kinds[place], waiting.tokens[place] = parent, kind, token
     waiting.probs[place, PROB], waiting.probs[place, PATH_PROB] = prob, path_prob
     return min(opened + 1, room)
 
 
 @inline
-def _open_children(growing, waiting, opened, room, node, first, end, total, limits):  # type: ignore[no-untyped-def]
+def _open_children(waiting, opened, room, node, path_prob, candidates, chances, kinds, total, price):  # type: ignore[no-untyped-def]
     """Insert candidates of a node that are worth verifying into the waiting ones; return the number of these.
 
-    first, end: indices of the candidates. total: the sum that their probabilities are divided by.
+    path_prob: that of the node. total: the sum of the candidates' probabilities.
     """
-    if growing.nodes[node, DEPTH] >= limits.depth:
+    for kind in range(kinds):
+        prob = chances[kind, FINAL] / max(np.float32(1.0), total)
+        if path_prob * prob >= price:
+            token = np.uint32(candidates[kind, 0])
+            opened = _offer(waiting, opened, room, node, kind, token, prob, path_prob * prob)
+    return opened
+
+
+@outline
+def _open_fallbacks(  # type: ignore[no-untyped-def]
+    found, waiting, opened, room, node, path_prob, candidates, kinds, total, price, model, text, end
+):
+    """Insert a node's fallback candidates into the waiting ones; return the number of these.
+
+    The parameters are those of `_open_children` and `find_fallbacks`.
+    """
+    left = np.float32(1.0) - total
+    least = price if opened < room else waiting.probs[room - 1, PATH_PROB]
+    # This rules out most nodes of a path.
+    if left * path_prob < least:
         return opened
-    for kind in range(first, end):
-        prob = growing.chances[node, kind, FINAL] / total
-        path_prob = growing.probs[node, PATH_PROB] * prob
-        if path_prob >= limits.price:
-            opened = _offer(waiting, opened, room, node, kind, prob, path_prob)
+    for place in range(find_fallbacks(found, model, candidates, kinds, text, end, left, least / path_prob)):
+        prob = found.probs[place]
+        opened = _offer(waiting, opened, room, node, IS_FALLBACK, found.tokens[place], prob, path_prob * prob)
     return opened
 
 
@@ -187,53 +236,51 @@ def _open_children(growing, waiting, opened, room, node, first, end, total, limi
 def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, model):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
 
-    scratch: a `Counted`, a `Levels` and an `Open`. text, size: the sequence's own text; a path is written after it.
-    depth: maximum match length in tokens.
+    scratch: a `Counted`, a `Levels`, an `Open` and a `Found`. text, size: the sequence's own text; a path is written
+    after it. depth: maximum match length in tokens.
     """
-    counted, levels, waiting = scratch
+    counted, levels, waiting, found = scratch
     most = KEPT if limits.is_tree else KEPT_FOR_PATH
     opened, piece, node, count, written = 0, SOURCES, 0, 1, 0
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         candidates, chances, path_prob = growing.candidates[node], growing.chances[node], growing.probs[node, PATH_PROB]
-        is_explored = node == 0 or path_prob >= EXPLORED * limits.price
+        is_explored = path_prob >= EXPLORED * limits.price
         if is_explored:
             fetch_slots(model.fallback, text, size + at)
         kinds, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
         before = peek(text, size + at - 1)
         fetch_cells(counted, kinds, before, model.logits)
         kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / path_prob, most)
-        growing.nodes[node, CANDIDATES], growing.nodes[node, FALLBACKS] = kinds, 0
+        growing.nodes[node, CANDIDATES] = kinds
         total = estimate(
             growing.nodes[node], candidates, chances, at, before,
             evidence, counted, levels, kinds, model.logits, model.weights,
         )  # fmt: skip
-        if is_explored and not is_end:
-            # Those of the root are all learned from, whatever the price.
-            least = np.float32(0.0) if node == 0 else limits.price / path_prob
-            left = max(np.float32(0.0), np.float32(1.0) - total)
-            add_fallbacks(
-                model.fallback, growing.nodes[node], candidates, chances, left, text, size + at, least, model.logits
-            )
         if not limits.is_tree:
             opened = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
-        end = KEPT + growing.nodes[node, FALLBACKS]
-        opened = _open_children(growing, waiting, opened, room, node, 0, kinds, max(np.float32(1.0), total), limits)
-        opened = _open_children(growing, waiting, opened, room, node, KEPT, end, np.float32(1.0), limits)
+        if at < limits.depth:
+            opened = _open_children(
+                waiting, opened, room, node, path_prob, candidates, chances, kinds, total, limits.price
+            )
+            if is_explored and not is_end:
+                opened = _open_fallbacks(
+                    found, waiting, opened, room, node, path_prob, candidates, kinds, total, limits.price, model, text,
+                    size + at,
+                )  # fmt: skip
         if opened == 0:
             return count
         parent, node = waiting.parents[0], count
-        add_child(growing, parent, node, waiting.kinds[0], waiting.probs[0], pointers)
+        add_child(growing, parent, node, waiting.kinds[0], waiting.tokens[0], waiting.probs[0], pointers)
         count += 1
         if count > limits.tokens:
             # Nothing can follow, and learning from its candidates gained nothing.
-            growing.nodes[node, CANDIDATES], growing.nodes[node, FALLBACKS] = NOT_ESTIMATED, 0
+            growing.nodes[node, CANDIDATES] = NOT_ESTIMATED
             return count
         opened -= 1
         for place in range(opened):
-            waiting.parents[place], waiting.kinds[place] = waiting.parents[place + 1], waiting.kinds[place + 1]
-            waiting.probs[place] = waiting.probs[place + 1]
+            _move(waiting, place + 1, place)
         if parent == written:
             poke(text, size + growing.nodes[parent, DEPTH], np.uint32(growing.nodes[node, TOKEN]))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.kernels.fallback import count_missed, learn_fallbacks
+from ssd.kernels.fallback import learn_missed
 from ssd.kernels.jit import inline, outline, poke, prefetch
 from ssd.kernels.probabilities import (
     BLEND_INPUT,
@@ -73,7 +73,7 @@ def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untype
 
 @inline
 def learn_node(node, candidates, chances, token, model):  # type: ignore[no-untyped-def]
-    """Learn from the candidates of a node; return whether one of them, other than a fallback, was `token`."""
+    """Learn from the candidates of a node; return whether one of them was `token`."""
     was_right = False
     weights = model.weights[node[WEIGHT_SET]]
     for kind in range(node[CANDIDATES]):
@@ -101,9 +101,8 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
         token, candidates = tokens[index], growing.candidates[node]
         fetch_updated_cells(growing, node, model.cells, model.logits)
         if not learn_node(growing.nodes[node], candidates, growing.chances[node], token, model):
-            learn_fallbacks(growing.nodes[node], candidates, token, model.cells, model.logits)
-            if sequence[IS_SHARED]:
-                count_missed(model.fallback, text, size + index, token)
+            kinds = growing.nodes[node, CANDIDATES]
+            learn_missed(model, candidates, kinds, text, size + index, token, sequence[IS_SHARED] != 0)
         node = _child_of(growing.nodes, count, node, token)
         if node == NO_NODE:
             return

@@ -12,6 +12,7 @@ from ssd.kernels.frame import (
     open_counted,
     open_counters,
     open_evidence,
+    open_found,
     open_levels,
     open_model,
     open_own,
@@ -222,7 +223,15 @@ def step(  # type: ignore[no-untyped-def]
     )
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(state, rows, limits, tiers, depth)
-    evidence, scratch = open_evidence(frame), (open_counted(frame), open_levels(frame), open_waiting(frame))
+    evidence, scratch = (
+        open_evidence(frame),
+        (
+            open_counted(frame),
+            open_levels(frame),
+            open_waiting(frame),
+            open_found(frame),
+        ),
+    )
     price = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0

@@ -33,9 +33,7 @@ their number, or NOT_ESTIMATED for a last node, after which nothing may be draft
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
 """RUNS and MISSES of both sources' pointers; the piece of evidence of each source; for each level of that evidence a
 mask of the samples that agree with the path."""
-FALLBACKS = MASKS + ROWS
-"""Number of fallback candidates."""
-NODE_COLUMNS = FALLBACKS + 1
+NODE_COLUMNS = MASKS + ROWS
 NOT_ESTIMATED = -1
 
 # Columns of probs, float32: accept_prob and path_prob.
@@ -47,8 +45,6 @@ CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4
 """Maximum number of candidates of a node whose probabilities are estimated, in a tree and in a path."""
-KEPT_FALLBACKS = 12
-"""Maximum number of fallback candidates of a node, which follow the others from index KEPT on."""
 
 MIN_ROWS = 16
 SPARE_TOKENS = 512
@@ -168,8 +164,8 @@ class Sequences:
         fresh = (
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
             np.zeros((rows, nodes, 2), np.float32),
-            np.zeros((rows, nodes, KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS), np.int32),
-            np.zeros((rows, nodes, KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS), np.float32),
+            np.zeros((rows, nodes, KEPT, CANDIDATE_COLUMNS), np.int32),
+            np.zeros((rows, nodes, KEPT, CHANCE_COLUMNS), np.float32),
         )
         for new, old in zip(fresh, self._tables[1:], strict=False):
             new[:before] = old
