@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline
-from ssd.kernels.probabilities import FALLBACK
-from ssd.sequences.tables import AGE, DEPTH, LENGTH, PATH_PROB, SOURCE
+from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, PATH_PROB, SOURCE
 
 LENGTHS = 65
 """Number of match lengths with separate counters; longer ones share the last."""

@@ -12,13 +12,14 @@ from ssd.kernels.estimate import estimate, fetch_cells
 from ssd.kernels.evidence import gather
 from ssd.kernels.fallback import fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
-from ssd.kernels.probabilities import FALLBACK, FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
+from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
     AGE,
     CANDIDATE_MASKS,
     CANDIDATES,
     DEPTH,
     EVIDENCE,
+    FALLBACK,
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,

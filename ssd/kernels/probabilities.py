@@ -21,8 +21,8 @@ SOURCES, LEVELS = 2, 2
 ROWS = SOURCES * LEVELS
 SAMPLES = 32
 """Maximum number of sampled occurrences of a match, one bit of a mask each; more gained less than 0.5 %."""
-GLOBAL, LOCAL, FALLBACK = 0, 1, 2
-"""Values of `ssd.types.Source`; the first two are indices of the searched texts."""
+GLOBAL, LOCAL = 0, 1
+"""Indices of the sources, as in `ssd.types.Source`."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4

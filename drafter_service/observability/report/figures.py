@@ -37,7 +37,11 @@ MAX_PERIODS = 96
 RECENT_S = 3600.0
 MAX_TIME = 1e12
 """Upper bound of plausible times, in seconds since 1970."""
-SOURCE_NAMES: dict[Source, Literal["corpus", "local"]] = {Source.CORPUS: "corpus", Source.LOCAL: "local"}
+SOURCE_NAMES: dict[Source, Literal["corpus", "local", "fallback"]] = {
+    Source.CORPUS: "corpus",
+    Source.LOCAL: "local",
+    Source.FALLBACK: "fallback",
+}
 
 
 # --- Ratios

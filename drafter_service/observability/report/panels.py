@@ -10,7 +10,11 @@ from drafter_service.observability.report.plots import SOURCE_COLORS
 from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
 
 TALLY_HEADS = ("acceptance", "draft tokens", "accepted")
-SOURCE_NAMES = {"corpus": "corpus: other requests", "local": "local: the request itself"}
+SOURCE_NAMES = {
+    "corpus": "corpus: other requests",
+    "local": "local: the request itself",
+    "fallback": "fallback: nothing matched",
+}
 
 
 def namespace_panels(namespace: NamespaceReport) -> list[str]:

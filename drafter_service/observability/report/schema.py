@@ -111,14 +111,15 @@ class LengthTally(Tally):
 class SourceTally(Tally):
     """Draft tokens from one source."""
 
-    source: Literal["corpus", "local"] = Field(
+    source: Literal["corpus", "local", "fallback"] = Field(
         description="corpus: finished requests, and outputs of other running requests. "
-        "local: the text of the running request itself."
+        "local: the text of the running request itself. "
+        "fallback: no text matched; tokens that were produced where no match was right."
     )
 
 
 class AgeTally(Tally):
-    """Draft tokens from text of similar age."""
+    """Draft tokens from text of similar age; tokens of the source `fallback` have none."""
 
     least_tokens: Count = Field(
         description="Minimum age: number of tokens after it, in the corpus or in the running request."

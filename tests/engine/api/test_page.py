@@ -121,7 +121,7 @@ def test_acceptance_by_source(server, tab):
     assert eventually(lambda: text_of(tab, "drafter")) == "ssd"
     eventually(lambda: figures(server)["running"] == 0)
     shown = figures(server)
-    assert {name for name, drafted in shown["drafted_by_source"].items() if drafted} == {"corpus", "local"}
+    assert {name for name, drafted in shown["drafted_by_source"].items() if drafted} == {"corpus", "local", "fallback"}
     for name in ("corpus", "local"):
         accepted, drafted = shown["accepted_by_source"][name], shown["drafted_by_source"][name]
         eventually(lambda: source_of(tab, name) == (accepted, drafted, pytest.approx(accepted / drafted)))  # noqa: B023

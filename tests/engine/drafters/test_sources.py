@@ -12,7 +12,7 @@ def test_codes_are_those_of_the_library_and_consecutive():
     *known, other = DraftSource
     assert [int(source) for source in known] == list(range(len(known)))
     assert other > max(known)
-    assert SOURCE_NAMES[:3] == ("corpus", "local", "draft-model")
+    assert SOURCE_NAMES[:4] == ("corpus", "local", "fallback", "draft-model")
     assert SOURCE_NAMES[-1] == "other"
 
 
@@ -30,7 +30,7 @@ def test_tokens_are_counted_by_source_and_unknown_codes_as_other():
 
 
 def test_counts_have_the_names_of_sources_that_occurred():
-    drafted, accepted = bytes([4] * 5 + [255, 255, 99] + [0] * 3), bytes([255, 0, 255])
+    drafted, accepted = bytes([DraftSource.MTP] * 5 + [255, 255, 99] + [0] * 3), bytes([255, 0, 255])
     assert counts_by_name(drafted, accepted) == {"corpus": (3, 1), "mtp": (5, 0), "other": (3, 2)}
     assert list(counts_by_name(drafted, accepted)) == ["corpus", "mtp", "other"]
     assert counts_by_name(b"", bytearray()) == {}

@@ -14,17 +14,20 @@ from ssd.kernels.fallback import (
     CONTEXT_BITS,
     FIRST_SLOTS,
     MAX_COUNT,
+    MAX_FOUND,
     SLOTS,
     SLOTS_WITHOUT_CONTEXT,
     TOTAL_SLOTS,
     FallbackTable,
-    add_fallbacks,
-    count_missed,
+    find_fallbacks,
     first_slot,
+    learn_missed,
+    new_found,
 )
+from ssd.kernels.frame import Model
 from ssd.kernels.jit import Int, Tokens, kernel
-from ssd.kernels.probabilities import CHANCE_COLUMNS, FINAL, LearnedTables, fallback_cell
-from ssd.sequences.tables import CANDIDATE_COLUMNS, CANDIDATES, FALLBACKS, KEPT, KEPT_FALLBACKS, NODE_COLUMNS
+from ssd.kernels.probabilities import CHANCE, FALLBACK_CELLS, SEEN, SEEN_CAP, LearnedTables, fallback_cell
+from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
@@ -32,18 +35,31 @@ CAPACITY = 100_000
 SECRET = 7777
 
 
-def count_all(table, events):
-    """Count (text, token) events in a table."""
+def model_of(table, learned=None):
+    return Model(*(learned or LearnedTables()).arrays, table.arrays)
+
+
+def candidates_with(tokens):
+    """Return the rows of the candidates of a node; only their tokens are used here."""
+    candidates = np.zeros((KEPT, CANDIDATE_COLUMNS), np.int32)
+    candidates[: len(tokens), 0] = sorted(tokens)
+    return candidates
+
+
+def count_all(table, events, known=(), learned=None, *, is_counted=True):
+    """Learn from (text, token) events at nodes with the candidates `known`."""
+    model, candidates = model_of(table, learned), candidates_with(known)
     for text, token in events:
         text = array(text)
-        count_missed(table.arrays, text.ctypes.data, len(text), np.uint32(token))
+        learn_missed(model, candidates, len(known), text.ctypes.data, len(text), np.uint32(token), is_counted)
 
 
 class NaiveTable:
-    """The same counts in lists: of each context, [token, count] in descending order of counts."""
+    """The same counts in lists: of each context, [token, count] in descending order of counts; and the same means."""
 
-    def __init__(self):
+    def __init__(self, cells):
         self.contexts = {}
+        self.cells = cells.astype(np.float64)
 
     def count(self, text, token):
         for size in range(3):
@@ -64,23 +80,35 @@ class NaiveTable:
     def key(self, text, size):
         return (size, *text[-1 - size : -1]), SLOTS if size else SLOTS_WITHOUT_CONTEXT
 
-    def candidates(self, text, known, left, logits):
-        """Return the probabilities of at most KEPT_FALLBACKS tokens other than `known`."""
+    def cells_of(self, text, size, known):
+        """Return (token, cell) of the first 8 tokens of a context other than `known`."""
+        entries = self.contexts.get(self.key(text, size)[0], []) if len(text) > size else []
+        total = sum(count for _, count in entries)
+        others = [entry for entry in entries if entry[0] not in known]
+        return [
+            (token, fallback_cell.py_func(size, rank, count, total))
+            for rank, (token, count) in enumerate(islice(others, 8))
+        ]
+
+    def learn(self, text, token, known, *, is_counted):
+        for size in range(3):
+            for other, cell in self.cells_of(text, size, known):
+                seen = self.cells[cell, SEEN] + 1
+                self.cells[cell, CHANCE] += ((other == token) - self.cells[cell, CHANCE]) / seen
+                self.cells[cell, SEEN] = min(seen, SEEN_CAP)
+        if is_counted:
+            self.count(text, token)
+
+    def candidates(self, text, known, left, least):
+        """Return the probabilities of at most MAX_FOUND tokens other than `known`."""
         found = {}
         for size in (2, 1, 0):
-            entries = self.contexts.get(self.key(text, size)[0], []) if len(text) > size else []
-            total = sum(count for _, count in entries)
-            others = [entry for entry in entries if entry[0] not in known]
-            for rank, (token, count) in enumerate(islice(others, 8)):
-                prob = left / (1 + np.exp(-logits[cell_of(size, rank, count, total)]))
-                if token in found or len(found) < KEPT_FALLBACKS:
+            for token, cell in self.cells_of(text, size, known):
+                prob = left * self.cells[cell, CHANCE]
+                if prob >= least and (token in found or len(found) < MAX_FOUND):
                     found[token] = max(prob, found.get(token, 0.0))
         total = sum(found.values())
         return {token: prob * min(1.0, left / total) for token, prob in found.items()}
-
-
-def cell_of(context, rank, count, total):
-    return fallback_cell.py_func(context, rank, count, total)
 
 
 def events():
@@ -88,33 +116,36 @@ def events():
     return st.lists(st.tuples(texts, st.integers(1, 60)), max_size=120)
 
 
-@given(events(), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sets(st.integers(1, 60), max_size=4))
+@given(
+    events(),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sets(st.integers(1, 60), max_size=4),
+    st.sampled_from([0.0, 0.02]),
+    st.booleans(),
+)
 @examples(100)
-def test_candidates_are_those_of_a_naive_table(events, text, known):
+def test_candidates_and_means_are_those_of_a_naive_table(events, text, known, least, is_counted):
     # The contexts of four tokens have different hashes; that is checked below.
-    table, naive, learned = FallbackTable(0.0), NaiveTable(), LearnedTables()
-    learned.logits[:] = np.random.default_rng(0).normal(-2, 1, len(learned.logits))
-    count_all(table, events)
-    for before, token in events:
-        naive.count(before, token)
-    found = candidates_of(table, text, known, 0.7, learned.logits)
-    expected = naive.candidates(text, known, 0.7, learned.logits)
-    assert found.keys() == expected.keys()
-    for token, prob in found.items():
-        assert prob == pytest.approx(expected[token], rel=0.02)
+    table, learned = FallbackTable(0.0), LearnedTables()
+    learned.cells[FALLBACK_CELLS:, CHANCE] = np.random.default_rng(0).random(len(learned.cells) - FALLBACK_CELLS)
+    naive = NaiveTable(learned.cells)
+    half = len(events) // 2
+    for part, may_count in ((events[:half], True), (events[half:], is_counted)):
+        count_all(table, part, known, learned, is_counted=may_count)
+        for before, token in part:
+            naive.learn(before, token, known, is_counted=may_count)
+    np.testing.assert_allclose(learned.cells, naive.cells, atol=1e-4)
+    found = candidates_of(table, text, known, 0.7, learned, least)
+    assert found == pytest.approx(naive.candidates(text, known, 0.7, least), rel=1e-3)
 
 
-def candidates_of(table, text, known, left, logits):
+def candidates_of(table, text, known, left, learned, least=0.0):
     """Return the fallback candidates of a node with the other candidates `known`, and their probabilities."""
-    node = np.zeros(NODE_COLUMNS, np.int32)
-    candidates = np.zeros((KEPT + KEPT_FALLBACKS, CANDIDATE_COLUMNS), np.int32)
-    chances = np.zeros((KEPT + KEPT_FALLBACKS, CHANCE_COLUMNS), np.float32)
-    candidates[: len(known), 0], node[CANDIDATES] = sorted(known), len(known)
-    text = array(text)
-    left, least = np.float32(left), np.float32(0.0)
-    add_fallbacks(table.arrays, node, candidates, chances, left, text.ctypes.data, len(text), least, logits)
-    kept = slice(KEPT, KEPT + node[FALLBACKS])
-    return dict(zip(candidates[kept, 0].tolist(), chances[kept, FINAL].tolist(), strict=True))
+    found, text = new_found(), array(text)
+    left, least = np.float32(left), np.float32(least)
+    model = model_of(table, learned)
+    count = find_fallbacks(found, model, candidates_with(known), len(known), text.ctypes.data, len(text), left, least)
+    return dict(zip(found.tokens[:count].tolist(), found.probs[:count].tolist(), strict=True))
 
 
 @kernel(Tokens, Int, returns=Int)
@@ -146,18 +177,18 @@ def test_counts_of_a_context_are_halved():
 
 
 def test_an_erased_table_is_empty_even_if_old_slots_are_written_again():
-    table, logits = FallbackTable(0.0), LearnedTables().logits
+    table, learned = FallbackTable(0.0), LearnedTables()
     count_all(table, [([1, 2, 3], 5)])
     old = table.arrays.slots.copy()
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits).keys() == {5}
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned).keys() == {5}
     table.erase(10.0)
     assert not table.arrays.slots.any()
     assert table.since == 10.0
     # A kernel that ran at the same time.
     table.arrays.slots[:] = old
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits) == {}
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned) == {}
     count_all(table, [([1, 2, 3], 6)])
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, logits).keys() == {6}
+    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned).keys() == {6}
 
 
 def replay_surprises(drafter, steps, tokens, **start):

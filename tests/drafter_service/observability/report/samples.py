@@ -125,7 +125,7 @@ def fill(stats, steps, level):
         reached = counters.by_position[position, 1] * 0.8
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
     counters.steps[:] = steps, steps + accepted, hits
-    spread(counters.by_source, drafted, accepted, [0.7, 0.3])
+    spread(counters.by_source, drafted, accepted, [0.65, 0.3, 0.05])
     spread(
         counters.by_length,
         drafted,

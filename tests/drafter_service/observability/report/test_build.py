@@ -104,7 +104,11 @@ def test_tables_contain_the_counters():
     assert [(one.position, one.drafted, one.acceptance) for one in known.by_position] == [(1, 8, 0.75), (2, 2, 0.5)]
     assert [one.accepted_share_of_drafts for one in known.by_position] == [0.75, 0.125]
     assert [(one.match_length, one.drafted, one.accepted) for one in known.by_match_length] == [(0, 1, 0), (64, 9, 7)]
-    assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [("corpus", 0, 0), ("local", 10, 7)]
+    assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [
+        ("corpus", 0, 0),
+        ("local", 10, 7),
+        ("fallback", 0, 0),
+    ]
     spans = [(one.least_tokens, one.most_tokens) for one in known.age.bins]
     assert spans[:6] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
     assert spans[-1] == (1 << 38, None)

@@ -106,7 +106,11 @@ def test_a_perfect_corpus_and_a_perfect_model_are_not_worse_together(model):
 def test_requests_choose_among_the_drafters(model):
     config = replace(CONFIG, draft_shape="tree")
     base = requests(0.0, count=4)
-    for chosen, expected in ((None, {"corpus", "local", "mtp"}), ("ssd", {"corpus", "local"}), ("mtp", {"mtp"})):
+    for chosen, expected in (
+        (None, {"corpus", "local", "fallback", "mtp"}),
+        ("ssd", {"corpus", "local", "fallback"}),
+        ("mtp", {"mtp"}),
+    ):
         submitted = [replace(each, drafters=None if chosen is None else frozenset({chosen})) for each in base + base]
         drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
         completions = build_engine(model, config, drafter, drafters=("ssd", "mtp")).generate(submitted)

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter, Growth
 from engine.drafters.model_based.slots import SlotWriter
 from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
@@ -73,7 +74,7 @@ class Recorder:
 
 def run(model, config, submitted, kind, *, pages=None, has_trees=False, depth=4):
     head = make_head(kind, model)
-    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=2)
+    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=DraftSource.DRAFT_MODEL)
     engine = build_engine(model, config, drafter)
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size))
@@ -164,7 +165,7 @@ def test_slots_of_accepted_draft_tokens_are_not_computed_again(model, monkeypatc
     head = HEADS["draft-model"](model)
     head.model = model
     head.config, head.num_layers = model.config, model.config.num_layers
-    drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=2)
+    drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=DraftSource.DRAFT_MODEL)
     submitted = [Request(np.arange(1, 9, dtype=np.uint32), SamplingParams(max_tokens=30, ignore_eos=True))]
     completions = build_engine(model, CONFIG, drafter).generate(submitted)
     assert completions[0].accepted > 0.9 * completions[0].drafted > 10

@@ -15,6 +15,7 @@ from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.device_chain import FixedChain
 from engine.drafters.model_based.slots import SlotWriter
 from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import RESULT_COLUMNS, FixedStep, Kind
@@ -117,7 +118,9 @@ class Switching:
 def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None, budget=None):
     """An engine with a graph executor whose drafts are made on the device, and the drafter's head."""
     head = make_head(kind, model)
-    engine = build_engine(model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=2))
+    engine = build_engine(
+        model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=DraftSource.DRAFT_MODEL)
+    )
     engine._depth = Alternating(in_flight)
     engine._device_budget = engine._speculation._device_budget = budget
     if pages is not None:
@@ -352,7 +355,7 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     own = PlainAttention(replace(head.config, num_layers=head.num_layers), *settings, first_slot=head.first_slot)
     forward = DraftForward((own,), target, pool, torch.device("meta"))
     state = DeviceState.empty(8, longest, 13, pool.count, torch.device("meta"))
-    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=False, source=2)
+    drafter = AutoregressiveDrafter(head, depth=depth, has_trees=False, source=DraftSource.DRAFT_MODEL)
     drafter.bind(forward)
     chain = drafter.device_chain(replace(CONFIG, max_sequences=8)).fixed(state, shape)
     runner = Runner(model, target, "meta")
@@ -415,7 +418,7 @@ def test_a_copy_of_the_target_is_always_accepted(model, monkeypatch, in_flight, 
         fault(monkeypatch)
     head = make_head("draft-model", model)
     head.model, head.config, head.num_layers = model, model.config, model.config.num_layers
-    drafter = AutoregressiveDrafter(head, depth=DEPTH, has_trees=False, source=2)
+    drafter = AutoregressiveDrafter(head, depth=DEPTH, has_trees=False, source=DraftSource.DRAFT_MODEL)
     engine = build_engine(model, replace(CONFIG, max_draft=DEPTH), drafter)
     engine._depth = Alternating(in_flight)
     sampling = SamplingParams(120, 0.8, seed=1, ignore_eos=True)
