@@ -153,7 +153,13 @@ def test_watching_fails_without_a_first_report():
         watch(fetch, Console(file=io.StringIO()), lambda _: True, 1.0)
 
 
-TOP = "from drafter_service.commands.report import top; top()"
+# A shell that runs the tests in the background lets them ignore interrupts.
+TOP = """
+import signal
+from drafter_service.commands.report import top
+signal.signal(signal.SIGINT, signal.default_int_handler)
+top()
+"""
 
 
 @pytest.mark.parametrize("leave", ["q", "interrupt"])
@@ -170,8 +176,6 @@ def test_terminal_is_restored(socket_address, leave):
             stderr=theirs,
             start_new_session=True,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
-            # A shell that runs the tests in the background lets them ignore interrupts.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         os.close(theirs)
         seen = read_until(ours, b"press q to quit")
