@@ -81,7 +81,8 @@ class DrafterClient:
         "vllm/0.32.0". access: TLS files and bearer token. shadow: withhold all drafts; the service reports what they
         would have gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
         until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
-        after such a loss once the service has answered several requests again.
+        after such a loss once the service has answered several requests again. Raises UserError for an invalid address
+        and for unusable files.
         """
         self.address = Address.parse(address).text
         self.transport = ""
@@ -235,9 +236,10 @@ class DrafterClient:
             raise UserError(reason) from None
 
     def close(self) -> None:
-        """Let the service process all sent requests, then end the stream. `on_lost` may call this.
+        """Let the service process all sent requests, then end the stream, within 4 s. `on_lost` may call this.
 
-        In a forked child of the process that connected, only the descriptors of the connection are closed.
+        Running sequences are not learned. In a forked child of the process that connected, only the descriptors of the
+        connection are closed.
         """
         if self._is_fork:
             if self._stream is not None:
