@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 MAX_COMPILED = 64
 """Number of compiled grammars to keep, because most requests use one of a few schemas."""
-MAX_REQUIRED = 1 << 14
-"""Largest number of bytes that an output may be required to contain in a row. The library splits them into tokens for
-each mask, which takes up to 0.4 us for each byte, and does not limit their number."""
-MAX_MASK_S, MAX_DELAY_S = 0.005, 0.25
+MAX_MASK_S, MAX_DELAY_S = 0.01, 0.25
 """Processor time in seconds that each mask of an output may take, and what all of its masks may take in addition."""
+MAX_REQUIRED = 1 << 12
+"""Largest number of bytes that an output may be required to contain in a row. The library splits them into tokens for
+each mask, in up to 0.35 us for each byte, and does not limit their number. With this limit that takes at most 1.4 ms,
+and so less than `MAX_MASK_S` on slow machines, too."""
 MAX_STATES = 50_000
 """Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
 NOTHING_ALLOWED = "NoExtensionBias"
@@ -179,7 +180,7 @@ class GrammarState:
                 f"{self._grammar.kind}: the output cannot be continued, because finding the allowed tokens takes too "
                 f"long: {self._delay_s:.2g} s more than {1000 * MAX_MASK_S:g} ms for each token; use a simpler grammar"
             )
-            errors = dict.fromkeys(np.flatnonzero(needed).tolist(), late)
+            errors = dict.fromkeys(np.flatnonzero(needed).tolist(), late) | errors
         return rows[needed], errors
 
     def _mask(self) -> np.ndarray | None:

@@ -116,7 +116,7 @@ def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, draft
         ({"structured_outputs": {"regex": "("}}, "unclosed group", "regex"),
         ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", "regex"),
         ({"structured_outputs": {"regex": r"[^\s\S]"}}, "regex: no token can continue the output", "regex"),
-        ({"structured_outputs": {"regex": "a{20000}"}}, "more than 16,384 bytes", "regex"),
+        ({"structured_outputs": {"regex": "a{5000}"}}, "more than 4,096 bytes", "regex"),
         ({"structured_outputs": {"regex": "a" * 140_000}}, "140,000 characters; at most 131,072", "regex"),
         ({"structured_outputs": {"json": {"multipleOf": 123456789}}}, "0.2 s of processor time", "json_schema"),
         ({"structured_outputs": {"regex": r"\w*" * 5_000}}, "0.2 s of processor time", "regex"),
@@ -144,17 +144,28 @@ def test_what_cannot_be_used_is_refused_in_one_line(http, fields, message, param
     assert error["param"] == param
 
 
-LIMITED = r"(\w{1,50}|[a-z]{1,30}\d{1,10}){1,20}"
-"""Outputs that the library cannot continue after some tokens."""
+OBJECTS = [{"properties": {f"{n}": {"const": value} for n in range(60)}} for value in range(12)]
+"""Objects with the same optional properties and other values; the library follows all of them at once."""
+LIMITED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 40, "maxLength": 40},
+        "object": {"anyOf": [each | {"type": "object", "additionalProperties": False} for each in OBJECTS]},
+    },
+    "required": ["text", "object"],
+    "additionalProperties": False,
+}
+"""The library cannot continue an output at its second property."""
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_draft": 0}, {"drafter": "none"}], ids=str)
 def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, fields):
     """Other requests are not affected, neither in the same batch nor later."""
     message = (
-        "regex: the output cannot be continued, because llguidance has reached one of its limits: lexer error: too many"
+        "json_schema: the output cannot be continued, because llguidance has reached one of its limits: Parser Error: "
+        "Current row has"
     )
-    fields = {"structured_outputs": {"regex": LIMITED}, "logit_bias": {"0": -100}, "temperature": 1.5} | fields
+    fields = {"structured_outputs": {"json": LIMITED}, "temperature": 1.5} | fields
     with ThreadPoolExecutor() as threads:
         others = [threads.submit(text_of, http, "completions", response_format=JSON_SCHEMA) for _ in range(2)]
         answers = [post(http, "completions", **fields) for _ in range(2)]
@@ -166,7 +177,7 @@ def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, 
         assert error["message"].startswith(message)
         assert error["message"].endswith("; use smaller repetitions, or fewer alternatives with the same beginning")
         assert "\n" not in error["message"]
-        assert error["param"] == "regex"
+        assert error["param"] == "json_schema"
     *parts, last, done = [
         line[6:] for line in post(http, "completions", stream=True, **fields).text.splitlines() if line
     ]
