@@ -1,6 +1,6 @@
 """Measure whether the time of a missing or refused draft depends on what other namespaces contain.
 
-`python -m benchmarks.isolation` starts a service with two tenants. One of them asks for drafts of contexts that the
+`python -m benchmarks.isolation` starts a service with two tenants. One of them requests drafts of contexts that the
 other's namespace has learned, and of contexts that nobody has sent; its own namespace has neither. It also opens
 streams for the other's namespace and for one that does not exist, which are both refused. The last line of the output
 is one JSON document.
@@ -159,9 +159,9 @@ def measure(folder: Path, tokens: int, probes: int) -> dict[str, Any]:
         with own.client(address) as client, other.client(address) as control:
             lengths: dict[str, list[int]] = {"missing": [], "control": []}
 
-            def draft(asked: DrafterClient, name: str) -> Callable[[np.ndarray], float]:
+            def draft(tenant: DrafterClient, name: str) -> Callable[[np.ndarray], float]:
                 def timed(context: np.ndarray) -> float:
-                    seconds, length = timed_draft(asked, context)
+                    seconds, length = timed_draft(tenant, context)
                     lengths[name].append(length)
                     return seconds
 

@@ -22,7 +22,7 @@ TRACES = Path("build/traces")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, unless only tables are asked for, and update the documentation."""
+    """Measure, unless only tables are requested, and update the documentation."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if not options.tables_only:

@@ -136,8 +136,8 @@ def versions() -> dict[str, str | None]:
 def commit_of_git() -> str:
     """Return the commit of the source tree, marked if files changed since; "unknown" without git."""
     try:
-        asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip() or "unknown"
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or "unknown"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

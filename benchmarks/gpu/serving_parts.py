@@ -50,8 +50,8 @@ def replay(bench: Bench) -> Iterator[Figure]:
     """Compare `ssd` with `none` on recorded traffic that continues from round to round."""
     for concurrency, count in zip(bench.scale.concurrencies, bench.scale.served, strict=True):
         rounds = bench.scale.rounds if concurrency < MANY_STREAMS else min(2, bench.scale.rounds)
-        asked = traffic(bench, count * rounds, concurrency * rounds)
-        runs = {name: serve_traffic(bench, name, asked, concurrency, rounds) for name in ("none", "ssd")}
+        workload = traffic(bench, count * rounds, concurrency * rounds)
+        runs = {name: serve_traffic(bench, name, workload, concurrency, rounds) for name in ("none", "ssd")}
         target = SPEEDUPS.get(concurrency)
         yield Figure(
             f"ssd by none, {concurrency} at a time",
@@ -59,7 +59,7 @@ def replay(bench: Bench) -> Iterator[Figure]:
             "x",
             len(runs["ssd"]),
             at_least(target) if target else None,
-            {**asked.notes, **serving_details(runs, concurrency)},
+            {**workload.notes, **serving_details(runs, concurrency)},
         )
 
 
@@ -85,37 +85,37 @@ def peers(bench: Bench) -> Iterator[Figure]:
 
     if not is_installed():
         raise SkippedError("transformers is not installed")
-    asked = traffic(bench, bench.scale.peer_requests, 1)
+    workload = traffic(bench, bench.scale.peer_requests, 1)
     model = bench.plain_model()
     other = same_model(None, model, bench.dtype)
     runs: dict[str, list[Run]] = {name: [] for name in (*PEERS, "ssd")}
     caches = {}
     for name in PEERS:
         peer = TransformersPeer(other, lookup=name != "transformers", eos_token_ids=())
-        peer.find_best_cache(asked.served[0])
+        peer.find_best_cache(workload.served[0])
         caches[name] = peer.cache or "dynamic"
-        runs[name].append(peer.run(asked.served, lambda: None))
+        runs[name].append(peer.run(workload.served, lambda: None))
     del other, model, peer
-    runs["ssd"] = serve_traffic(bench, "ssd", asked, 1, rounds=1)
+    runs["ssd"] = serve_traffic(bench, "ssd", workload, 1, rounds=1)
     ours = median(tokens_per_s(run) for run in runs["ssd"])
     for name in PEERS:
         theirs = tokens_per_s(runs[name][0])
-        details = {**asked.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
+        details = {**workload.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
         details |= {"cache": caches[name], "torch.compile": False}
         yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEER_SPEEDUP), details)
 
 
-def serve_traffic(bench: Bench, name: str, asked: Traffic, concurrency: int, rounds: int) -> list[Run]:
+def serve_traffic(bench: Bench, name: str, workload: Traffic, concurrency: int, rounds: int) -> list[Run]:
     """Serve the requests in several rounds with a drafter that has learned the earlier requests."""
-    size = -(-len(asked.served) // rounds)
-    parts = [asked.served[first : first + size] for first in range(0, len(asked.served), size)]
+    size = -(-len(workload.served) // rounds)
+    parts = [workload.served[first : first + size] for first in range(0, len(workload.served), size)]
     with ExitStack() as stack:
-        drafter = warmed_drafter(stack, name, asked)
+        drafter = warmed_drafter(stack, name, workload)
         # The drafter must not learn the served requests from the warm-up.
-        return serve_rounds(bench, name, drafter, asked.learned, parts, concurrency)
+        return serve_rounds(bench, name, drafter, workload.learned, parts, concurrency)
 
 
-def warmed_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
+def warmed_drafter(stack: ExitStack, name: str, workload: Traffic) -> Drafter:
     """Return a drafter that has learned the earlier requests; its sidecar, if any, runs until `stack` is closed."""
     address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
     drafter = build_drafter(
@@ -125,7 +125,7 @@ def warmed_drafter(stack: ExitStack, name: str, asked: Traffic) -> Drafter:
         warn=lambda text: print(text, flush=True),
     )
     if name != "none":
-        warm_up(drafter, asked.learned)
+        warm_up(drafter, workload.learned)
     if isinstance(drafter, SuffixDrafter):
         drafter.corpus.refresh()
     elif name == "ssd-remote":
@@ -203,11 +203,15 @@ class DraftingTimes:
 
 def drafting(bench: Bench) -> Iterator[Figure]:
     """Measure the GPU idle time that drafting adds to a step on recorded traffic."""
-    asked = longest_outputs(traffic(bench, bench.scale.served[-1], 1), bench.scale.streams)
-    plain = drafting_times(bench, "none", asked)
+    workload = longest_outputs(traffic(bench, bench.scale.served[-1], 1), bench.scale.streams)
+    plain = drafting_times(bench, "none", workload)
     for name, limit in MAX_ADDED_IDLE.items():
-        own = drafting_times(bench, name, asked)
-        details = {"step_us": round(own.step_us), "step_without_us": round(plain.step_us), "streams": len(asked.served)}
+        own = drafting_times(bench, name, workload)
+        details = {
+            "step_us": round(own.step_us),
+            "step_without_us": round(plain.step_us),
+            "streams": len(workload.served),
+        }
         details["launched_ahead"] = round(own.launched_ahead, 3)
         share = 100 * own.drafting_us / own.step_us
         yield Figure(f"drafting with {name}, by the engine's clock", share, "% of a step", TIMED_STEPS, None, details)
@@ -218,10 +222,10 @@ def drafting(bench: Bench) -> Iterator[Figure]:
             yield Figure(name, seen, "% of a step", 1, at_most(limit), details)
 
 
-def longest_outputs(asked: Traffic, count: int) -> Traffic:
+def longest_outputs(workload: Traffic, count: int) -> Traffic:
     """Return the requests with the longest outputs, extended beyond the steps that are measured."""
-    chosen = sorted(asked.served, key=lambda item: -item.request.sampling.max_tokens)[:count]
-    return replace(asked, served=[endless(item, number) for number, item in enumerate(chosen)])
+    chosen = sorted(workload.served, key=lambda item: -item.request.sampling.max_tokens)[:count]
+    return replace(workload, served=[endless(item, number) for number, item in enumerate(chosen)])
 
 
 def endless(item: Item, session: int) -> Item:
@@ -230,13 +234,13 @@ def endless(item: Item, session: int) -> Item:
     return replace(item, request=replace(item.request, sampling=sampling), session=session)
 
 
-def drafting_times(bench: Bench, name: str, asked: Traffic) -> DraftingTimes:
+def drafting_times(bench: Bench, name: str, workload: Traffic) -> DraftingTimes:
     """Time steps of a new engine with this drafter, then record the kernels of additional steps."""
-    longest = max(len(item.request.prompt) for item in asked.served) + ENDLESS_OUTPUT
+    longest = max(len(item.request.prompt) for item in workload.served) + ENDLESS_OUTPUT
     with ExitStack() as stack:
-        engine = drafting_engine(bench, name, warmed_drafter(stack, name, asked), len(asked.served), longest)
+        engine = drafting_engine(bench, name, warmed_drafter(stack, name, workload), len(workload.served), longest)
         stack.enter_context(closing(engine))
-        stream = Stream(engine, [item.request for item in asked.served])
+        stream = Stream(engine, [item.request for item in workload.served])
         seconds, reports = stream.timed(TIMED_STEPS)
         kernels = stream.recorded(TIMED_STEPS) if bench.on_gpu else []
     idle = sum(gap for gap in gaps(kernels) if gap >= MIN_GAP_US) / TIMED_STEPS if span(kernels) else None

@@ -21,12 +21,12 @@ def test_replay_accepts_drafts_of_recorded_traffic(bench):
 
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_rejected_drafts_are_never_accepted(bench, in_flight, monkeypatch):
-    asked, draft = [], FixedDrafter.draft
-    monkeypatch.setattr(FixedDrafter, "draft", lambda self, progress: asked.append(progress) or draft(self, progress))
+    calls, draft = [], FixedDrafter.draft
+    monkeypatch.setattr(FixedDrafter, "draft", lambda self, progress: calls.append(progress) or draft(self, progress))
     for figure in figures_of(Bench(replace(bench.setting, in_flight=in_flight)), "rejected"):
         assert figure.details["rejected_tokens_per_step"] == 1
         assert figure.target.value == 0.98
-    assert any(progress.max_draft.any() for progress in asked)
+    assert any(progress.max_draft.any() for progress in calls)
 
 
 def test_drafting_is_timed_embedded_and_remote(bench):

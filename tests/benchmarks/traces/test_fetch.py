@@ -33,11 +33,11 @@ PATHS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves PATHS, with ranges. `cut`: number of answers that end after 10 bytes; `ranges`: ranges asked for."""
+    """Serves PATHS, with ranges. `cut`: number of answers that end after 10 bytes; `ranges`: requested ranges."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.paths, self.cut, self.asked, self.ranges, self.knows_ranges = dict(PATHS), 0, [], [], True
+        self.paths, self.cut, self.paths_read, self.ranges, self.knows_ranges = dict(PATHS), 0, [], [], True
 
     @property
     def url(self):
@@ -47,7 +47,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
-        server.asked.append(self.path)
+        server.paths_read.append(self.path)
         if self.path not in server.paths:
             self.send_error(404)
             return
@@ -134,11 +134,11 @@ def test_a_trace_is_made_with_its_licences(manifest_path, tmp_path, server):
 
 def test_what_is_there_is_not_downloaded_again(manifest_path, tmp_path, server):
     fetched(manifest_path, tmp_path, server)
-    asked = len(server.asked)
+    before = len(server.paths_read)
     _, advanced = fetched(manifest_path, tmp_path, server)
     (tmp_path / "chat.npz").unlink()
     fetched(manifest_path, tmp_path, server)
-    assert len(server.asked) == asked
+    assert len(server.paths_read) == before
     assert advanced == sum(map(len, PATHS.values()))
     assert (tmp_path / "chat.npz").exists()
 
@@ -169,10 +169,10 @@ def test_an_interrupted_download_is_continued_by_the_next_one(tmp_path, server):
     assert not (tmp_path / "ranks.part").exists()
 
 
-def test_a_complete_part_is_not_asked_for_again(tmp_path, server):
+def test_a_complete_part_is_not_fetched_again(tmp_path, server):
     (tmp_path / "ranks.part").write_bytes(BYTES)
     download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
-    assert server.asked == []
+    assert server.paths_read == []
     assert (tmp_path / "ranks").read_bytes() == BYTES
 
 
@@ -197,7 +197,7 @@ def test_a_missing_file_is_an_error(tmp_path, server):
     server.paths.clear()
     with pytest.raises(DownloadError, match="404"):
         download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
-    assert len(server.asked) == 1
+    assert len(server.paths_read) == 1
 
 
 def test_files_of_another_format_are_an_error(manifest_path, tmp_path, server):

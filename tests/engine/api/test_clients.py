@@ -88,8 +88,8 @@ def test_a_too_long_prompt_has_openais_error_code(http):
 
 def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     tokens = [5, 6, 7, 8, 9]
-    asked = {"model": MODEL, "prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    payload = {"model": MODEL, "prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    [choice] = http.post("/v1/completions", json=payload).json()["choices"]
     scores = choice["logprobs"]
     assert len(scores["tokens"]) == len(scores["top_logprobs"]) == len(scores["text_offset"]) == 6
     assert scores["token_logprobs"][0] is None
@@ -97,18 +97,18 @@ def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     assert [len(top) for top in scores["top_logprobs"][1:]] == [1] * 5
     assert choice["text"] == "".join(scores["tokens"])
     # An output token has the score that it has as part of a prompt.
-    longer = asked | {"prompt": [tokens[:4]]}
+    longer = payload | {"prompt": [tokens[:4]]}
     [shorter] = http.post("/v1/completions", json=longer).json()["choices"]
     assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
 
 
 def test_echo_with_zero_tokens_returns_only_the_prompts_logprobs(http):
-    asked = {"model": MODEL, "prompt": ["def add(a, b):", "class Pair:"], "echo": True, "temperature": 0}
-    longer = http.post("/v1/completions", json=asked | {"logprobs": 2, "max_tokens": 1}).json()
+    payload = {"model": MODEL, "prompt": ["def add(a, b):", "class Pair:"], "echo": True, "temperature": 0}
+    longer = http.post("/v1/completions", json=payload | {"logprobs": 2, "max_tokens": 1}).json()
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
-        answer = client.completions.create(**asked, logprobs=2, max_tokens=0, stop=["\n"])
-        plain = client.completions.create(**asked, max_tokens=0)
-        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, max_tokens=0, stream=True)]
+        answer = client.completions.create(**payload, logprobs=2, max_tokens=0, stop=["\n"])
+        plain = client.completions.create(**payload, max_tokens=0)
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**payload, max_tokens=0, stream=True)]
     for choice, other in zip(answer.choices, longer["choices"], strict=True):
         count = len(choice.logprobs.tokens)
         assert choice.logprobs.token_logprobs[0] is None

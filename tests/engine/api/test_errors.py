@@ -64,8 +64,8 @@ def test_the_server_says_what_is_wrong_with_a_body(http, content, message, param
 
 @pytest.mark.parametrize("content", [5, [5], [{"type": "text", "text": 5}]])
 def test_the_possible_types_of_a_message_are_named(http, content):
-    asked = {"model": "stdlib-7m", "messages": [{"role": "user", "content": content}]}
-    error = http.post("/v1/chat/completions", json=asked).json()["error"]
+    payload = {"model": "stdlib-7m", "messages": [{"role": "user", "content": content}]}
+    error = http.post("/v1/chat/completions", json=payload).json()["error"]
     assert error["message"] == "messages.0.content: must be a string or a list of parts of the type text"
     assert error["param"] == "messages.0.content"
 
@@ -83,8 +83,8 @@ def test_more_output_than_the_context_window_holds_is_refused(http, field):
 
 def test_a_default_length_fits_the_context_window(http):
     window = http.get("/v1/models").json()["data"][0]["max_model_len"]
-    asked = {"model": "stdlib-7m", "prompt": [5] * (window - 3), "ignore_eos": True}
-    assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 3
-    assert http.post("/v1/completions", json=asked | {"max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
-    error = http.post("/v1/completions", json=asked | {"max_tokens": 4}).json()["error"]
+    payload = {"model": "stdlib-7m", "prompt": [5] * (window - 3), "ignore_eos": True}
+    assert http.post("/v1/completions", json=payload).json()["usage"]["completion_tokens"] == 3
+    assert http.post("/v1/completions", json=payload | {"max_tokens": 3}).json()["usage"]["completion_tokens"] == 3
+    error = http.post("/v1/completions", json=payload | {"max_tokens": 4}).json()["error"]
     assert error["message"].startswith("max_tokens: 4 exceeds the 3 tokens that the prompt of ")

@@ -19,8 +19,8 @@ EXAMPLES = 25
 def working_server(server):
     """Check after a test that the server still works and that no page is in use."""
     yield
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
-    assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=TIMEOUT_S).status_code == 200
+    payload = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+    assert httpx.post(f"{server.url}/v1/completions", json=payload, timeout=TIMEOUT_S).status_code == 200
     assert httpx.get(f"{server.url}/figures").json()["kv_usage"] == 0
 
 

@@ -65,9 +65,9 @@ def source_of(tab, name):
 
 
 def complete(server, prompt, **more):
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0} | more
+    payload = {"model": MODEL, "prompt": prompt, "max_tokens": 60, "temperature": 0} | more
     answer = httpx.post(
-        f"{server.url}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S
+        f"{server.url}/v1/completions", json=payload, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT_S
     )
     return answer.json()["choices"][0]["text"]
 

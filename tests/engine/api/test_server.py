@@ -54,11 +54,11 @@ def test_the_model_is_listed(client):
 
 
 def test_a_stream_equals_the_complete_response(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    whole = client.completions.create(**asked)
+    payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**payload)
     assert whole.choices[0].finish_reason == "length"
     assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (40, 40 + whole.usage.prompt_tokens)
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(client.completions.create(**payload, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == 40
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]].count("length") == 1
@@ -79,20 +79,20 @@ def test_repeats_are_drafted_and_reported(shape, folder, request):
             server = stack.enter_context(serving("--draft-shape", shape, model=folder))
         client = stack.enter_context(client_of(server))
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_S))
-        asked = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60}
+        payload = {"model": MODEL, "prompt": PROMPT + "pivot", "max_tokens": 60}
         # Outputs that diverge, so that drafts can have branches.
-        client.completions.create(**asked, temperature=1, seed=3, n=8)
-        asked["temperature"] = 0
-        first = client.completions.create(**asked)
-        second = eventually(lambda: mostly_drafted(client.completions.create(**asked)))
+        client.completions.create(**payload, temperature=1, seed=3, n=8)
+        payload["temperature"] = 0
+        first = client.completions.create(**payload)
+        second = eventually(lambda: mostly_drafted(client.completions.create(**payload)))
         assert first.choices[0].text == second.choices[0].text
         draft = second.usage.model_dump()["draft"]
         assert draft["tokens_per_step"] > 2
         assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
-        without = client.completions.create(**asked, extra_body={"max_draft": 0})
+        without = client.completions.create(**payload, extra_body={"max_draft": 0})
         assert without.choices[0].text == first.choices[0].text
         assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
-        again = client.completions.create(**asked, extra_body={"return_drafted": True})
+        again = client.completions.create(**payload, extra_body={"return_drafted": True})
         pieces = again.choices[0].model_dump()["pieces"]
         assert "".join(text for text, _ in pieces) == first.choices[0].text
         assert any(is_drafted for _, is_drafted in pieces)
@@ -102,40 +102,40 @@ def test_repeats_are_drafted_and_reported(shape, folder, request):
 
 
 def test_several_prompts_with_several_outputs(client):
-    asked = {"model": MODEL, "prompt": ["def a():", "def b():"], "n": 3, "max_tokens": 8, "temperature": 1, "seed": 5}
-    answer = client.completions.create(**asked)
+    payload = {"model": MODEL, "prompt": ["def a():", "def b():"], "n": 3, "max_tokens": 8, "temperature": 1, "seed": 5}
+    answer = client.completions.create(**payload)
     texts = [choice.text for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert len(set(texts[:3])) == 3  # each has a seed of its own
-    assert [choice.text for choice in client.completions.create(**asked).choices] == texts
+    assert [choice.text for choice in client.completions.create(**payload).choices] == texts
     streamed = [""] * 6
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**payload, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == texts
 
 
 def test_stop_strings_end_the_text_before_them(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-    text = client.completions.create(**asked).choices[0].text
+    payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+    text = client.completions.create(**payload).choices[0].text
     stop = text[20:23]
-    answer = client.completions.create(**asked, stop=[stop, "never there"])
+    answer = client.completions.create(**payload, stop=[stop, "never there"])
     assert answer.choices[0].text == text[: text.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].model_dump()["stop_reason"] == stop
-    streamed = client.completions.create(**asked, stop=stop, stream=True)
+    streamed = client.completions.create(**payload, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == text[: text.index(stop)]
 
 
 def test_logprobs_are_sent_with_their_tokens(client):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
-    choice = client.completions.create(**asked).choices[0]
+    payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
+    choice = client.completions.create(**payload).choices[0]
     assert len(choice.logprobs.tokens) == 10
     assert all(len(top) >= 1 for top in choice.logprobs.top_logprobs)
     assert choice.logprobs.text_offset[0] == 0
     # Text that may become a stop string is sent later than its tokens.
     stop = choice.text[:8] + "\0"
     one_by_one = {"stop": stop, "stream": True, "extra_body": {"max_draft": 0}}
-    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, **one_by_one)]
+    streamed = [chunk.choices[0].logprobs for chunk in client.completions.create(**payload, **one_by_one)]
     assert [token for each in streamed if each for token in each.tokens] == choice.logprobs.tokens
     assert [at for each in streamed if each for at in each.text_offset] == choice.logprobs.text_offset
     chat = client.chat.completions.create(
@@ -217,8 +217,8 @@ def test_invalid_bodies_are_refused(http, body, status):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
 def test_a_missing_content_type_is_explained(http, kind):
-    asked = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 1}'
-    answer = http.post("/v1/completions", content=asked, headers={"Content-Type": kind})
+    payload = b'{"model": "stdlib-7m", "prompt": "x", "max_tokens": 1}'
+    answer = http.post("/v1/completions", content=payload, headers={"Content-Type": kind})
     message = answer.json()["error"]["message"]
     assert (answer.status_code, message) == (400, "send the header Content-Type: application/json")
     assert http.post("/v1/completions", json=[]).json()["error"]["message"] == "the body must be a JSON object"
@@ -231,14 +231,14 @@ def test_unknown_routes_return_errors_in_the_same_format(http):
 
 
 def test_requests_of_disconnected_clients_are_cancelled(http, server):
-    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+    payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
     generated = metric(http, "vllm:generation_tokens_total")
-    with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+    with http.stream("POST", "/v1/completions", json=payload | {"stream": True}) as stream:
         next(stream.iter_lines())
     eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
     assert metric(http, "vllm:generation_tokens_total") < generated + 900
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps(asked).encode()
+    body = json.dumps(payload).encode()
     with socket.create_connection((host, int(port))) as caller:
         caller.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -284,14 +284,14 @@ def test_api_keys_and_a_full_queue(folder, tmp_path):
     keys.write_text("# ours\nsecret\n")
     arguments = ("--api-keys", str(keys), "--max-sequences", "1", "--max-waiting", "1", *NO_DRAFTS)
     with serving(*arguments, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
-        assert http.post("/v1/completions", json=asked).status_code == 401
+        payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        assert http.post("/v1/completions", json=payload).status_code == 401
         http.headers["Authorization"] = "Bearer secret"
-        assert http.post("/v1/completions", json=asked | {"n": 3}).status_code == 400
-        with http.stream("POST", "/v1/completions", json=asked | {"stream": True, "n": 2}) as stream:
+        assert http.post("/v1/completions", json=payload | {"n": 3}).status_code == 400
+        with http.stream("POST", "/v1/completions", json=payload | {"stream": True, "n": 2}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            refused = httpx.post(f"{server.url}/v1/completions", json=asked, headers=http.headers)
+            refused = httpx.post(f"{server.url}/v1/completions", json=payload, headers=http.headers)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
 
@@ -301,9 +301,9 @@ def test_streams_finish_after_a_signal_to_stop(folder):
         serving("--drafter", "none", model=folder) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
-        asked["structured_outputs"] = {"regex": "[a-z]{1000}"}  # The process that checks grammars runs, too.
-        with http.stream("POST", "/v1/completions", json=asked) as stream:
+        payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
+        payload["structured_outputs"] = {"regex": "[a-z]{1000}"}  # The process that checks grammars runs, too.
+        with http.stream("POST", "/v1/completions", json=payload) as stream:
             lines = stream.iter_lines()
             next(lines)
             os.killpg(server.process.pid, signal.SIGTERM)
@@ -327,8 +327,8 @@ def test_a_second_signal_stops_at_once(folder):
         serving("--drafter", "none", model=folder) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
-        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+        payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=payload | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             engine = engine_of(server.process)
@@ -354,8 +354,8 @@ def test_a_killed_engine_ends_streams_and_the_server(folder):
         serving("--drafter", "none", model=folder) as server,
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
     ):
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
-        with http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+        payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 900, "temperature": 1, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=payload | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             os.kill(engine_of(server.process), signal.SIGKILL)
@@ -379,22 +379,24 @@ def test_weights_that_are_not_finite_are_one_line_and_exit_code_2(folder, tmp_pa
 
 
 def test_the_http_process_does_not_import_pytorch():
-    asked = "import sys, engine.api.server; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "False\n"
+    script = "import sys, engine.api.server; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
 
 
 def test_an_engine_that_starts_before_its_sidecar_connects_later(socket_address):
     remote = ("--drafter", "ssd-remote", "--address", socket_address)
     with serving(*remote) as server, client_of(server) as client:
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-        text = client.completions.create(**asked).choices[0].text
+        payload = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+        text = client.completions.create(**payload).choices[0].text
         line = server.process.stderr.readline()
         assert line.startswith(f"warning: no connection to the drafter at {socket_address} (")
         with served("--listen", socket_address, "--capacity", "100k"):
-            drafted = eventually(lambda: drafts_in(client.completions.create(**asked), text))
+            drafted = eventually(lambda: drafts_in(client.completions.create(**payload), text))
             assert drafted > 0
             for _ in range(GOOD_RESPONSES):
-                client.completions.create(**asked | {"max_tokens": 2})
+                client.completions.create(**payload | {"max_tokens": 2})
             line = server.process.stderr.readline()
             assert line == f"warning: reconnected to the drafter at {socket_address}; drafting resumes\n"
 

@@ -30,9 +30,9 @@ def test_tools_need_a_known_format_of_calls():
 
 
 def test_verification_is_accepted_and_checked_by_the_server(http):
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 2, "temperature": 1}
-    assert http.post("/v1/completions", json=asked | {"verification": "rejection"}).status_code == 200
-    answer = http.post("/v1/completions", json=asked | {"verification": "greedy"})
+    payload = {"model": MODEL, "prompt": "x", "max_tokens": 2, "temperature": 1}
+    assert http.post("/v1/completions", json=payload | {"verification": "rejection"}).status_code == 200
+    answer = http.post("/v1/completions", json=payload | {"verification": "greedy"})
     assert answer.status_code == 400
     assert "verification" in answer.json()["error"]["message"]
 
@@ -54,8 +54,8 @@ PROMPTS = {
 @pytest.mark.parametrize("route", PROMPTS)
 def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
     def complete(**more):
-        asked = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        answer = http.post(f"/v1/{route}", json=asked | PROMPTS[route] | more).json()
+        payload = {"model": MODEL, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        answer = http.post(f"/v1/{route}", json=payload | PROMPTS[route] | more).json()
         [choice] = answer["choices"]
         return choice.get("text") or choice["message"]["content"], answer["usage"]["draft"]
 
@@ -84,8 +84,8 @@ def test_drafters_are_chosen_over_http_and_reported_by_source(http, route):
     ],
 )
 def test_drafters_that_are_not_loaded_are_refused(http, route, stream, given, message):
-    asked = {"model": MODEL, "max_tokens": 2, "stream": stream} | PROMPTS[route] | given
-    answer = http.post(f"/v1/{route}", json=asked)
+    payload = {"model": MODEL, "max_tokens": 2, "stream": stream} | PROMPTS[route] | given
+    answer = http.post(f"/v1/{route}", json=payload)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["message"], error["param"]) == (message, next(iter(given)))
@@ -95,8 +95,8 @@ def test_drafters_that_are_not_loaded_are_refused(http, route, stream, given, me
 @pytest.mark.parametrize("route", PROMPTS)
 def test_a_predicted_output_does_not_change_the_output(http, route):
     def complete(**more):
-        asked = {"model": MODEL, "max_tokens": 40, "temperature": 1, "seed": 7, "ignore_eos": True, "learn": False}
-        answer = http.post(f"/v1/{route}", json=asked | PROMPTS[route] | more).json()
+        payload = {"model": MODEL, "max_tokens": 40, "temperature": 1, "seed": 7, "ignore_eos": True, "learn": False}
+        answer = http.post(f"/v1/{route}", json=payload | PROMPTS[route] | more).json()
         [choice] = answer["choices"]
         return choice.get("text") or choice["message"]["content"]
 
@@ -120,7 +120,7 @@ def test_a_predicted_output_becomes_hints():
 
 
 def test_predictions_of_another_form_are_refused(http):
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 2, "prediction": "text"}
-    answer = http.post("/v1/completions", json=asked)
+    payload = {"model": MODEL, "prompt": "x", "max_tokens": 2, "prediction": "text"}
+    answer = http.post("/v1/completions", json=payload)
     assert answer.status_code == 400
     assert "prediction" in answer.json()["error"]["message"]

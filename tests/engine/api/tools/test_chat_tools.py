@@ -63,8 +63,8 @@ def scripted(text):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_drafters_do_not_change_required_calls(http, temperature):
-    asked = {"tool_choice": "required", "temperature": temperature, "n": 1 + 2 * temperature}
-    expected = choices_of(http, **asked, drafter="none")
+    payload = {"tool_choice": "required", "temperature": temperature, "n": 1 + 2 * temperature}
+    expected = choices_of(http, **payload, drafter="none")
     for _, calls, reason in expected:
         [(name, arguments)] = calls
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -73,7 +73,7 @@ def test_drafters_do_not_change_required_calls(http, temperature):
     for seed in range(5):
         choices_of(http, tool_choice="required", temperature=1, seed=100 + seed)
     for drafter in ("ngram", "ssd", "ngram+ssd"):
-        assert choices_of(http, **asked, drafter=drafter) == expected
+        assert choices_of(http, **payload, drafter=drafter) == expected
 
 
 def test_a_named_function_is_called(http):
@@ -134,17 +134,17 @@ def test_tools_are_shown_to_the_model_unless_the_choice_is_none(http):
 def test_a_conversation_with_the_official_client(http):
     messages = [{"role": "user", "content": "Is it cold?"}]
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
-        asked = {"model": MODEL, "tools": TOOLS, "max_tokens": 100, "seed": 3, "parallel_tool_calls": False}
-        answer = client.chat.completions.create(messages=messages, tool_choice="required", **asked).choices[0]
+        payload = {"model": MODEL, "tools": TOOLS, "max_tokens": 100, "seed": 3, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(messages=messages, tool_choice="required", **payload).choices[0]
         [call] = answer.message.tool_calls
         assert answer.finish_reason == "tool_calls"
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-        with client.chat.completions.stream(messages=messages, tool_choice="required", **asked) as stream:
+        with client.chat.completions.stream(messages=messages, tool_choice="required", **payload) as stream:
             streamed = stream.get_final_completion().choices[0]
         assert streamed.finish_reason == "tool_calls"
         assert [each.function.arguments for each in streamed.message.tool_calls] == [call.function.arguments]
         messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "-3 °C"}]
-        after = client.chat.completions.create(messages=messages, **asked)
+        after = client.chat.completions.create(messages=messages, **payload)
         assert after.choices[0].message.role == "assistant"
 
 
@@ -204,13 +204,13 @@ def test_deeply_nested_schemas_are_answered(http, depth):
     schema = {"type": "string"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema}
-    asked = function(parameters={"properties": {"a": schema}}) | {"tool_choice": "required", "max_tokens": 2}
-    assert post(http, **asked).status_code in (200, 400)
+    payload = function(parameters={"properties": {"a": schema}}) | {"tool_choice": "required", "max_tokens": 2}
+    assert post(http, **payload).status_code in (200, 400)
     assert http.get("/health").status_code == 200
 
 
 def test_the_example_of_the_documentation_works(http):
     documentation = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
     [body] = re.findall(r"v1/chat/completions .*? -d '(.*?)'\n", documentation, re.DOTALL)
-    asked = json.loads(body) | {"model": MODEL, "max_tokens": 8}
-    assert http.post("/v1/chat/completions", json=asked).status_code == 200
+    payload = json.loads(body) | {"model": MODEL, "max_tokens": 8}
+    assert http.post("/v1/chat/completions", json=payload).status_code == 200

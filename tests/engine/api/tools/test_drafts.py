@@ -56,23 +56,23 @@ def required(tokenizer, schema=SCHEMA):
 
 def recorded(tokenizer):
     """Requests whose outputs are recorded: content and calls, which differ between requests."""
-    asked = []
+    submitted = []
     for number, form in enumerate(islice(cycle(FORMATS.values()), COUNT)):
         calls = [(NAMES[number % 2], {"city": CITIES[number % 4], "note": "a" * number}), (NAMES[0], {})]
         text = ("" if form.name == "llama3_json" else "So: ") + written(form, calls)
         sampling = SamplingParams(max_tokens=400, seed=number, temperature=(0.0, 1.0)[number % 2])
         tokens = np.append(tokenizer.encode(text), 0).astype(np.uint32)
-        asked.append(Request(tokenizer.encode("call"), sampling, recorded=tokens))
-    return asked
+        submitted.append(Request(tokenizer.encode("call"), sampling, recorded=tokens))
+    return submitted
 
 
-def run(engine, tokenizer, asked):
+def run(engine, tokenizer, submitted):
     """Return for each request its message, read as a whole and streamed step by step, and its completion."""
-    forms = list(islice(cycle(FORMATS.values()), len(asked)))
+    forms = list(islice(cycle(FORMATS.values()), len(submitted)))
     outputs = [CallOutput(ToolParser(form, NAMES)) for form in forms]
-    texts = [Detokenizer(tokenizer.decode, request.prompt) for request in asked]
-    deltas = [[] for _ in asked]
-    index_of = {engine.add(request): index for index, request in enumerate(asked)}
+    texts = [Detokenizer(tokenizer.decode, request.prompt) for request in submitted]
+    deltas = [[] for _ in submitted]
+    index_of = {engine.add(request): index for index, request in enumerate(submitted)}
     finished = {}
     while engine.scheduler.has_work:
         report = engine.step()
@@ -114,8 +114,8 @@ def test_drafts_never_change_a_tool_call(requests, kind, in_flight, model, model
     # The corpus has other calls of the same tools, and then the same calls.
     run(engine, tokenizer, required(tokenizer, OTHER))
     for _ in range(2):
-        asked = requests(tokenizer)
-        wholes, streamed, completions = run(engine, tokenizer, asked)
+        submitted = requests(tokenizer)
+        wholes, streamed, completions = run(engine, tokenizer, submitted)
         assert wholes == expected[requests]
         assert [(content or None, calls) for content, calls in streamed] == wholes
     if kind != "none":
