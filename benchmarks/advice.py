@@ -53,11 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     concurrency = ",".join(map(str, options.concurrency))
     given = ["--no-peers", "--concurrency", concurrency]
     given += ["--requests", str(options.requests), "--max-tokens", str(options.max_tokens)]
-    comparison, candidates, notes = prepare(engine_parser().parse_args(given))
+    comparison, cases, notes = prepare(engine_parser().parse_args(given))
     found: dict[int, list[dict[str, float]]] = {count: [] for count in options.concurrency}
     for number in range(options.rounds):
         profile = measured_profile(concurrency)
-        runs = run_rounds(comparison, candidates if number % 2 == 0 else candidates[::-1], 1)
+        runs = run_rounds(comparison, cases if number % 2 == 0 else cases[::-1], 1)
         for count, rows in found.items():
             [plain], [drafted] = runs["none", count], runs["ssd", count]
             traffic = traffic_of([item.request.prompt for item in comparison.items], plain.outputs)

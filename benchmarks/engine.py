@@ -8,7 +8,7 @@ Requests are those of the demo's workload, or with --replay recorded traffic: th
 the recorded ones, so that a shape with random weights has the acceptance of real text. A trace is an .npz file, see
 benchmarks/traces/reading.py. With --structured all outputs match a JSON schema: `none` then verifies no drafts, and
 `forced` drafts only the tokens that the schema forces, as the other drafters do besides their own. Every run begins
-with an empty cache and an empty corpus. Candidates alternate, in
+with an empty cache and an empty corpus. Cases alternate, in
 reversed order every second round; figures are medians over the rounds:
 
     tokens_per_s          output tokens divided by the time of the whole run, prompts included
@@ -19,7 +19,7 @@ reversed order every second round; figures are medians over the rounds:
     tokens_per_step       per sequence; drafted_per_step likewise
     overhead_ms_per_step  time outside model and drafter, median of the steps in which every sequence produced tokens
     share                 share of each stage in the time of all steps; commit includes drafters' `finish`
-    peak_mib              peak memory of the process, including the models of all candidates; on a GPU: GPU memory
+    peak_mib              peak memory of the process, including the models of all cases; on a GPU: GPU memory
     identical_to_none     whether all outputs equal those of `none`; null without `none`, and with --replay
 
 The last line is one JSON document. Times depend on the machine: compare only within one run.
@@ -56,7 +56,7 @@ MORE_COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every candidate and print the table and the document."""
+    """Run every case and print the table and the document."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     # PyTorch takes seconds to import.
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     try:
-        comparison, candidates, notes = prepare(options)
+        comparison, cases, notes = prepare(options)
         for note in notes:
             console.print(note, markup=False)
-        rounds = run_rounds(comparison, candidates, options.rounds)
+        rounds = run_rounds(comparison, cases, options.rounds)
     except UserError as error:
         parser.error(str(error))
     rows = rows_of(rounds, replayed=options.replay is not None)
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="every output has --max-tokens")
     add("--temperature", type=float, default=0.0, help="0, greedy")
     add("--rounds", type=positive, default=3, metavar="N", help="3")
-    add("--threads", type=positive, metavar="N", help="of PyTorch, for all candidates")
+    add("--threads", type=positive, metavar="N", help="of PyTorch, for all cases")
     add(
         "--in-flight",
         type=int,

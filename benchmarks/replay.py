@@ -16,6 +16,7 @@ drafted. Reported figures:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -26,9 +27,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.support.drafters import OWN_DRAFTERS, Entry, Running, own_entries
-from benchmarks.support.peers import PEERS, missing, peer_entries
-from benchmarks.support.rounds import replay, replay_known
+from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates
+from benchmarks.support.peers import PEERS, missing, peer_candidates
 from benchmarks.support.scores import Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
 from ssd.config import MAX_DRAFT, check_cost
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     skipped = {name: reason for name in options.drafter if name in PEERS and (reason := missing(name))}
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
-    entries = [entry for name in options.drafter if name not in skipped for entry in entries_of(name, options)]
-    rows = replay_all(traces, entries, options)
+    candidates = [each for name in options.drafter if name not in skipped for each in candidates_of(name, options)]
+    rows = replay_all(traces, candidates, options)
     comparison = compare(rows)
     print_best(console, rows)
     print_comparison(console, comparison)
@@ -68,32 +68,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(document)
 
 
-def entries_of(drafter: str, options: argparse.Namespace) -> list[Entry]:
+def candidates_of(drafter: str, options: argparse.Namespace) -> list[Candidate]:
     """Return the settings of a drafter that the command line selects."""
     if drafter in PEERS:
-        return list(peer_entries(drafter, options.k))
-    return list(own_entries(drafter, options.k, options.draft_shape, options.cost))
+        return list(peer_candidates(drafter, options.k))
+    return list(own_candidates(drafter, options.k, options.draft_shape, options.cost))
 
 
-def replay_all(traces: Sequence[Trace], entries: Sequence[Entry], options: argparse.Namespace) -> list[Row]:
+def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
     """Run all replays one after another, with progress on stderr."""
+    # The kernels take seconds to import.
+    from benchmarks.support.replaying import replay
+
     rows: list[Row] = []
-    runs = [(concurrency, trace, entry) for concurrency in options.concurrency for trace in traces for entry in entries]
+    runs = list(itertools.product(options.concurrency, traces, candidates))
+    times = 2 if options.warm else 1
     with Progress(console=Console(stderr=True)) as progress:
-        times = 2 if options.warm else 1
         bar = progress.add_task("", total=times * sum(trace.output_tokens for _, trace, _ in runs))
-
-        def advance(sequence: Running) -> None:
-            progress.advance(bar, sequence.done)
-
-        for concurrency, trace, entry in runs:
-            progress.update(bar, description=f"{trace.name} x{concurrency}: {entry.drafter} {entry.setting}")
-            if options.warm:
-                tally = replay_known(entry, trace, concurrency, options.refresh, advance)
-            else:
-                tally = replay(entry.build(trace), trace, concurrency, options.refresh, advance)
-            costs = options.cost if entry.cost is None else [entry.cost]
-            rows += [row_of(trace.name, entry, cost, concurrency, tally) for cost in costs]
+        for concurrency, trace, candidate in runs:
+            progress.update(bar, description=f"{trace.name} x{concurrency}: {candidate.drafter} {candidate.setting}")
+            tally = replay(
+                candidate,
+                trace,
+                concurrency,
+                times=times,
+                refresh_every=options.refresh,
+                watch=lambda tokens: progress.advance(bar, tokens),
+            )
+            costs = options.cost if candidate.cost is None else [candidate.cost]
+            rows += [row_of(trace.name, candidate, cost, concurrency, tally) for cost in costs]
     return rows
 
 
@@ -152,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--refresh",
         type=refresh,
+        default=0,
         help="live, or index ssd's and classic's corpus after every N finished requests (live)",
     )
     add(
@@ -204,9 +208,9 @@ def shape(text: str) -> str:
     return text
 
 
-def refresh(text: str) -> int | None:
-    """Parse `live` to None, or a number of requests."""
-    return None if text == "live" else positive(text)
+def refresh(text: str) -> int:
+    """Parse `live` to 0, or a number of requests."""
+    return 0 if text == "live" else positive(text)
 
 
 def synthetic(text: str) -> Trace:

@@ -38,6 +38,14 @@ def progress_of(
     )
 
 
+def branches(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """Return the path from the context to each token of a draft."""
+    paths: list[list[int]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    return paths
+
+
 def accepted_path(drafts: DraftBatch, index: int, output: Sequence[int]) -> list[int]:
     """Return the indices of a sequence's draft tokens that are a path through the target's output."""
     own = slice(drafts.offsets[index], drafts.offsets[index + 1])

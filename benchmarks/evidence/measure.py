@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.support.drafters import Entry, own_entries
-from benchmarks.support.peers import PEERS, missing, peer_entries
-from benchmarks.support.rounds import replay, replay_known
+from benchmarks.support.drafters import Candidate, own_candidates
+from benchmarks.support.peers import PEERS, missing, peer_candidates
 from benchmarks.support.scores import Row, best_rows, row_of
 from benchmarks.traces import Trace
 
@@ -38,29 +37,32 @@ def skipped() -> dict[str, str]:
 def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     """Replay a trace and return rows by section; note: called before each replay with its description.
 
-    `single`: the best setting of each candidate for each cost, one request at a time. `concurrent`: the same with
+    `single`: the best setting of each drafter for each cost, one request at a time. `concurrent`: the same with
     `CONCURRENT` requests at once; other drafters in the settings that were best for single requests. `short`: drafts of
     at most `SHORT_K` tokens. `known`: the same after all requests were replayed before.
     """
 
-    def cold(entry: Entry, concurrency: int = 1) -> list[Row]:
-        note(f"{trace.name} x{concurrency}: {entry.drafter} {entry.setting}")
-        tally = replay(entry.build(trace), trace, concurrency)
-        return [row_of(trace.name, entry, cost, concurrency, tally) for cost in _costs(entry)]
+    # The kernels take seconds to import.
+    from benchmarks.support.replaying import replay
 
-    def known(entry: Entry) -> Row:
-        note(f"{trace.name} again: {entry.drafter} {entry.setting}")
-        return row_of(trace.name, entry, SHORT_COST, 1, replay_known(entry, trace))
+    def cold(candidate: Candidate, concurrency: int = 1) -> list[Row]:
+        note(f"{trace.name} x{concurrency}: {candidate.drafter} {candidate.setting}")
+        tally = replay(candidate, trace, concurrency)
+        return [row_of(trace.name, candidate, cost, concurrency, tally) for cost in _costs(candidate)]
 
-    entries = all_entries()
-    rows = [row for entry in entries for row in cold(entry)]
+    def known(candidate: Candidate) -> Row:
+        note(f"{trace.name} again: {candidate.drafter} {candidate.setting}")
+        return row_of(trace.name, candidate, SHORT_COST, 1, replay(candidate, trace, times=2))
+
+    candidates = all_candidates()
+    rows = [row for candidate in candidates for row in cold(candidate)]
     single = best_rows(rows)
     chosen = {(row["drafter"], row["setting"]) for row in single if row["drafter"] in CONCURRENT_DRAFTERS}
-    concurrent = [row for entry in entries if _key(entry) in chosen for row in cold(entry, CONCURRENT)]
-    own_short = list(own_entries("ssd", [SHORT_K], ("path", "tree"), [SHORT_COST]))
-    rows += [row for entry in own_short for row in cold(entry)]
+    concurrent = [row for candidate in candidates if _key(candidate) in chosen for row in cold(candidate, CONCURRENT)]
+    own_short = list(own_candidates("ssd", [SHORT_K], ("path", "tree"), [SHORT_COST]))
+    rows += [row for candidate in own_short for row in cold(candidate)]
     short = best_rows([row for row in rows if row["k"] == SHORT_K and row["cost"] == SHORT_COST])
-    by_setting = {_key(entry): entry for entry in [*entries, *own_short]}
+    by_setting = {_key(candidate): candidate for candidate in [*candidates, *own_short]}
     again = [known(by_setting[row["drafter"], row["setting"]]) for row in short]
     return {
         name: [{column: row[column] for column in KEPT} for row in section]
@@ -73,21 +75,21 @@ def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     }
 
 
-def all_entries() -> list[Entry]:
+def all_candidates() -> list[Candidate]:
     """Return all settings of all drafters that are installed."""
-    entries = list(own_entries("ssd", [OWN_K], ("path", "tree"), COSTS))
+    candidates = list(own_candidates("ssd", [OWN_K], ("path", "tree"), COSTS))
     for name in ("classic", "ngram"):
-        entries += own_entries(name, OTHER_KS, (), ())
+        candidates += own_candidates(name, OTHER_KS, (), ())
     for name in PEERS:
         if not missing(name):
-            entries += peer_entries(name, OTHER_KS)
-    return entries
+            candidates += peer_candidates(name, OTHER_KS)
+    return candidates
 
 
-def _costs(entry: Entry) -> Sequence[float]:
+def _costs(candidate: Candidate) -> Sequence[float]:
     """Return the costs that one replay covers."""
-    return COSTS if entry.cost is None else (entry.cost,)
+    return COSTS if candidate.cost is None else (candidate.cost,)
 
 
-def _key(entry: Entry) -> tuple[str, str]:
-    return entry.drafter, entry.setting
+def _key(candidate: Candidate) -> tuple[str, str]:
+    return candidate.drafter, candidate.setting

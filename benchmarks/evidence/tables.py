@@ -28,7 +28,7 @@ NAMES = {
     "ngram": "prompt lookup (`ngram`)",
     "classic": "`classic`",
 }
-"""Names of candidates in order of the tables; an asterisk marks re-implementations."""
+"""Names of drafters in order of the tables; an asterisk marks re-implementations."""
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
@@ -146,7 +146,7 @@ def _made_with(document: Document) -> str:
 
 
 def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    """Return a table of candidates by recordings."""
+    """Return a table of drafters by recordings."""
     traces = sorted({row["trace"] for row in rows})
     cells = {(_name(row), row["trace"]): cell(row) for row in rows}
     lines = [(NAMES[name], *(cells[name, trace] for trace in traces)) for name in _names(rows)]
@@ -158,7 +158,7 @@ def _at(rows: Sequence[Row], cost: float) -> list[Row]:
 
 
 def _name(row: Row) -> str:
-    """Return the candidate of a row."""
+    """Return the drafter of a row, with the shape for this project's."""
     return f"ssd {row['shape']}" if row["drafter"] == "ssd" else row["drafter"]
 
 
@@ -167,13 +167,13 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Return the candidates of rows in the order of `NAMES`."""
+    """Return the drafters of rows in the order of `NAMES`."""
     present = {_name(row) for row in rows}
     return [name for name in NAMES if name in present]
 
 
 def _mean(rows: Sequence[Row], name: str, column: str) -> float:
-    """Return a candidate's geometric mean over the recordings."""
+    """Return a drafter's geometric mean over the recordings."""
     return _geometric([row[column] for row in rows if _name(row) == name])
 
 

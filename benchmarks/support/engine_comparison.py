@@ -1,4 +1,4 @@
-"""The comparison of `benchmarks.engine`: one model, its requests, and the candidates that alternately run them."""
+"""The comparison of `benchmarks.engine`: one model, its requests, and the cases that alternately run them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.support.engine_rows import FORCED, Candidate
+from benchmarks.support.engine_rows import FORCED, Case
 from benchmarks.support.memory import device_name, free_bytes
 from benchmarks.support.requests import FUNCTION_GRAMMAR, Item, Limits, demo_items, is_renumbered, replay_items
 from benchmarks.support.serving import Run, serve
@@ -43,7 +43,7 @@ WARM_UP_TOKENS = 8
 
 
 class Comparison:
-    """One model, its requests, and the candidates."""
+    """One model, its requests, and the cases."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class Comparison:
         """Number of requests."""
         return len(self._items)
 
-    def warm_up(self, candidate: Candidate) -> None:
+    def warm_up(self, case: Case) -> None:
         """Run a few tokens, so that compilation and first allocations are not timed."""
         short = [
             replace(item, request=replace(item.request, sampling=replace(item.request.sampling, max_tokens=most)))
-            for item in self._items[: candidate[1]]
+            for item in self._items[: case[1]]
             if (most := min(WARM_UP_TOKENS, item.request.sampling.max_tokens))
         ]
-        self.run(candidate, short)
+        self.run(case, short)
 
-    def run(self, candidate: Candidate, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
+    def run(self, case: Case, items: Sequence[Item] | None = None, progress: Progress | None = None) -> Run:
         """Run `items`; None: all items of the comparison."""
-        drafter, concurrency = candidate
+        drafter, concurrency = case
         items = self._items if items is None else items
 
         def advance() -> None:
@@ -134,8 +134,8 @@ def engine_config(
     )
 
 
-def prepare(options: argparse.Namespace) -> tuple[Comparison, list[Candidate], list[str]]:
-    """Return the comparison, the candidates, and notes to print, for the options of the command line."""
+def prepare(options: argparse.Namespace) -> tuple[Comparison, list[Case], list[str]]:
+    """Return the comparison, the cases, and notes to print, for the options of the command line."""
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = None if options.shape else find_model(options.model)
@@ -170,9 +170,9 @@ def prepare(options: argparse.Namespace) -> tuple[Comparison, list[Candidate], l
     for name, peer in peers.items():
         peer.find_best_cache(items[0])
         notes.append(f"{name}: one request at a time, cache {peer.cache or 'dynamic'}")
-    candidates = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
+    cases = [(drafter, concurrency) for concurrency in options.concurrency for drafter in options.drafter]
     comparison = Comparison(pack(model), items, peers, folder=folder, attention=attention, in_flight=options.in_flight)
-    return comparison, [(name, 1) for name in names] + candidates, notes
+    return comparison, [(name, 1) for name in names] + cases, notes
 
 
 def read_items(options: argparse.Namespace, folder: Path | None, model: ModelConfig, notes: list[str]) -> list[Item]:
@@ -190,19 +190,19 @@ def read_items(options: argparse.Namespace, folder: Path | None, model: ModelCon
     return replay_items(trace, options.requests, limits, model)
 
 
-def run_rounds(comparison: Comparison, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, list[Run]]:
-    """Run every candidate once per round, in reversed order every second round, with progress on stderr."""
-    runs: dict[Candidate, list[Run]] = {candidate: [] for candidate in candidates}
+def run_rounds(comparison: Comparison, cases: Sequence[Case], rounds: int) -> dict[Case, list[Run]]:
+    """Run every case once per round, in reversed order every second round, with progress on stderr."""
+    runs: dict[Case, list[Run]] = {case: [] for case in cases}
     with Progress(console=Console(stderr=True)) as progress:
-        progress.add_task("warming up", total=rounds * len(candidates) * comparison.size)
-        for candidate in candidates:
-            comparison.warm_up(candidate)
+        progress.add_task("warming up", total=rounds * len(cases) * comparison.size)
+        for case in cases:
+            comparison.warm_up(case)
         for number in range(rounds):
-            for candidate in candidates if number % 2 == 0 else reversed(candidates):
-                drafter, concurrency = candidate
+            for case in cases if number % 2 == 0 else reversed(cases):
+                drafter, concurrency = case
                 progress.update(progress.task_ids[0], description=f"round {number + 1}: {drafter} x{concurrency}")
-                run = comparison.run(candidate, progress=progress)
-                runs[candidate].append(run)
+                run = comparison.run(case, progress=progress)
+                runs[case].append(run)
                 rate = sum(map(len, run.outputs)) / run.seconds
                 progress.console.print(f"round {number + 1}: {drafter} x{concurrency}: {rate:,.0f} tokens/s")
     return runs

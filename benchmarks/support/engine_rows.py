@@ -1,4 +1,4 @@
-"""Figures of `benchmarks.engine` from the runs of a candidate."""
+"""Figures of `benchmarks.engine` from the runs of a case."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from engine.scheduling.times import Stage
 
 FORCED = "forced"
-"""Name of the candidate that drafts only what a grammar forces."""
+"""Name for drafting only what a grammar forces."""
 Row = dict[str, Any]
-Candidate = tuple[str, int]
+Case = tuple[str, int]
 """Name of a drafter or peer, and the number of requests that run at the same time."""
 STAGES: tuple[Stage, ...] = ("schedule", "draft", "forward", "verify", "commit")
 
 
-def rows_of(rounds: Mapping[Candidate, Sequence[Run]], *, replayed: bool) -> list[Row]:
-    """Return a row per candidate: medians over its rounds, ratios to `none` within each round."""
+def rows_of(rounds: Mapping[Case, Sequence[Run]], *, replayed: bool) -> list[Row]:
+    """Return a row per case: medians over its rounds, ratios to `none` within each round."""
     return [
         row_of(drafter, concurrency, runs, rounds.get(("none", concurrency)), replayed=replayed)
         for (drafter, concurrency), runs in rounds.items()
@@ -29,7 +29,7 @@ def rows_of(rounds: Mapping[Candidate, Sequence[Run]], *, replayed: bool) -> lis
 
 
 def row_of(drafter: str, concurrency: int, runs: Sequence[Run], plain: Sequence[Run] | None, *, replayed: bool) -> Row:
-    """Return the figures of one candidate; `plain`: the runs of `none` in the same rounds."""
+    """Return the figures of one case; `plain`: the runs of `none` in the same rounds."""
     pairs = [] if plain is None else list(zip(runs, plain, strict=True))
     has_steps = bool(runs[0].steps)
     return {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.support.drafters import Entry
+from benchmarks.support.drafters import Candidate
+
+if TYPE_CHECKING:
+    from drafter_service.commands.advise.running import Running
 
 BINS = 10
 """Number of bins of the expected calibration error, of equal width."""
@@ -41,6 +44,18 @@ class Tally:
     insert_s: float = 0.0
     """Seconds of all other calls."""
     bytes_per_token: float | None = None
+
+    def add(self, running: Running, path_probs: list[float] | None, *, is_cold: bool) -> None:
+        """Count a step; path_probs: those of its draft tokens, None if the drafter has none."""
+        self.steps += len(running)
+        self.output_tokens += int(running.committed.sum())
+        self.drafted += len(running.depths)
+        self.accepted += int(running.accepted.sum())
+        if path_probs is not None:
+            self.has_probs = True
+            self.path_probs += path_probs
+            self.agrees += (running.depths > 0).tolist()
+            self.cold_tokens += len(running.depths) if is_cold else 0
 
 
 def figures(tally: Tally, cost: float) -> Row:
@@ -74,30 +89,30 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
     return round(float(np.abs(gaps).sum() / len(probs)), 4)
 
 
-def row_of(trace: str, entry: Entry, cost: float, concurrency: int, tally: Tally) -> Row:
+def row_of(trace: str, candidate: Candidate, cost: float, concurrency: int, tally: Tally) -> Row:
     """Return one line of the results."""
     return {
         "trace": trace,
-        "drafter": entry.drafter,
-        "setting": entry.setting,
-        "k": entry.k,
-        "shape": entry.shape,
+        "drafter": candidate.drafter,
+        "setting": candidate.setting,
+        "k": candidate.k,
+        "shape": candidate.shape,
         "cost": cost,
         "concurrency": concurrency,
         **figures(tally, cost),
     }
 
 
-def candidate_of(row: Row) -> str:
-    """Return the candidate of a row: drafter and setting for this project's drafters, the drafter alone for others."""
+def name_of(row: Row) -> str:
+    """Return the drafter of a row, with the setting for this project's."""
     return f"ssd {row['setting']}" if row["drafter"] == "ssd" else row["drafter"]
 
 
 def best_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return each candidate's row with the largest S, for each concurrency, trace and cost."""
+    """Return each drafter's row with the largest S, for each concurrency, trace and cost."""
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (row["concurrency"], row["trace"], row["cost"], candidate_of(row))
+        key = (row["concurrency"], row["trace"], row["cost"], name_of(row))
         if key not in best or row["S"] > best[key]["S"]:
             best[key] = row
     return list(best.values())
@@ -105,10 +120,10 @@ def best_rows(rows: Sequence[Row]) -> list[Row]:
 
 def compare(rows: Sequence[Row]) -> list[Row]:
     """Return S of each own setting divided by the best S of each other drafter, by trace, and the geometric mean."""
-    best = {(row["concurrency"], row["cost"], candidate_of(row), row["trace"]): row["S"] for row in best_rows(rows)}
-    concurrencies, costs, candidates, traces = (_distinct(values) for values in zip(*best, strict=True))
-    ours = [name for name in candidates if name.startswith("ssd ")]
-    others = [name for name in candidates if name not in ours]
+    best = {(row["concurrency"], row["cost"], name_of(row), row["trace"]): row["S"] for row in best_rows(rows)}
+    concurrencies, costs, names, traces = (_distinct(values) for values in zip(*best, strict=True))
+    ours = [name for name in names if name.startswith("ssd ")]
+    others = [name for name in names if name not in ours]
     compared = []
     for concurrency, cost, own, other in itertools.product(concurrencies, costs, ours, others):
         ratios = {

@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Run:
-    """One run of all requests by one candidate."""
+    """One run of all requests by one case."""
 
     seconds: float
     outputs: list[np.ndarray]
@@ -51,7 +51,7 @@ class Run:
     peak_bytes: int
     """Peak memory of the process; on a GPU, peak GPU memory."""
     drafted: int | None = None
-    """Number of draft tokens; None if the candidate does not report it."""
+    """Number of draft tokens; None if the engine does not report it."""
     steps: list[tuple[StageTimes, int]] = field(default_factory=list)
     """Stage times of every step, and the number of sequences that produced in it."""
     cpu_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' `generate` as a candidate, one request at a time."""
+"""Hugging Face transformers' `generate` for comparison, one request at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.models.loader import checkpoint_views
 from engine.scheduling.request import Request
 
 PEERS = ("transformers", "transformers-pld")
-"""Names of the candidates: without drafts, and with prompt lookup."""
+"""Names in comparisons: without drafts, and with prompt lookup."""
 LOOKUP_TOKENS = 10
 """Draft tokens of prompt lookup; the value in transformers' documentation."""
 CACHES = (None, "static")

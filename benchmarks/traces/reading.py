@@ -13,6 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from drafter_service.commands.advise.traffic import Traffic
 from ssd.corpus.ring import MAX_TOKEN_ID
 
 VOCABULARY = 50_000
@@ -46,8 +47,6 @@ class Trace:
 
     name: str
     requests: list[Request]
-    first_index: int = 0
-    """Index of the first request, by which drafters tell requests apart."""
 
     @property
     def output_tokens(self) -> int:
@@ -64,11 +63,21 @@ class Trace:
             left -= len(request.output)
         return Trace(self.name, kept)
 
-    def again(self) -> Trace:
-        """Return the same requests with other indices and sessions."""
-        sessions = 1 + max(request.session for request in self.requests)
-        requests = [replace(request, session=request.session + sessions) for request in self.requests]
-        return Trace(self.name, requests, self.first_index + len(requests))
+    def traffic(self, times: int = 1) -> Traffic:
+        """Return the requests as a log without times: `times` copies one after another, with different sessions."""
+        lengths = np.array([len(request.tokens) for request in self.requests])
+        sessions = np.array([request.session for request in self.requests])
+        copies = np.repeat(np.arange(times), len(sessions))
+        unknown = np.full(len(copies), np.nan)
+        return Traffic(
+            tokens=np.concatenate([request.tokens for request in self.requests] * times),
+            starts=np.append(0, np.cumsum(np.tile(lengths, times))),
+            prompt_lengths=np.tile([request.prompt_length for request in self.requests], times),
+            began_s=unknown,
+            ended_s=unknown,
+            users=np.full(len(copies), -1),
+            sessions=np.tile(sessions, times) + copies * (1 + sessions.max()),
+        )
 
 
 def load_trace(path: Path) -> Trace:

@@ -1,6 +1,7 @@
 """The replay benchmark: its figures compared with a slow replay, the order of requests, and invalid input."""
 
 import json
+import math
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,10 +10,15 @@ import pytest
 
 from benchmarks.replay import main
 from benchmarks.support import peers
-from benchmarks.support.drafters import OWN_DRAFTERS, Draft, Running, own_entries
-from benchmarks.support.rounds import replay, replay_known, walk
+from benchmarks.support.drafters import OWN_DRAFTERS, own_candidates
+from benchmarks.support.replaying import MeasuredDrafter, replay
 from benchmarks.support.scores import best_rows, compare, figures
 from benchmarks.traces import Trace, copy_edit, load_trace
+from ssd.base import CorpusDrafter
+from ssd.drafter import SuffixDrafter
+from ssd.types import Progress
+from tests.drafter_service.commands.advise.logs import traffic_of
+from tests.replay import branches
 
 COST = 0.05
 
@@ -34,41 +40,32 @@ def trace_path(tmp_path):
     return path
 
 
-def entry_of(drafter, shape="tree"):
-    return next(own_entries(drafter, [8], [shape], [COST]))
+def candidate_of(drafter, shape="tree"):
+    return next(own_candidates(drafter, [8], [shape], [COST]))
 
 
-def paths_of(draft):
-    """Yield every token's path from the context, as token lists."""
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        path = [token]
-        while parent >= 0:
-            path.insert(0, draft.tokens[parent])
-            parent = draft.parents[parent]
-        yield path
-
-
-def replay_slowly(contestant, trace):
+def replay_slowly(drafter, trace):
     """Replay one request after the other, and compute the figures by their definitions."""
     steps, tokens, drafted, accepted, probs, agrees = 0, 0, 0, 0, [], []
+    has_corpus = isinstance(drafter, CorpusDrafter)
     for index, request in enumerate(trace.requests):
-        sequence = Running(index, request)
-        contestant.start(sequence)
-        while not sequence.is_finished:
-            contestant.refresh()
-            (draft,), _ = contestant.draft([sequence])
-            left = sequence.output[sequence.done :]
-            right = [path == left[: len(path)] for path in paths_of(draft)]
-            longest = max(
-                (len(path) for path, is_right in zip(paths_of(draft), right, strict=True) if is_right), default=0
-            )
-            if tokens >= trace.output_tokens / 10:
-                probs += draft.path_probs or []
+        options = {"session_id": request.session} if isinstance(drafter, SuffixDrafter) else {}
+        drafter.start(index, request.prompt, **options)
+        left, last, verified = request.output.tolist(), [], 0
+        while left:
+            if has_corpus:
+                drafter.corpus.refresh()
+            progress = Progress.of_one(index, np.array(last, np.uint32), verified=verified, max_draft=8)
+            draft = drafter.draft(progress)
+            paths = branches(draft.tokens.tolist(), draft.parents.tolist())
+            right = [path == left[: len(path)] for path in paths]
+            longest = max((len(path) for path, is_right in zip(paths, right, strict=True) if is_right), default=0)
+            if has_corpus and tokens >= trace.output_tokens / 10:
+                probs += [math.prod(path) for path in branches(draft.accept_prob.tolist(), draft.parents.tolist())]
                 agrees += right
-            sequence.advance(len(draft.tokens), longest)
-            (contestant.finish if sequence.is_finished else contestant.commit)(sequence)
-            steps, drafted, accepted = steps + 1, drafted + len(draft.tokens), accepted + longest
-            tokens += min(longest + 1, len(left))
+            last, left, verified = left[: longest + 1], left[longest + 1 :], len(paths)
+            steps, drafted, accepted, tokens = steps + 1, drafted + verified, accepted + longest, tokens + len(last)
+        drafter.finish(index, np.array(last, np.uint32), verified=verified)
     bins = [[i for i, p in enumerate(probs) if b <= min(p * 10, 9.999) < b + 1] for b in range(10)]
     gaps = sum(abs(sum(probs[i] - agrees[i] for i in members)) for members in bins)
     return {
@@ -84,9 +81,9 @@ def replay_slowly(contestant, trace):
     ("drafter", "shape"), [("ssd", "path"), ("ssd", "tree"), ("classic", ""), ("ngram", ""), ("none", "")]
 )
 def test_figures_equal_those_of_a_slow_replay(trace_path, drafter, shape):
-    trace, entry = load_trace(trace_path), entry_of(drafter, shape)
-    row = figures(replay(entry.build(trace), trace), COST)
-    slow = replay_slowly(entry.build(trace), trace)
+    trace, candidate = load_trace(trace_path), candidate_of(drafter, shape)
+    row = figures(replay(candidate, trace), COST)
+    slow = replay_slowly(candidate.build(trace.traffic()), trace)
     assert {name: row[name] for name in slow} == pytest.approx(slow, abs=1e-4)
     assert row["output_tokens"] == trace.output_tokens
 
@@ -95,68 +92,29 @@ def test_figures_equal_those_of_a_slow_replay(trace_path, drafter, shape):
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_every_replay_commits_the_whole_output(trace_path, drafter, concurrency):
     trace = load_trace(trace_path)
-    tally = replay(entry_of(drafter).build(trace), trace, concurrency)
+    tally = replay(candidate_of(drafter), trace, concurrency)
     assert tally.output_tokens == trace.output_tokens
     assert len(tally.draft_s) == tally.steps
     assert (tally.steps == trace.output_tokens) == (drafter == "none")
 
 
 def test_a_repeated_replay_has_the_same_outcome(trace_path):
-    trace, entry = load_trace(trace_path), entry_of("ssd")
-    first, second = (replay(entry.build(trace), trace, 4) for _ in range(2))
+    trace, candidate = load_trace(trace_path), candidate_of("ssd")
+    first, second = (replay(candidate, trace, 4) for _ in range(2))
     assert (first.steps, first.drafted, first.path_probs) == (second.steps, second.drafted, second.path_probs)
 
 
-class Recorder:
-    """A drafter without drafts that records its calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def start(self, sequence):
-        self.calls.append(("start", sequence.index))
-
-    def commit(self, sequence):
-        pass
-
-    def finish(self, sequence):
-        self.calls.append(("finish", sequence.index))
-
-    def refresh(self):
-        self.calls.append(("refresh", None))
-
-    def draft(self, running):
-        self.calls.append(("draft", [sequence.index for sequence in running]))
-        return [Draft([], [], None)] * len(running), 0.0
-
-    def bytes_per_token(self):
-        return None
-
-
-def test_a_turn_waits_for_the_previous_one_and_other_sessions_overtake_it(trace_path):
-    recorder, trace = Recorder(), load_trace(trace_path)
-    replay(recorder, trace, concurrency=4)
-    # Sessions 0 0 0 1 2 1 2 1 0 2 1 0, all outputs equally long: three sessions run at once, each in its own order.
-    rounds = list(dict.fromkeys(tuple(batch) for name, batch in recorder.calls if name == "draft"))
-    assert rounds == [(0, 3, 4), (1, 5, 6), (2, 7, 9), (8, 10), (11,)]
-
-
-def test_requests_start_in_order_of_arrival_within_the_limit(trace_path):
-    recorder, trace = Recorder(), load_trace(trace_path)
-    replay(recorder, trace, concurrency=2)
-    assert max(len(batch) for name, batch in recorder.calls if name == "draft") == 2
-    assert [index for name, index in recorder.calls if name == "start"][:6] == [0, 3, 1, 4, 2, 5]
-    one_by_one = Recorder()
-    replay(one_by_one, trace, concurrency=1)
-    assert [index for name, index in one_by_one.calls if name == "start"] == list(range(12))
-
-
-def test_the_corpus_is_refreshed_before_each_draft_or_every_n_requests(trace_path):
-    trace = load_trace(trace_path)
-    for refresh_every, expected in ((None, trace.output_tokens), (5, 2), (100, 0)):
-        recorder = Recorder()
-        replay(recorder, trace, 1, refresh_every)
-        assert [name for name, _ in recorder.calls].count("refresh") == expected
+@pytest.mark.parametrize(("refresh_every", "expected"), [(0, 10), (5, 2), (100, 0)])
+def test_the_corpus_is_refreshed_before_each_draft_or_every_n_requests(monkeypatch, refresh_every, expected):
+    drafter, refreshes, nothing = candidate_of("ssd").build(traffic_of([])), [], np.empty(0, np.uint32)
+    measured = MeasuredDrafter(drafter, refresh_every)
+    monkeypatch.setattr(drafter.corpus, "refresh", lambda: refreshes.append(1))
+    for request in range(11):
+        measured.start(request, np.array([1], np.uint32), -1)
+        if request:
+            measured.draft(Progress.of_one(request, nothing, max_draft=8))
+        measured.finish(request, nothing, 0)
+    assert len(refreshes) == expected
 
 
 @pytest.mark.parametrize("drafter", ["ssd", "classic", "rest-like", "arctic"])
@@ -164,27 +122,17 @@ def test_a_warm_replay_counts_the_second_time_only(trace_path, drafter):
     if drafter in peers.PEERS and (reason := peers.missing(drafter)):
         pytest.skip(reason)
     trace = load_trace(trace_path)
-    entry = entry_of(drafter) if drafter in OWN_DRAFTERS else next(peers.peer_entries(drafter, [8]))
-    cold, warm = replay(entry.build(trace), trace), replay_known(entry, trace)
+    candidate = candidate_of(drafter) if drafter in OWN_DRAFTERS else next(peers.peer_candidates(drafter, [8]))
+    cold, warm = replay(candidate, trace), replay(candidate, trace, times=2)
     assert warm.output_tokens == cold.output_tokens
     assert warm.steps < 0.75 * cold.steps
 
 
-def test_a_trace_again_has_other_indices_and_sessions(trace_path):
-    trace = load_trace(trace_path)
-    again = trace.again()
-    assert (again.first_index, again.again().first_index) == (12, 24)
-    assert not {request.session for request in again.requests} & {request.session for request in trace.requests}
-    recorder = Recorder()
-    replay(recorder, again)
-    assert [index for name, index in recorder.calls if name == "start"] == list(range(12, 24))
-
-
-def test_the_longest_agreeing_path_of_a_tree_is_accepted():
-    #       1 ─┬─ 2 ── 3 ── 9
-    #          └─ 5        the rest of the output is 1, 2, 3
-    draft = Draft([1, 5, 2, 7, 3, 9], [-1, 0, 0, -1, 2, 4], None)
-    assert walk(draft, [0, 1, 2, 3], 1) == ([True, False, True, False, True, False], 3)
+def test_copies_of_a_trace_have_different_sessions(trace_path):
+    once, twice = (load_trace(trace_path).traffic(times) for times in (1, 2))
+    assert np.array_equal(twice.tokens, np.tile(once.tokens, 2))
+    assert np.array_equal(np.diff(twice.starts), np.tile(np.diff(once.starts), 2))
+    assert np.array_equal(twice.sessions, np.concatenate([once.sessions, once.sessions + 3]))
 
 
 def test_a_trace_is_cut_at_a_number_of_output_tokens(trace_path):
@@ -315,6 +263,6 @@ def test_peers_draft_repeated_text(peer):
         pytest.skip(reason)
     # The first copies its prompt, from which some drafters do not draft; the second repeats the first.
     copy = copy_edit(400).first(100).requests[0]
-    entry = next(peers.peer_entries(peer, [16]))
+    candidate = next(peers.peer_candidates(peer, [16]))
     again = Trace("again", [copy, replace(copy, session=1)])
-    assert figures(replay(entry.build(again), again), COST)["tokens_per_step"] > 1.5
+    assert figures(replay(candidate, again), COST)["tokens_per_step"] > 1.5

@@ -7,18 +7,19 @@ re-implementations of published algorithms with the originals' defaults, which n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-from benchmarks.support.drafters import Contestant, Entry
+from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers.arctic import Arctic
 from benchmarks.support.peers.automaton import SuffixAutomata
+from benchmarks.support.peers.one_by_one import OneByOne
 from benchmarks.support.peers.prompt_lookup import PromptLookup, VllmNgram
 from benchmarks.support.peers.tries import RestLike, SglangNgram
 
 PACKAGES = {"arctic": "arctic_inference", "pld": "transformers"}
 """The packages of peers that are not re-implemented."""
-WITH_K: dict[str, tuple[Callable[[int], Contestant], str]] = {
+WITH_K: dict[str, tuple[type[OneByOne], str]] = {
     "pld": (PromptLookup, "path"),
     "vllm-ngram": (VllmNgram, "path"),
     "sglang-ngram": (SglangNgram, "tree"),
@@ -37,18 +38,18 @@ def missing(peer: str) -> str | None:
     return None if package is None or find_spec(package) else f"{package} is not installed (make peers)"
 
 
-def peer_entries(peer: str, ks: Sequence[int]) -> Iterator[Entry]:
+def peer_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
     """Return the settings of a peer; a grid may have its own values of k."""
     if peer in WITH_K:
         build, shape = WITH_K[peer]
         for k in ks:
-            yield Entry(peer, f"k={k}", lambda _trace, k=k: build(k), k, shape)
+            yield Candidate(peer, f"k={k}", lambda _traffic: build(), k, shape)
         return
     for k, shape, factor, least_prob in itertools.product(*ARCTIC_GRID.values()):
-        yield Entry(
+        yield Candidate(
             "arctic",
             f"{shape} k={k} factor={factor:g} p={least_prob:g}",
-            lambda _trace, settings=(k, shape, factor, least_prob): Arctic(*settings),
+            lambda _traffic, settings=(factor, least_prob), is_tree=shape == "tree": Arctic(*settings, is_tree=is_tree),
             k,
             shape,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.support.drafters import Draft, Running
-from benchmarks.support.peers.one_by_one import OneByOne, path
+import numpy as np
+
+from benchmarks.support.peers.one_by_one import Answer, OneByOne, path
 
 CONTEXT = 64
 """Context tokens that are matched in other requests."""
@@ -87,34 +88,36 @@ class SuffixAutomata(OneByOne):
     Drafts the tokens after the first occurrence of the longest match. When a request ends, its automaton is removed.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._active: dict[int, tuple[Running, SuffixAutomaton]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self._automata: dict[int, SuffixAutomaton] = {}
 
-    def start(self, sequence: Running) -> None:
-        """Index the prompt."""
-        automaton = SuffixAutomaton()
-        automaton.extend(sequence.request.prompt.tolist())
-        self._active[sequence.index] = sequence, automaton
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence, and index its prompt."""
+        super().start(sequence_id, prompt)
+        self._automata[sequence_id] = SuffixAutomaton()
+        self._automata[sequence_id].extend(prompt.tolist())
 
-    def commit(self, sequence: Running) -> None:
-        """Index the committed tokens."""
-        self._active[sequence.index][1].extend(sequence.last.tolist())
+    def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """Commit tokens, and index them."""
+        super().commit(sequence_id, tokens)
+        self._automata[sequence_id].extend(tokens.tolist())
 
-    def finish(self, sequence: Running) -> None:
+    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
         """Forget the request."""
-        del self._active[sequence.index]
+        super().finish(sequence_id, tokens)
+        del self._automata[sequence_id]
 
-    def draft_one(self, sequence: Running) -> Draft:
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
         """Return the tokens after the longest match."""
-        (length, end), owner = self._active[sequence.index][1].repeated(), sequence
-        context = sequence.request.tokens[max(0, sequence.length - CONTEXT) : sequence.length].tolist()
-        for other, automaton in self._active.values():
-            if other is sequence:
+        (length, end), owner = self._automata[sequence_id].repeated(), sequence_id
+        context = self.texts[sequence_id].last(CONTEXT)
+        for other, automaton in self._automata.items():
+            if other == sequence_id:
                 continue
             found, first_end = automaton.match(context)
-            if found > length and first_end < other.length:
+            if found > length and first_end < self.texts[other].length:
                 length, end, owner = found, first_end, other
         if length == 0:
             return path([])
-        return path(owner.request.tokens[end : min(end + self._k, owner.length)].tolist())
+        return path(self.texts[owner].tokens[end : end + limit].tolist())

@@ -1,43 +1,71 @@
-"""Base of the re-implemented drafters."""
+"""Base of other projects' drafters: the calls that the replay benchmark times apart."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from typing import NamedTuple
 
-from benchmarks.support.drafters import Draft, Running
+import numpy as np
+
+
+class Answer(NamedTuple):
+    """A draft, with the names of Arctic's package."""
+
+    token_ids: list[int]
+    parents: list[int]
+    """Index of each token's parent, -1 for a child of the context; parents precede their children."""
+    probs: list[float]
+    """Ones; the originals estimate no probabilities."""
+
+
+class Text:
+    """The prompt of a sequence and its output so far."""
+
+    def __init__(self, prompt: np.ndarray) -> None:
+        self.prompt_length = self.length = len(prompt)
+        self._buffer = prompt.copy()
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Append committed tokens, uint32 [n]."""
+        end = self.length + len(tokens)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate((self._buffer[: self.length], np.empty(end, np.uint32)))
+        self._buffer[self.length : end] = tokens
+        self.length = end
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [N]."""
+        return self._buffer[: self.length]
+
+    def last(self, count: int) -> list[int]:
+        """Return the last tokens, at most `count`."""
+        return self.tokens[max(0, self.length - count) :].tolist()
 
 
 class OneByOne:
     """A drafter that is asked for one sequence at a time. A subclass overrides what it needs."""
 
-    def start(self, sequence: Running) -> None:
-        """Do nothing."""
+    def __init__(self) -> None:
+        self.texts: dict[int, Text] = {}
+        """Texts of the running sequences, by sequence id."""
 
-    def commit(self, sequence: Running) -> None:
-        """Do nothing."""
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence with its prompt, uint32 [P]."""
+        self.texts[sequence_id] = Text(prompt)
 
-    def finish(self, sequence: Running) -> None:
-        """Do nothing."""
+    def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """Commit tokens, uint32 [n]."""
+        self.texts[sequence_id].append(tokens)
 
-    def refresh(self) -> None:
-        """Do nothing; text is indexed at once."""
-
-    def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """Return a draft for each sequence, and the seconds that they took."""
-        began = time.perf_counter()
-        drafts = [self.draft_one(sequence) for sequence in running]
-        return drafts, time.perf_counter() - began
-
-    def draft_one(self, sequence: Running) -> Draft:
-        """Return the draft of one sequence."""
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
+        """Return a draft of at most `limit` tokens."""
         raise NotImplementedError
 
-    def bytes_per_token(self) -> float | None:
-        """Return None; memory of Python objects says nothing about the original."""
-        return None
+    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:  # noqa: ARG002
+        """End a sequence; tokens: empty, as all are committed."""
+        del self.texts[sequence_id]
 
 
-def path(tokens: list[int]) -> Draft:
+def path(tokens: list[int]) -> Answer:
     """Return a draft without branches."""
-    return Draft(tokens, list(range(-1, len(tokens) - 1)), None)
+    return Answer(tokens, list(range(-1, len(tokens) - 1)), [1.0] * len(tokens))

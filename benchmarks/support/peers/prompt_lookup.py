@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.support.drafters import Draft, Running
-from benchmarks.support.peers.one_by_one import OneByOne, path
+from benchmarks.support.peers.one_by_one import Answer, OneByOne, path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,34 +22,35 @@ VLLM_SHORTEST, VLLM_LONGEST = 2, 5
 class PromptLookup(OneByOne):
     """Prompt lookup as in transformers: drafts after the first occurrence of the last 2 tokens, or else of the last."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self) -> None:
         from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+        super().__init__()
         self._generator = PromptLookupCandidateGenerator(
-            num_output_tokens=k, max_matching_ngram_size=PLD_LONGEST, max_length=NO_LENGTH_LIMIT
+            max_matching_ngram_size=PLD_LONGEST, max_length=NO_LENGTH_LIMIT
         )
-        self._tokens: dict[int, Tensor] = {}
+        self._contexts: dict[int, Tensor] = {}
 
-    def start(self, sequence: Running) -> None:
-        """Keep prompt and output; drafts use only committed tokens."""
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence with its prompt."""
+        super().start(sequence_id, prompt)
+        self._update(sequence_id)
+
+    def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """Commit tokens."""
+        super().commit(sequence_id, tokens)
+        self._update(sequence_id)
+
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
+        """Return the tokens after the match."""
+        self._generator.num_output_tokens = limit
+        context = self._contexts[sequence_id]
+        return path(self._generator.get_candidates(context)[0][0, context.shape[1] :].tolist())
+
+    def _update(self, sequence_id: int) -> None:
         import torch
 
-        self._tokens[sequence.index] = torch.from_numpy(sequence.request.tokens.astype(np.int64))[None]
-
-    def finish(self, sequence: Running) -> None:
-        """Forget the request."""
-        del self._tokens[sequence.index]
-
-    def draft(self, running: Sequence[Running]) -> tuple[list[Draft], float]:
-        """Draft for each sequence in a separate call."""
-        contexts = [self._tokens[sequence.index][:, : sequence.length] for sequence in running]
-        began = time.perf_counter()
-        answers = [self._generator.get_candidates(context)[0] for context in contexts]
-        seconds = time.perf_counter() - began
-        drafts = [
-            path(answer[0, sequence.length :].tolist()) for sequence, answer in zip(running, answers, strict=True)
-        ]
-        return drafts, seconds
+        self._contexts[sequence_id] = torch.from_numpy(self.texts[sequence_id].tokens.astype(np.int64))[None]
 
 
 class VllmNgram(OneByOne):
@@ -61,12 +59,9 @@ class VllmNgram(OneByOne):
     The algorithm of `vllm/v1/spec_decode/ngram_proposer.py`; the original searches all lengths in one pass.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-
-    def draft_one(self, sequence: Running) -> Draft:
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
         """Return the tokens after the match."""
-        text = sequence.request.tokens[: sequence.length]
+        text = self.texts[sequence_id].tokens
         matches = np.arange(1, len(text))
         # Ends of occurrences of the last tokens, for longer and longer matches; the end of the text itself is left out.
         ends: list[np.ndarray] = []
@@ -79,4 +74,4 @@ class VllmNgram(OneByOne):
         if len(ends) < VLLM_SHORTEST:
             return path([])
         end = int(ends[-1][0])
-        return path(text[end : end + self._k].tolist())
+        return path(text[end : end + limit].tolist())

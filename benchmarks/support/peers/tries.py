@@ -7,8 +7,9 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from benchmarks.support.drafters import Draft, Running
-from benchmarks.support.peers.one_by_one import OneByOne
+import numpy as np
+
+from benchmarks.support.peers.one_by_one import Answer, OneByOne
 
 SGLANG_DEPTH = 18
 SGLANG_LEAST_BREADTH, SGLANG_MOST_BREADTH = 1, 10
@@ -61,13 +62,17 @@ class Trie:
 class Tree:
     """A draft that grows: nodes with the same path are merged."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        """limit: number of nodes with which it is full."""
+        self._limit = limit
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._places: dict[tuple[int, int], int] = {}
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    @property
+    def is_full(self) -> bool:
+        """Whether the draft has its largest size."""
+        return len(self.tokens) >= self._limit
 
     def add(self, parent: int, token: int) -> int:
         """Return the place of a child of `parent` (-1: of the context), which is added if it is not there."""
@@ -77,48 +82,45 @@ class Tree:
             self.parents.append(parent)
         return self._places[parent, token]
 
-    def draft(self) -> Draft:
+    def answer(self) -> Answer:
         """Return the draft."""
-        return Draft(self.tokens, self.parents, None)
+        return Answer(self.tokens, self.parents, [1.0] * len(self.tokens))
 
 
 class SglangNgram(OneByOne):
     """SGLang's n-gram drafter: a trie of the last tokens of every request; breadth first, the most recent child first.
 
     The algorithm of `python/sglang/srt/speculative/cpp_ngram/trie.cpp`, match type BFS. After every step the last 18
-    tokens of the context are inserted. All matches are extended, longest first, until the draft has k tokens; the
+    tokens of the context are inserted. All matches are extended, longest first, until the draft is full; the
     longer the match and the deeper the node, the fewer children are followed. Nodes are never evicted here.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
+    def __init__(self) -> None:
+        super().__init__()
         self._trie = Trie(SGLANG_DEPTH)
 
-    def commit(self, sequence: Running) -> None:
-        """Insert the end of the context."""
-        self._trie.insert(_last_tokens(sequence, SGLANG_DEPTH))
+    def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """Commit tokens, and insert the end of the context."""
+        super().commit(sequence_id, tokens)
+        self._trie.insert(self.texts[sequence_id].last(SGLANG_DEPTH))
 
-    def finish(self, sequence: Running) -> None:
-        """Insert the end of the context."""
-        self.commit(sequence)
-
-    def draft_one(self, sequence: Running) -> Draft:
-        """Return a tree of k tokens, or fewer if the matches have no more."""
-        context, tree = _last_tokens(sequence, SGLANG_DEPTH), Tree()
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
+        """Return a tree of `limit` tokens, or fewer if the matches have no more."""
+        context, tree = self.texts[sequence_id].last(SGLANG_DEPTH), Tree(limit)
         narrowing = (SGLANG_MOST_BREADTH - SGLANG_LEAST_BREADTH) / (SGLANG_DEPTH - 1)
         for length in range(len(context), 0, -1):
             if (node := self._trie.find(context[-length:])) is not None:
                 breadth = (SGLANG_DEPTH - 1 - length) * narrowing + SGLANG_LEAST_BREADTH
                 self._extend(tree, node, breadth, narrowing)
-        return tree.draft()
+        return tree.answer()
 
     def _extend(self, tree: Tree, node: Node, breadth: float, narrowing: float) -> None:
         waiting = deque([(-1, breadth, node)])
-        while waiting and len(tree) < self._k:
+        while waiting and not tree.is_full:
             parent, breadth, node = waiting.popleft()
             recent = itertools.islice(reversed(node.children.items()), max(1, int(breadth)))
             for token, child in recent:
-                if len(tree) >= self._k:
+                if tree.is_full:
                     return
                 waiting.append((tree.add(parent, token), breadth - narrowing, child))
 
@@ -127,27 +129,29 @@ class RestLike(OneByOne):
     """REST (He et al., 2024): the most frequent continuations of the longest match in a datastore.
 
     The datastore has the outputs of all finished requests; the original's is made once, from other text. The last 16
-    tokens are matched, then fewer, down to 2. Of the trie of the continuations, 10 tokens deep, the k nodes that occur
+    tokens are matched, then fewer, down to 2. Of the trie of the continuations, 10 tokens deep, the nodes that occur
     most often are drafted.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
+    def __init__(self) -> None:
+        super().__init__()
         self._trie = Trie(REST_LONGEST + REST_CONTINUATION)
 
-    def finish(self, sequence: Running) -> None:
-        """Add the output to the datastore."""
-        self._trie.insert(sequence.output)
+    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """End a sequence, and add the output to the datastore."""
+        text = self.texts[sequence_id]
+        self._trie.insert(text.last(text.length - text.prompt_length))
+        super().finish(sequence_id, tokens)
 
-    def draft_one(self, sequence: Running) -> Draft:
+    def speculate(self, sequence_id: int, limit: int) -> Answer:
         """Return a tree of the most frequent continuations."""
-        context, tree = _last_tokens(sequence, REST_LONGEST), Tree()
+        context, tree = self.texts[sequence_id].last(REST_LONGEST), Tree(limit)
         for length in range(len(context), REST_SHORTEST - 1, -1):
             node = self._trie.find(context[-length:])
             if node is not None and node.children:
                 self._extend(tree, node)
                 break
-        return tree.draft()
+        return tree.answer()
 
     def _extend(self, tree: Tree, node: Node) -> None:
         """Add nodes in the order of their counts, and of equal ones in that of insertion."""
@@ -159,13 +163,8 @@ class RestLike(OneByOne):
                 heapq.heappush(frontier, (-child.count, next(numbers), parent, depth, token, child))
 
         offer(-1, 1, node)
-        while frontier and len(tree) < self._k:
+        while frontier and not tree.is_full:
             _, _, parent, depth, token, child = heapq.heappop(frontier)
             place = tree.add(parent, token)
             if depth < REST_CONTINUATION:
                 offer(place, depth + 1, child)
-
-
-def _last_tokens(sequence: Running, count: int) -> list[int]:
-    """Return the last tokens of the context."""
-    return sequence.request.tokens[max(0, sequence.length - count) : sequence.length].tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,9 +14,9 @@ from queue import Empty, Queue
 
 import numpy as np
 
-from drafter_service.commands.advise.arctic import ArcticDrafter
+from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from drafter_service.commands.advise.provenance import Origins, Tracer
-from drafter_service.commands.advise.replay import Replay, replay
+from drafter_service.commands.advise.replay import Replay, TimedDrafter, replay
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
@@ -26,7 +25,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import MIN_CAPACITY
 from ssd.errors import UserError
 from ssd.hardware.processors import usable_processors
-from ssd.types import DraftBatch, Drafter, Progress
+from ssd.types import Drafter
 
 POLL_S = 0.1
 """Interval at which progress is reported."""
@@ -69,93 +68,52 @@ class Outcome:
     origins: Origins | None = None
 
 
-class TimedDrafter:
-    """A drafter whose answers are timed."""
+class TracedDrafter(TimedDrafter):
+    """A drafter that indexes each output at once, so that a tracer knows where in the corpus it is."""
 
-    def __init__(self, inner: Drafter, tracer: Tracer | None, corpus: Corpus | None) -> None:
-        self._inner = inner
+    def __init__(self, inner: Drafter, tracer: Tracer | None) -> None:
+        super().__init__(inner)
         self._tracer = tracer
-        self._corpus = corpus
-        self.seconds = 0.0
-        self.calls = 0
-
-    def start(self, sequence_id: int, prompt: np.ndarray, session: int) -> None:
-        """Begin a sequence; session: -1 for none."""
-        if session >= 0 and isinstance(self._inner, CorpusDrafter):
-            self._inner.start(sequence_id, prompt, session_id=session)
-        else:
-            self._inner.start(sequence_id, prompt)
-
-    def draft(self, progress: Progress) -> DraftBatch:
-        """Return the drafts of the other drafter, which may also come from the outputs of running requests so far."""
-        if self._corpus is not None:
-            self._corpus.refresh()
-        began = time.perf_counter()
-        drafts = self._inner.draft(progress)
-        self.seconds += time.perf_counter() - began
-        self.calls += 1
-        return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
-        """End a sequence, and make its output draftable."""
-        self._inner.finish(sequence_id, tokens, verified=verified, learn=True)
-        if self._corpus is not None:
-            self._corpus.refresh()
+        """End a sequence, and index its output."""
+        super().finish(sequence_id, tokens, verified)
+        self.refresh()
         if self._tracer is not None:
             self._tracer.finish(sequence_id)
-
-    def close(self) -> None:
-        """Close the other drafter."""
-        self._inner.close()
 
 
 def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> Outcome:
     """Run one trial; `watch` is called with numbers of replayed output tokens."""
     if not trial.is_whole:
         traffic = traffic.first(SAMPLE_TOKENS)
-    corpus = None
-    inner: Drafter
-    if trial.drafter == "ngram":
-        inner = NgramDrafter()
-    elif trial.drafter == "arctic":
-        inner = ArcticDrafter(trial.cost)
-    else:
-        config = DrafterConfig(
-            capacity=trial.capacity,
-            draft_shape=trial.draft_shape,
-            max_draft=trial.max_draft,
-            cost=trial.cost,
-        )
-        corpus = Corpus.from_config(config)
-        inner = _corpus_drafter(trial.drafter, config, corpus)
-    tracer = Tracer(traffic, corpus) if trial.is_whole and corpus is not None else None
-    drafter = TimedDrafter(inner, tracer, corpus)
+    inner, tracer = _drafter_of(trial), None
+    if trial.is_whole and isinstance(inner, CorpusDrafter):
+        tracer = Tracer(traffic, inner.corpus)
+    drafter = TracedDrafter(inner, tracer)
     recorded = traffic.concurrency()
     concurrency = trial.concurrency or (1 if recorded is None else recorded)
-    accept = None if tracer is None else tracer.accept
-    result = replay(
-        traffic,
-        drafter,
-        concurrency=concurrency,
-        max_draft=trial.max_draft,
-        cost=trial.cost,
-        accept=accept,
-        watch=watch,
-    )
-    drafter.close()
-    draft_ms = 1e3 * drafter.seconds / max(1, drafter.calls)
+    result = replay(traffic, drafter, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch)
+    inner.close()
+    draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
     prompt_tokens = traffic.uncached_prompt_tokens() / max(1, int(traffic.output_lengths.sum()))
     return Outcome(trial, result, draft_ms, prompt_tokens, None if tracer is None else tracer.origins)
 
 
-def _corpus_drafter(name: str, config: DrafterConfig, corpus: Corpus) -> CorpusDrafter:
-    if name == "classic":
-        from ssd.baselines.classic import ClassicDrafter
-
-        return ClassicDrafter(config, corpus=corpus)
+def _drafter_of(trial: Trial) -> Drafter:
+    if trial.drafter == "ngram":
+        return NgramDrafter()
+    if trial.drafter == "arctic":
+        return ArcticDrafter(*settings_for(trial.cost))
+    # The kernels take seconds to import.
+    from ssd.baselines.classic import ClassicDrafter
     from ssd.drafter import SuffixDrafter
 
-    return SuffixDrafter(config, corpus=corpus)
+    config = DrafterConfig(
+        capacity=trial.capacity, draft_shape=trial.draft_shape, max_draft=trial.max_draft, cost=trial.cost
+    )
+    drafter = ClassicDrafter if trial.drafter == "classic" else SuffixDrafter
+    return drafter(config, corpus=Corpus.from_config(config))
 
 
 def needed_capacity(traffic: Traffic, most: int) -> int:

@@ -6,26 +6,30 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.support.drafters import Running
 from benchmarks.support.peers.automaton import SuffixAutomata, SuffixAutomaton
 from benchmarks.support.peers.prompt_lookup import VllmNgram
 from benchmarks.support.peers.tries import RestLike, SglangNgram, Trie
-from benchmarks.traces import Request
+from tests.replay import branches
 
 
 def text(seed, length, vocabulary=3):
     return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.uint32)
 
 
-def running(tokens, prompt_length=1, index=0):
-    return Running(index, Request(np.asarray(tokens, np.uint32), prompt_length, index))
+def started(drafter, *texts):
+    """Begin a sequence for each text, all of which is committed; return the drafter."""
+    for index, tokens in enumerate(texts):
+        drafter.start(index, np.asarray(tokens[:1], np.uint32))
+        drafter.commit(index, np.asarray(tokens[1:], np.uint32))
+    return drafter
 
 
-def advance(drafter, sequence, count):
-    """Commit `count` output tokens of a sequence, which must not end."""
-    sequence.advance(0, count - 1)
-    assert not sequence.is_finished
-    drafter.commit(sequence)
+def commit(drafter, tokens, index=0):
+    drafter.commit(index, np.asarray(tokens, np.uint32))
+
+
+def finish(drafter, index=0):
+    drafter.finish(index, np.empty(0, np.uint32))
 
 
 def occurrences(needle, tokens):
@@ -34,28 +38,19 @@ def occurrences(needle, tokens):
     return [end for end in range(size, len(tokens) + 1) if tokens[end - size : end] == needle]
 
 
-def branches(draft):
-    """Return the paths of a draft from the context to each token."""
-    paths = []
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), token])
-    return paths
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_vllm_drafts_after_the_first_of_the_longest_matches(seed):
     tokens = text(seed, 60, vocabulary=2 + seed)
-    sequence = running(np.append(tokens, 0), prompt_length=len(tokens))
     expected, context = [], tokens.tolist()
     for length in range(5, 1, -1):
         if ends := [end for end in occurrences(context[-length:], context) if end < len(context)]:
             expected = context[ends[0] : ends[0] + 4]
             break
-    assert VllmNgram(4).draft_one(sequence).tokens == expected
+    assert started(VllmNgram(), tokens).speculate(0, 4).token_ids == expected
 
 
 def test_vllm_drafts_nothing_for_a_short_text():
-    assert VllmNgram(4).draft_one(running([1, 1], prompt_length=1)).tokens == []
+    assert started(VllmNgram(), [1]).speculate(0, 4).token_ids == []
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -77,25 +72,18 @@ def test_an_automaton_finds_the_longest_matches_and_their_first_ends(seed):
 
 
 def test_automata_search_active_requests_only():
-    drafter = SuffixAutomata(3)
-    first, second = running([1, 2, 3, 4, 5, 6, 0, 0], 6, 0), running([8, 3, 4, 0, 0], 3, 1)
-    drafter.start(first)
-    drafter.start(second)
-    drafts, _ = drafter.draft([first, second])
-    assert [draft.tokens for draft in drafts] == [[], [5, 6]]
-    drafter.finish(first)
-    assert drafter.draft_one(second).tokens == []
+    drafter = started(SuffixAutomata(), [1, 2, 3, 4, 5, 6], [8, 3, 4])
+    assert [drafter.speculate(index, 3).token_ids for index in (0, 1)] == [[], [5, 6]]
+    finish(drafter, 0)
+    assert drafter.speculate(1, 3).token_ids == []
 
 
 def test_automata_prefer_the_request_itself_and_use_its_output():
-    drafter = SuffixAutomata(3)
-    first, second = running([1, 2, 9, 9, 0, 0], 4, 0), running([1, 2, 5, 1, 2, 5, 1, 0], 2, 1)
-    for sequence in (first, second):
-        drafter.start(sequence)
-    advance(drafter, second, 3)
-    assert drafter.draft_one(second).tokens == [5, 1, 2]
-    advance(drafter, second, 2)
-    assert drafter.draft_one(second).tokens == [2, 5, 1]
+    drafter = started(SuffixAutomata(), [1, 2, 9, 9], [1, 2])
+    commit(drafter, [5, 1, 2], 1)
+    assert drafter.speculate(1, 3).token_ids == [5, 1, 2]
+    commit(drafter, [5, 1], 1)
+    assert drafter.speculate(1, 3).token_ids == [2, 5, 1]
 
 
 def test_a_trie_counts_all_n_grams():
@@ -110,33 +98,31 @@ def test_a_trie_counts_all_n_grams():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_rest_drafts_the_most_frequent_continuations_of_the_longest_match(seed):
-    drafter, outputs = RestLike(12), [text(seed + 50 * number, 40) for number in range(3)]
-    for index, output in enumerate(outputs):
-        sequence = running(np.append(0, output), 1, index)
-        drafter.start(sequence)
-        drafter.finish(sequence)
-    query = np.append(text(seed + 1000, 20), 0)
-    draft = drafter.draft_one(running(query, len(query) - 1))
-    context, texts = query[:-1].tolist(), [output.tolist() for output in outputs]
+    drafter, outputs = RestLike(), [text(seed + 50 * number, 40) for number in range(3)]
+    for output in outputs:
+        finish(started(drafter, np.append(0, output)))
+    query = text(seed + 1000, 20)
+    draft = started(drafter, query).speculate(0, 12)
+    context, texts = query.tolist(), [output.tolist() for output in outputs]
     for length in range(16, 1, -1):
         continuations = [tokens[end : end + 10] for tokens in texts for end in occurrences(context[-length:], tokens)]
         if any(continuations):
             break
     counts = Counter(tuple(tokens[: n + 1]) for tokens in continuations for n in range(len(tokens)))
-    drafted = [tuple(path) for path in branches(draft)]
+    drafted = [tuple(path) for path in branches(draft.token_ids, draft.parents)]
     assert len({*drafted}) == len(drafted) == min(12, len(counts))
     left_out = [count for path, count in counts.items() if path not in drafted]
     assert min(counts[path] for path in drafted) >= max(left_out, default=0)
 
 
 def test_rest_needs_two_tokens_and_a_finished_request():
-    drafter, sequence = RestLike(4), running([5, 1, 2, 3, 1, 2, 0], 1)
-    drafter.start(sequence)
-    advance(drafter, sequence, 5)
-    assert drafter.draft_one(sequence).tokens == []
-    drafter.finish(sequence)
-    assert drafter.draft_one(running([9, 2, 0], 2, 1)).tokens == []
-    assert drafter.draft_one(running([1, 2, 0], 2, 1)).tokens == [3, 0, 1, 2]
+    drafter = started(RestLike(), [5, 1, 2, 3, 1, 2])
+    assert drafter.speculate(0, 4).token_ids == []
+    commit(drafter, [0])
+    finish(drafter)
+    assert started(drafter, [9, 2]).speculate(0, 4).token_ids == []
+    finish(drafter)
+    assert started(drafter, [1, 2]).speculate(0, 4).token_ids == [3, 0, 1, 2]
 
 
 class NaiveSglang:
@@ -173,22 +159,21 @@ class NaiveSglang:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sglang_extends_matches_by_their_most_recent_continuations(seed):
-    drafter, naive = SglangNgram(8), NaiveSglang(8)
-    tokens = text(seed, 60)
-    sequence = running(tokens, 2)
-    drafter.start(sequence)
+    drafter, naive = SglangNgram(), NaiveSglang(8)
+    tokens, done = text(seed, 60), 2
+    drafter.start(0, tokens[:done])
     for count in (1, 3, 1, 2, 5, 1, 1, 4, 2, 3, 20):
-        context = tokens[: sequence.length].tolist()
-        assert [tuple(path) for path in branches(drafter.draft_one(sequence))] == naive.draft(context)
-        advance(drafter, sequence, count)
-        naive.commit(tokens[: sequence.length].tolist()[-18:])
+        draft = drafter.speculate(0, 8)
+        paths = branches(draft.token_ids, draft.parents)
+        assert [tuple(path) for path in paths] == naive.draft(tokens[:done].tolist())
+        commit(drafter, tokens[done : done + count])
+        done += count
+        naive.commit(tokens[:done].tolist()[-18:])
 
 
 def test_sglang_remembers_finished_requests():
-    drafter = SglangNgram(2)
-    sequence = running([1, 2, 3, 4], 1)
-    drafter.start(sequence)
-    sequence.advance(0, 2)
-    drafter.finish(sequence)
-    draft = drafter.draft_one(running([7, 2, 0], 2, 1))
-    assert (draft.tokens, draft.parents) == ([3, 4], [-1, 0])
+    drafter = started(SglangNgram(), [1, 2, 3, 4])
+    finish(drafter)
+    drafter.start(1, np.array([7, 2], np.uint32))
+    draft = drafter.speculate(1, 2)
+    assert (draft.token_ids, draft.parents) == ([3, 4], [-1, 0])

@@ -6,12 +6,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.support.peers.arctic import Arctic
-from benchmarks.support.rounds import replay
-from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise import advice, arctic
-from drafter_service.commands.advise.arctic import ArcticDrafter
-from drafter_service.commands.advise.trials import Trial, run_trial
+from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from ssd.hardware.cost_profile import CostProfile
 from ssd.types import Progress
 from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
@@ -49,7 +45,7 @@ def recorded(monkeypatch):
 
 
 def test_requests_are_passed_on_with_signed_tokens_and_the_end_of_the_context(recorded):
-    drafter, prompt = ArcticDrafter(0.02), np.arange(100, dtype=np.uint32)
+    drafter, prompt = ArcticDrafter(*settings_for(0.02)), np.arange(100, dtype=np.uint32)
     drafter.start(3, prompt)
     drafter.draft(Progress.of_one(3, np.array([], np.uint32), max_draft=8))
     batch = drafter.draft(Progress.of_one(3, np.array([9, 8], np.uint32), max_draft=8))
@@ -67,7 +63,7 @@ def test_requests_are_passed_on_with_signed_tokens_and_the_end_of_the_context(re
     assert batch.parents.tolist() == [-1, 0, -1]
     # Probabilities given the parent.
     assert batch.accept_prob.tolist() == [0.5, 0.5, 0.125]
-    assert ArcticDrafter(0.1)._settings["max_spec_factor"] == 1.0
+    assert settings_for(0.1) == (1.0, 0.1)
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -76,20 +72,3 @@ def test_it_is_replayed_where_it_is_installed(monkeypatch, is_installed):
     trials = advice.plan_samples(traffic_of(repeated_requests()), CHEAP, 1)
     assert ("arctic" in {trial.drafter for trial in trials}) == is_installed
     assert {trial.draft_shape for trial in trials if trial.max_draft == 8} == {"path", "tree"}
-
-
-def test_it_accepts_as_many_tokens_as_in_the_replay_benchmark():
-    if not arctic.is_installed():
-        pytest.skip("arctic_inference is not installed (make peers)")
-    requests = repeated_requests()
-    outcome = run_trial(traffic_of(requests), Trial("arctic", "tree", 16, 1, 0.02, 20_000), lambda _: None)
-    trace = Trace(
-        "same",
-        [
-            Request(np.array([*prompt, *output], np.uint32), len(prompt), session)
-            for session, (prompt, output) in enumerate(requests)
-        ],
-    )
-    tally = replay(Arctic(16, "tree", *arctic.LOW_COST_SETTINGS), trace)
-    assert outcome.replay.steps.sum() == tally.steps
-    assert outcome.replay.drafted.sum() == tally.drafted

@@ -1,18 +1,16 @@
-"""Replays verify like the benchmark's, and start requests when the log allows it."""
+"""Replays verify and count like slow ones, and start requests when the log allows it."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.support.drafters import Draft, Embedded
-from benchmarks.support.rounds import replay as slow_replay
-from benchmarks.support.rounds import walk
-from benchmarks.traces import Request, Trace
-from drafter_service.commands.advise.replay import Arrivals, _accept, replay
-from drafter_service.commands.advise.trials import TimedDrafter
+from drafter_service.commands.advise.replay import Arrivals, TimedDrafter, replay, steps_of
+from drafter_service.commands.advise.running import _accept
 from ssd.baselines.ngram import NgramDrafter
-from ssd.types import offsets_of
+from ssd.types import Progress, offsets_of
 from tests.drafter_service.commands.advise.logs import traffic_of
+from tests.replay import accepted_path, branches
 
 tokens = st.integers(0, 3)
 
@@ -25,51 +23,59 @@ def drafts(draw):
 
 
 @given(st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=8), drafts()), min_size=1, max_size=4))
-def test_accepted_tokens_equal_those_of_the_benchmark(rows):
+def test_tokens_on_paths_of_the_output_are_accepted(rows):
     text = np.array([token for output, _ in rows for token in output], np.uint32)
     ends = np.cumsum([len(output) for output, _ in rows])
     starts = ends - [len(output) for output, _ in rows]
     drafted = np.array([token for _, (own, _) in rows for token in own], np.uint32)
     parents = np.array([parent for _, (_, own) in rows for parent in own], np.int32)
     offsets = offsets_of(np.array([len(own) for _, (own, _) in rows], np.uint32))
-    accepted, last = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    _accept(text, starts, ends, drafted, parents, offsets, accepted, last)
-    for row, (output, (own, own_parents)) in enumerate(rows):
-        agrees, longest = walk(Draft(own, own_parents, None), output, 0)
-        assert accepted[row] == longest
-        if longest:
-            depth, node = 0, last[row]
-            while node >= 0:
-                assert agrees[node]
-                depth, node = depth + 1, own_parents[node]
-            assert depth == longest
+    depths, accepted, last = np.zeros(len(drafted), np.int64), np.zeros(len(rows), np.int64), np.zeros(len(rows), int)
+    _accept(text, starts, ends, drafted, parents, offsets, depths, accepted, last)
+    for row, (output, draft) in enumerate(rows):
+        paths = branches(*draft)
+        expected = [len(path) if path == output[: len(path)] else 0 for path in paths]
+        assert depths[offsets[row] : offsets[row + 1]].tolist() == expected
+        assert accepted[row] == max(expected, default=0)
+        if accepted[row]:
+            assert expected[last[row]] == accepted[row]
+
+
+def replay_slowly(prompt, output, max_draft):
+    """Return the numbers of steps and draft tokens of a request that drafts from its own text."""
+    drafter, steps, drafted, done, last, verified = NgramDrafter(), 0, 0, 0, [], 0
+    drafter.start(0, np.array(prompt, np.uint32))
+    while done < len(output):
+        progress = Progress.of_one(0, np.array(last, np.uint32), verified=verified, max_draft=max_draft)
+        batch = drafter.draft(progress)
+        last = output[done : done + len(accepted_path(batch, 0, output[done:])) + 1]
+        verified = len(batch.tokens)
+        steps, drafted, done = steps + 1, drafted + verified, done + len(last)
+    return steps, drafted
 
 
 @given(
     st.lists(
-        st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, min_size=1, max_size=30), st.integers(0, 2)),
+        st.tuples(st.lists(tokens, max_size=4), st.lists(tokens, min_size=1, max_size=30), st.integers(-1, 2)),
         min_size=1,
         max_size=6,
     ),
     st.integers(1, 4),
 )
-def test_a_replay_counts_like_the_benchmark(requests, concurrency):
+def test_a_replay_counts_like_a_slow_one(requests, concurrency):
     traffic = traffic_of([request[:2] for request in requests], sessions=[session for *_, session in requests])
-    result = replay(traffic, TimedDrafter(NgramDrafter(), None, None), concurrency=concurrency, max_draft=4, cost=0.02)
-    trace = Trace(
-        "t",
-        [
-            Request(np.array([*prompt, *output], np.uint32), len(prompt), session)
-            for prompt, output, session in requests
-        ],
-    )
-    tally = slow_replay(Embedded(NgramDrafter(), 4), trace, concurrency)
-    assert (result.steps.sum(), result.drafted.sum()) == (tally.steps, tally.drafted)
+    result = replay(traffic, TimedDrafter(NgramDrafter()), concurrency=concurrency, max_draft=4)
+    slow = [replay_slowly(prompt, output, 4) for prompt, output, _ in requests]
+    assert list(zip(result.steps.tolist(), result.drafted.tolist(), strict=True)) == slow
     assert sorted(result.order.tolist()) == list(range(len(requests)))
 
 
+def arrivals_of(traffic):
+    return Arrivals(traffic, traffic.in_order())
+
+
 def test_turns_of_a_session_wait_for_each_other():
-    arrivals = Arrivals(traffic_of([([], [1])] * 5, sessions=[7, 7, -1, 7, -1]))
+    arrivals = arrivals_of(traffic_of([([], [1])] * 5, sessions=[7, 7, -1, 7, -1]))
     assert [arrivals.next() for _ in range(4)] == [0, 2, 4, None]
     arrivals.end(0)
     assert [arrivals.next(), arrivals.next()] == [1, None]
@@ -78,7 +84,7 @@ def test_turns_of_a_session_wait_for_each_other():
 
 
 def test_a_session_of_many_turns_takes_no_more_time_for_each():
-    arrivals = Arrivals(traffic_of([([], [1])] * 1000, sessions=[7] * 1000))
+    arrivals = arrivals_of(traffic_of([([], [1])] * 1000, sessions=[7] * 1000))
     for turn in range(1000):
         assert arrivals.next() == turn
         assert arrivals.next() is None
@@ -87,26 +93,59 @@ def test_a_session_of_many_turns_takes_no_more_time_for_each():
 
 
 def test_requests_are_replayed_in_the_order_of_their_times():
-    arrivals = Arrivals(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
+    arrivals = arrivals_of(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
     assert [arrivals.next() for _ in range(3)] == [1, 2, 0]
 
 
+class Recorder(TimedDrafter):
+    """Records the requests of each step, and the largest number that had begun and not ended."""
+
+    def __init__(self):
+        super().__init__(NgramDrafter())
+        self.steps, self.started = [], []
+
+    def start(self, sequence_id, prompt, session):
+        self.started.append(sequence_id)
+        super().start(sequence_id, prompt, session)
+
+    def draft(self, progress):
+        self.steps.append(tuple(progress.sequence_ids.tolist()))
+        return super().draft(progress)
+
+
+SESSIONS = [0, 0, 0, 1, 2, 1, 2, 1, 0, 2, 1, 0]
+
+
+def recorded(concurrency, **options):
+    """Return the recorder of a replay of requests with different tokens, all equally long."""
+    recorder = Recorder()
+    traffic = traffic_of([([], list(range(9)))] * 12, sessions=SESSIONS, **options)
+    replay(traffic, recorder, concurrency=concurrency, max_draft=2)
+    return recorder
+
+
+def test_a_turn_waits_for_the_previous_one_and_other_sessions_overtake_it():
+    rounds = list(dict.fromkeys(recorded(4).steps))
+    assert rounds == [(0, 3, 4), (1, 5, 6), (2, 7, 9), (8, 10), (11,)]
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(1, list(range(12))), (2, [0, 3, 1, 4, 2, 5])])
+def test_requests_start_in_order_of_arrival_within_the_limit(concurrency, expected):
+    recorder = recorded(concurrency)
+    assert max(map(len, recorder.steps)) == concurrency
+    assert recorder.started[: len(expected)] == expected
+
+
+def test_some_requests_are_replayed():
+    traffic, recorder = traffic_of([([], [1])] * 4), Recorder()
+    list(steps_of(traffic, np.array([3, 1]), recorder, concurrency=1, max_draft=2))
+    assert recorder.started == [3, 1]
+
+
 def test_the_concurrency_is_that_of_the_log():
-    traffic = traffic_of([([], [1])] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
+    traffic = traffic_of([([], [1] * 9)] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
     assert traffic.concurrency().tolist() == [1, 2, 3, 1]
-    running, most = set(), []
-
-    class Watching(TimedDrafter):
-        def start(self, sequence_id, prompt, session):
-            running.add(sequence_id)
-            most.append(len(running))
-            super().start(sequence_id, prompt, session)
-
-        def finish(self, sequence_id, tokens, verified):
-            running.discard(sequence_id)
-            super().finish(sequence_id, tokens, verified)
-
-    slow = traffic_of([([], [1] * 9)] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
-    replay(slow, Watching(NgramDrafter(), None, None), concurrency=slow.concurrency(), max_draft=2, cost=0.02)
-    assert most[-1] == 1
-    assert max(most) <= 3
+    recorder = Recorder()
+    replay(traffic, recorder, concurrency=traffic.concurrency(), max_draft=2)
+    assert len(recorder.steps[0]) == 3
+    assert recorder.steps[-1] == (3,)

@@ -1,0 +1,171 @@
+"""Replay a trace with a drafter of the replay benchmark, and count and time what it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from benchmarks.support.drafters import Candidate
+from benchmarks.support.peers.arctic import Arctic
+from benchmarks.support.peers.one_by_one import OneByOne
+from benchmarks.support.scores import COLD_SHARE, Tally
+from benchmarks.traces import Trace
+from drafter_service.commands.advise.arctic import batch_of
+from drafter_service.commands.advise.replay import TimedDrafter, steps_of
+from drafter_service.commands.advise.running import Running
+from drafter_service.commands.advise.traffic import Traffic
+from ssd.base import CorpusDrafter
+from ssd.baselines.classic import ClassicDrafter
+from ssd.types import DraftBatch, Progress
+
+
+class Stopwatch:
+    """Sums the seconds spent in its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+class MeasuredDrafter(TimedDrafter):
+    """A drafter whose other calls are timed, too."""
+
+    def __init__(self, inner: Any, refresh_every: int) -> None:
+        """refresh_every: number of finished requests between refreshes; 0: refresh before every draft."""
+        super().__init__(inner)
+        self.inserting = Stopwatch()
+        self._refresh_every = refresh_every
+        self._unrefreshed = 0
+
+    def start(self, sequence_id: int, prompt: np.ndarray, session: int) -> None:
+        """Begin a sequence; the classic drafter gets no session ids."""
+        with self.inserting:
+            super().start(sequence_id, prompt, -1 if isinstance(self.inner, ClassicDrafter) else session)
+
+    def commit(self, running: Running) -> None:
+        """Commit the tokens of a step, unless the next draft does."""
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
+        """End a sequence."""
+        self._unrefreshed += 1
+        with self.inserting:
+            super().finish(sequence_id, tokens, verified)
+
+    def refresh(self) -> None:
+        """Index all text, if enough requests have ended."""
+        if self._unrefreshed >= self._refresh_every:
+            with self.inserting:
+                super().refresh()
+            self._unrefreshed = 0
+
+    def path_probs(self, drafts: DraftBatch) -> list[float] | None:
+        """Return the estimated probability that each token of the last drafts and all before it on its path are
+        accepted; None if the drafter has none.
+        """
+        if not isinstance(self.inner, CorpusDrafter):
+            return None
+        parents, probs, offsets = drafts.parents.tolist(), drafts.accept_prob.tolist(), drafts.offsets.tolist()
+        path_probs: list[float] = []
+        for left, right in pairwise(offsets):
+            for node in range(left, right):
+                before = path_probs[left + parents[node]] if parents[node] >= 0 else 1.0
+                path_probs.append(probs[node] * before)
+        return path_probs
+
+    def bytes_per_token(self) -> float | None:
+        """Return the memory per remembered token; None if nothing is remembered or it is unknown."""
+        if not isinstance(self.inner, CorpusDrafter):
+            return None
+        return self.inner.memory_bytes() / max(1, self.inner.corpus.tokens)
+
+
+class MeasuredPeer(MeasuredDrafter):
+    """A drafter of another project. Its drafts commit no tokens, and their conversion to arrays is not timed."""
+
+    _answers: list[Any]
+
+    def commit(self, running: Running) -> None:
+        """Commit the tokens of a step."""
+        with self.inserting:
+            for row, request in enumerate(running.requests.tolist()):
+                self.inner.commit(request, running.last(row))
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Draft for each sequence in a separate call."""
+        limits = list(zip(progress.sequence_ids.tolist(), progress.max_draft.tolist(), strict=True))
+        began = time.perf_counter()
+        self._answers = [self.inner.speculate(sequence_id, limit) for sequence_id, limit in limits]
+        self.draft_s += time.perf_counter() - began
+        return batch_of(self._answers)
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:  # noqa: ARG002
+        """End a sequence, whose last tokens are committed."""
+        with self.inserting:
+            self.inner.finish(sequence_id, tokens[:0])
+
+    def path_probs(self, drafts: DraftBatch) -> list[float] | None:  # noqa: ARG002
+        """Return the probabilities that the package gives; None for other peers."""
+        if not isinstance(self.inner, Arctic):
+            return None
+        return [prob for answer in self._answers for prob in answer.probs]
+
+    def bytes_per_token(self) -> float | None:
+        """Return the memory of Arctic's tree; that of Python objects says nothing about the originals."""
+        return self.inner.bytes_per_token() if isinstance(self.inner, Arctic) else None
+
+
+def replay(
+    candidate: Candidate,
+    trace: Trace,
+    concurrency: int = 1,
+    *,
+    times: int = 1,
+    refresh_every: int = 0,
+    watch: Callable[[int], None] = lambda _tokens: None,
+) -> Tally:
+    """Replay a trace with a new drafter, `concurrency` requests at a time.
+
+    times: number of replays with the same drafter; the tally is that of the last one. refresh_every: see
+    `MeasuredDrafter`. watch: called with numbers of replayed output tokens.
+    """
+    traffic = trace.traffic(times)
+    inner = candidate.build(traffic)
+    measured = MeasuredPeer if isinstance(inner, (Arctic, OneByOne)) else MeasuredDrafter
+    for requests in np.split(np.arange(len(traffic)), times):
+        TimedDrafter(inner).refresh()
+        tally = _count(measured(inner, refresh_every), traffic, requests, concurrency, candidate.k, watch)
+    return tally
+
+
+def _count(
+    drafter: MeasuredDrafter,
+    traffic: Traffic,
+    requests: np.ndarray,
+    concurrency: int,
+    max_draft: int,
+    watch: Callable[[int], None],
+) -> Tally:
+    lengths = traffic.output_lengths
+    tally, cold_until, drafted_s = Tally(), COLD_SHARE * int(lengths[requests].sum()), 0.0
+    for running in steps_of(traffic, requests, drafter, concurrency=concurrency, max_draft=max_draft):
+        drafter.commit(running)
+        tally.add(running, drafter.path_probs(running.drafts), is_cold=tally.output_tokens < cold_until)
+        tally.draft_s += [(drafter.draft_s - drafted_s) / len(running)] * len(running)
+        drafted_s = drafter.draft_s
+        if running.ended.any():
+            watch(int(lengths[running.requests[running.ended]].sum()))
+    tally.prompt_tokens = int(traffic.prompt_lengths[requests].sum())
+    tally.insert_s, tally.bytes_per_token = drafter.inserting.seconds, drafter.bytes_per_token()
+    return tally
