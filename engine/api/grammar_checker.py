@@ -35,7 +35,8 @@ MAX_COMPILE_S = 0.2
 MAX_STACK = 4 << 20
 """Largest stack in bytes; at most half of the engine's, which a grammar that passes therefore cannot overflow."""
 MAX_CHECKS = 16
-"""Number of checks that run at once, so that grammars that take long delay others little; each may use 100 MB."""
+"""Number of checks that run at once, so that grammars that take long delay others little. Those take 20 to 70 MB each,
+and the longest ones up to 0.3 GB."""
 MAX_WAIT_S = 30.0
 """Time in seconds in which a check must end, the start of the process included; then the process is replaced."""
 ENDED_BY_GRAMMAR = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)

@@ -306,20 +306,23 @@ def test_streams_finish_after_a_signal_to_stop(folder):
         with http.stream("POST", "/v1/completions", json=payload) as stream:
             lines = stream.iter_lines()
             next(lines)
+            assert len(running_in(server.process.pid)) > 2
             os.killpg(server.process.pid, signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT_S) == 0
-        eventually(lambda: is_empty_group(server.process.pid))
+        eventually(lambda: not running_in(server.process.pid))
         assert "waiting up to 30 s for running requests" in server.process.stdout.read()
 
 
-def is_empty_group(group):
-    """Return whether no process of a process group is left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def running_in(group):
+    """Return the states of the processes of a process group that have not ended."""
+    states = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                states.append(state)
+    return states
 
 
 def test_a_second_signal_stops_at_once(folder):
