@@ -38,7 +38,7 @@ MAX_MASK_S, MAX_DELAY_S = 0.01, 0.25
 """Processor time in seconds that each mask of an output may take, and what all of its masks may take in addition."""
 MAX_REQUIRED = 1 << 12
 """Largest number of bytes that an output may be required to contain in a row. The library splits them into tokens for
-each mask, in up to 0.35 us for each byte, and does not limit their number. With this limit that takes at most 1.4 ms,
+each mask, in up to 0.4 us for each byte, and does not limit their number. With this limit that takes at most 1.6 ms,
 and so less than `MAX_MASK_S` on slow machines, too."""
 MAX_STATES = 50_000
 """Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
