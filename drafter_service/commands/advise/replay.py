@@ -127,7 +127,7 @@ def steps_of(
     """
     limits = np.broadcast_to(concurrency, len(traffic))
     most = int(limits.max(initial=0))
-    outputs, arrivals, running = traffic.outputs, Arrivals(traffic, requests), Running(traffic)
+    arrivals, running = Arrivals(traffic, requests), Running(traffic)
     upcoming: int | None = None
     while True:
         # The next request is chosen when it can begin, so that one that waited for its session precedes later ones.
@@ -135,19 +135,19 @@ def steps_of(
             upcoming = arrivals.next() if upcoming is None else upcoming
             if upcoming is None or len(running) >= limits[upcoming]:
                 break
-            prompt = traffic.tokens[traffic.starts[upcoming] : outputs[upcoming]]
-            drafter.start(upcoming, np.asarray(prompt), int(traffic.sessions[upcoming]))
+            drafter.start(upcoming, traffic.prompt(upcoming), int(traffic.sessions[upcoming]))
             running.add(upcoming)
             upcoming = None
         if not len(running):
             return
         running.verify(drafter.draft(running.progress(max_draft)))
         yield running
-        for row in np.flatnonzero(running.ended).tolist():
-            request = int(running.requests[row])
-            drafter.finish(request, running.last(row), int(running.verified[row]))
-            arrivals.end(request)
-        running.drop_ended()
+        if running.ended.any():
+            for row in np.flatnonzero(running.ended).tolist():
+                request = int(running.requests[row])
+                drafter.finish(request, running.last(row), int(running.verified[row]))
+                arrivals.end(request)
+            running.drop_ended()
 
 
 def replay(

@@ -10,7 +10,7 @@ from drafter_service.commands.advise.traffic import Traffic
 from ssd.kernels.jit import Longs, Nothing, Parents, Tokens, TokensOut, kernel, outline
 from ssd.types import DraftBatch, Progress, Source
 
-SHARED = int(Source.CORPUS)
+LOCAL = int(Source.LOCAL)
 
 
 class Running:
@@ -52,8 +52,9 @@ class Running:
 
     def add(self, request: int) -> None:
         """Begin a request."""
-        start, end = self._traffic.outputs[request], self._traffic.starts[request + 1]
-        self._columns = np.column_stack((self._columns, (request, start, end, 0, 0, 0, 0)))
+        start, end = self._traffic.starts[request : request + 2]
+        output = start + self._traffic.prompt_lengths[request]
+        self._columns = np.column_stack((self._columns, (request, output, end, 0, 0, 0, 0)))
 
     def progress(self, max_draft: int) -> Progress:
         """Return the progress since the last drafts."""
@@ -81,7 +82,7 @@ class Running:
         """
         rows = np.flatnonzero(self.accepted)
         requests, done, _, committed, _, accepted, last = self._columns[:, rows]
-        is_shared = self.drafts.source[self.drafts.offsets[rows] + last] == SHARED
+        is_shared = self.drafts.source[self.drafts.offsets[rows] + last] != LOCAL
         ends = done - committed + accepted
         yield from zip(requests.tolist(), ends.tolist(), accepted.tolist(), is_shared.tolist(), strict=True)
 

@@ -35,14 +35,14 @@ class Traffic:
         return len(self.prompt_lengths)
 
     @property
-    def outputs(self) -> np.ndarray:
-        """int64 [R]: index of each request's first output token in `tokens`."""
-        return self.starts[:-1] + self.prompt_lengths
-
-    @property
     def output_lengths(self) -> np.ndarray:
         """int64 [R]."""
-        return self.starts[1:] - self.outputs
+        return np.diff(self.starts) - self.prompt_lengths
+
+    def prompt(self, request: int) -> np.ndarray:
+        """Return the prompt of a request, uint32 [P]."""
+        start = self.starts[request]
+        return np.asarray(self.tokens[start : start + self.prompt_lengths[request]])
 
     @property
     def has_times(self) -> bool:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.commands.advise.replay import Arrivals, TimedDrafter, replay, steps_of
-from drafter_service.commands.advise.running import _accept
+from drafter_service.commands.advise.running import Running, _accept
 from ssd.baselines.ngram import NgramDrafter
-from ssd.types import Progress, offsets_of
+from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
 from tests.drafter_service.commands.advise.logs import traffic_of
 from tests.replay import accepted_path, branches
 
@@ -95,6 +95,21 @@ def test_a_session_of_many_turns_takes_no_more_time_for_each():
 def test_requests_are_replayed_in_the_order_of_their_times():
     arrivals = arrivals_of(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
     assert [arrivals.next() for _ in range(3)] == [1, 2, 0]
+
+
+def test_accepted_drafts_from_other_requests_are_shared():
+    output = [1, 2, 3]
+    running = Running(traffic_of([([9], output)] * 4))
+    for request in range(4):
+        running.add(request)
+    drafts = DraftBatch.from_paths(
+        [
+            Path(np.array([token], np.uint32), np.ones(1, np.float32), source)
+            for token, source in [(1, Source.CORPUS), (1, Source.LOCAL), (7, Source.CORPUS), (1, Source.FALLBACK)]
+        ]
+    )
+    running.verify(drafts)
+    assert list(running.accepted_paths()) == [(0, 2, 1, True), (1, 6, 1, False), (3, 14, 1, True)]
 
 
 class Recorder(TimedDrafter):
