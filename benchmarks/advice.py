@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.replay import list_of, positive
+from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.hardware.cost_profile import CostProfile
@@ -86,12 +87,8 @@ def measured_profile(concurrency: str) -> CostProfile:
 
 def traffic_of(prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> Traffic:
     """Return requests as `advise` reads them from a log without times."""
-    count = len(prompts)
-    unknown, none = np.full(count, np.nan), np.full(count, -1)
-    texts = [np.concatenate(pair) for pair in zip(prompts, outputs, strict=True)]
-    starts = np.cumsum([0, *map(len, texts)])
-    lengths = np.array(list(map(len, prompts)), np.int64)
-    return Traffic(np.concatenate(texts).astype(np.uint32), starts, lengths, unknown, unknown, none, none)
+    texts = [np.concatenate(pair).astype(np.uint32) for pair in zip(prompts, outputs, strict=True)]
+    return Trace("", [Request(text, len(prompt), -1) for text, prompt in zip(texts, prompts, strict=True)]).traffic()
 
 
 def predict(traffic: Traffic, profile: CostProfile, concurrency: int) -> Advice:

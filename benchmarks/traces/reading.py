@@ -29,6 +29,7 @@ class Request:
     """uint32 [P + O]: the prompt, then the output."""
     prompt_length: int
     session: int
+    """Number of its conversation, -1 for none."""
 
     @property
     def prompt(self) -> np.ndarray:
