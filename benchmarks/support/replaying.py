@@ -98,9 +98,10 @@ class MeasuredPeer(MeasuredDrafter):
 
     def commit(self, running: Running) -> None:
         """Commit the tokens of a step."""
+        last = [running.last(row) for row in range(len(running))]
         with self.inserting:
-            for row, request in enumerate(running.requests.tolist()):
-                self.inner.commit(request, running.last(row))
+            for request, tokens in zip(running.requests.tolist(), last, strict=True):
+                self.inner.commit(request, tokens)
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Draft for each sequence in a separate call."""
@@ -160,12 +161,12 @@ def _count(
     lengths = traffic.output_lengths
     tally, cold_until, drafted_s = Tally(), COLD_SHARE * int(lengths[requests].sum()), 0.0
     for running in steps_of(traffic, requests, drafter, concurrency=concurrency, max_draft=max_draft):
-        drafter.commit(running)
         tally.add(running, drafter.path_probs(running.drafts), is_cold=tally.output_tokens < cold_until)
         tally.draft_s += [(drafter.draft_s - drafted_s) / len(running)] * len(running)
         drafted_s = drafter.draft_s
         if running.ended.any():
             watch(int(lengths[running.requests[running.ended]].sum()))
+        drafter.commit(running)
     tally.prompt_tokens = int(traffic.prompt_lengths[requests].sum())
     tally.insert_s, tally.bytes_per_token = drafter.inserting.seconds, drafter.bytes_per_token()
     return tally

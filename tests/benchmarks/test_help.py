@@ -2,24 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-BENCHMARKS = (
-    "advice",
-    "contention",
-    "engine",
-    "evidence",
-    "experts",
-    "hosts",
-    "index",
-    "isolation",
-    "replay",
-    "round_trip",
-    "sidecar",
-    "soak",
-    "startup",
-    "steps",
-    "traces",
-)
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SLOW = {"gpu", "library_corpus"}
+"""Commands that load kernels or PyTorch first."""
+COMMANDS = {path.stem for path in FOLDER.glob("*.py")} | {path.parent.name for path in FOLDER.glob("*/__main__.py")}
+BENCHMARKS = sorted(COMMANDS - SLOW - {"__init__"})
 
 SCRIPT = """
 import runpy, sys
