@@ -151,10 +151,10 @@ def _is_among(candidates, kinds, token):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _total(fallback, first, slots):  # type: ignore[no-untyped-def]
-    """Return the sum of all counts of a context."""
+def _total(fallback, first):  # type: ignore[no-untyped-def]
+    """Return the sum of the largest counts of a context."""
     total = np.int64(0)
-    for slot in range(first, first + slots):
+    for slot in range(first, first + SLOTS):
         total += 0 if _is_empty(fallback, slot) else fallback.slots[slot, SLOT_TIMES]
     return total
 
@@ -170,7 +170,7 @@ def learn_missed(model, candidates, kinds, text, end, token, is_counted):  # typ
         first, slots, rank = first_slot(text, end, context), SLOTS if context else SLOTS_WITHOUT_CONTEXT, 0
         if first < 0:
             break
-        total = _total(fallback, first, slots)
+        total = _total(fallback, first)
         for slot in range(first, first + slots):
             if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
                 break
@@ -210,7 +210,7 @@ def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # 
         first, slots, rank = first_slot(text, end, context), SLOTS if context else SLOTS_WITHOUT_CONTEXT, 0
         if first < 0:
             continue
-        total = _total(fallback, first, slots)
+        total = _total(fallback, first)
         for slot in range(first, first + slots):
             if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
                 break
@@ -220,8 +220,10 @@ def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # 
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
             prob = left * model.cells[cell, CHANCE]
-            if prob >= least:
-                count = _keep(found, count, token, prob)
+            # The next ones are less frequent.
+            if prob < least:
+                break
+            count = _keep(found, count, token, prob)
     total_prob = np.float32(0.0)
     for place in range(count):
         total_prob += found.probs[place]

@@ -209,7 +209,8 @@ def final_cell(depth, matched, value):  # type: ignore[no-untyped-def]
 def fallback_cell(context, rank, count, total):  # type: ignore[no-untyped-def]
     """Return the cell of a fallback candidate: the rank-th of its context, with `count` of the `total` counts there."""
     counts = 0 if count == 1 else 1 if count < 4 else 2 if count < 8 else 3
-    share = min(FALLBACK_SHARES - 1, FALLBACK_SHARES * count // total)
+    # The number of quarters, without a division.
+    share = (1 if 4 * count >= total else 0) + (1 if 2 * count >= total else 0) + (1 if 4 * count >= 3 * total else 0)
     return FALLBACK_CELLS + ((context * FALLBACK_RANKS + rank) * FALLBACK_COUNTS + counts) * FALLBACK_SHARES + share
 
 

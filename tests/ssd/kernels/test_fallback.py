@@ -83,7 +83,7 @@ class NaiveTable:
     def cells_of(self, text, size, known):
         """Return (token, cell) of the first 8 tokens of a context other than `known`."""
         entries = self.contexts.get(self.key(text, size)[0], []) if len(text) > size else []
-        total = sum(count for _, count in entries)
+        total = sum(count for _, count in entries[:SLOTS])
         others = [entry for entry in entries if entry[0] not in known]
         return [
             (token, fallback_cell.py_func(size, rank, count, total))
@@ -105,7 +105,9 @@ class NaiveTable:
         for size in (2, 1, 0):
             for token, cell in self.cells_of(text, size, known):
                 prob = left * self.cells[cell, CHANCE]
-                if prob >= least and (token in found or len(found) < MAX_FOUND):
+                if prob < least:
+                    break
+                if token in found or len(found) < MAX_FOUND:
                     found[token] = max(prob, found.get(token, 0.0))
         total = sum(found.values())
         return {token: prob * min(1.0, left / total) for token, prob in found.items()}
