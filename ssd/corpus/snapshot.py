@@ -38,6 +38,14 @@ MAX_LOGIT = 7.0
 MAX_WEIGHT = 1e3
 """Larger values are never learned. Tables from files are checked, since kernels do not check them."""
 
+FIRST_NAMES = {
+    "MEAN": "CHANCE",
+    "ESTIMATE_COLUMNS": "CHANCE_COLUMNS",
+    "_PROB_STEPS": "_CHANCE_STEPS",
+    "_SIGMOIDS": "_CHANCES",
+}
+"""Renamed constants of `ssd.kernels.probabilities`, and their names in the first version."""
+
 
 class Loaded(NamedTuple):
     """Contents of a snapshot."""
@@ -111,10 +119,10 @@ def load(
 def tables_layout() -> int:
     """Return a checksum of the sizes and buckets that define the meaning of cells and weights.
 
-    It includes the names of the constants of `ssd.kernels.probabilities`: after a renaming, the tables of existing
-    snapshots would not be loaded.
+    It includes the names of the constants of `ssd.kernels.probabilities`, as the first version had them: with other
+    names, the tables of existing snapshots would not be loaded.
     """
-    named = sorted(vars(ssd.kernels.probabilities).items())
+    named = sorted((FIRST_NAMES.get(name, name), value) for name, value in vars(ssd.kernels.probabilities).items())
     sizes = [(name, value) for name, value in named if name.isupper() and isinstance(value, int)]
     buckets = b"".join(value.tobytes() for name, value in named if name.isupper() and isinstance(value, np.ndarray))
     return zlib.crc32(repr(sizes).encode() + buckets)
@@ -214,8 +222,8 @@ def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.
     for name, own in fresh.items():
         _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
     cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
-    chances, seen = cells.T
-    _require(((chances >= 0) & (chances <= 1)).all(), "probabilities outside 0 to 1")
+    means, seen = cells.T
+    _require(((means >= 0) & (means <= 1)).all(), "probabilities outside 0 to 1")
     _require((np.abs(logits) <= MAX_LOGIT).all() and (seen >= 0).all(), "logits out of range")
     _require(np.isfinite(seen).all() and (np.abs(weights) <= MAX_WEIGHT).all(), "weights out of range")
     _require(np.isfinite(pace).all() and (pace > 0).all(), "impossible running means")

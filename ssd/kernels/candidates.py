@@ -33,8 +33,8 @@ class Counted(NamedTuple):
     """int64 [ROWS]: number of samples that agree with the path to the node."""
     newest: np.ndarray
     """uint32 [ROWS]: the token that follows the newest of these samples; the separator if a request ends there."""
-    youngest: np.ndarray
-    """int64 [ROWS]: age of the newest sample."""
+    newest_ages: np.ndarray
+    """int64 [ROWS]: ages of the newest samples."""
     predicted: np.ndarray
     """uint32 [SOURCES]: the tokens that the pointers predict; the separator for none."""
     scores: np.ndarray
@@ -89,15 +89,15 @@ def _read_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-d
 @inline
 def _read_next_tokens(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
     """Read the token that follows each sample in `mask`, and record the newest sample."""
-    youngest, newest = OLDEST, SEPARATOR
+    newest_age, newest = OLDEST, SEPARATOR
     while mask != 0:
         index = lowest_bit(mask)
         mask &= mask - np.uint32(1)
         token = peek(evidence.addresses[piece, level, index], ahead)
         counted.following[index] = token
-        if evidence.ages[piece, level, index] < youngest:
-            youngest, newest = evidence.ages[piece, level, index], token
-    counted.youngest[row], counted.newest[row] = youngest, newest
+        if evidence.ages[piece, level, index] < newest_age:
+            newest_age, newest = evidence.ages[piece, level, index], token
+    counted.newest_ages[row], counted.newest[row] = newest_age, newest
 
 
 @inline

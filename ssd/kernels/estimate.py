@@ -25,13 +25,13 @@ from ssd.kernels.probabilities import (
     TABLE_INPUTS,
     TOKEN_INPUT,
     bucket,
+    fast_logit,
+    fast_sigmoid,
     final_cell,
     match_cell,
     match_cells,
     pair_cells,
     pointer_cell,
-    quick_chance,
-    quick_logit,
     token_cells,
     token_share,
 )
@@ -109,12 +109,12 @@ def summarize_levels(levels, node, depth, evidence, counted, kinds):  # type: ig
 @inline
 def _blend(kind, source, counted, levels):  # type: ignore[no-untyped-def]
     """Return a source's probability of a token: longer matches correct shorter ones (PPM, Cleary and Witten 1984)."""
-    chance = BLEND_PRIOR
+    prob = BLEND_PRIOR
     for level in range(LEVELS - 1, -1, -1):
         row = source * LEVELS + level
         if levels.totals[row] > 0:
-            chance = (counted.votes[kind, row] + levels.kinds[row] * chance) * levels.per_sample[row]
-    return chance
+            prob = (counted.votes[kind, row] + levels.kinds[row] * prob) * levels.per_sample[row]
+    return prob
 
 
 @inline
@@ -127,51 +127,51 @@ def fetch_cells(counted, kinds, before, logits):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_match(row, candidates, chances, kinds, counted, levels, logits, weight):  # type: ignore[no-untyped-def]
+def _add_match(row, candidates, estimates, kinds, counted, levels, logits, weight):  # type: ignore[no-untyped-def]
     """Add the inputs of a row of the evidence, and record where candidates were found."""
     cells, alive, newest, length = levels.cells[row], counted.alive[row], counted.newest[row], levels.lengths[row]
-    age = bit_length(max(0, counted.youngest[row]))
+    age = bit_length(max(0, counted.newest_ages[row]))
     for kind in range(kinds):
         candidate, votes = candidates[kind], counted.votes[kind, row]
         cell = match_cell(cells, votes, alive, 1 if newest == counted.tokens[kind] else 0)
         candidate[CELLS + row] = cell
-        chances[kind, MIXED] += weight * logits[cell]
+        estimates[kind, MIXED] += weight * logits[cell]
         if votes > 0 and length > candidate[FOUND_LENGTH]:
             candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = row, length, age
 
 
 @inline
-def _add_pointer(source, candidates, chances, kinds, node, counted, logits, weight):  # type: ignore[no-untyped-def]
+def _add_pointer(source, candidates, estimates, kinds, node, counted, logits, weight):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's pointer."""
     run, misses, predicted = node[RUNS + source], node[MISSES + source], counted.predicted[source]
     for kind in range(kinds):
         cell = pointer_cell(source, run, misses, 1 if predicted == counted.tokens[kind] else 0)
         candidates[kind, CELLS + ROWS + source] = cell
-        chances[kind, MIXED] += weight * logits[cell]
+        estimates[kind, MIXED] += weight * logits[cell]
 
 
 @inline
-def _add_blend(source, chances, kinds, counted, levels, weight):  # type: ignore[no-untyped-def]
+def _add_blend(source, estimates, kinds, counted, levels, weight):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's blend."""
     for kind in range(kinds):
         blended = np.float32(0.0)
         if levels.longest[source] > 0:
-            blended = quick_logit(_blend(kind, source, counted, levels))
-        chances[kind, BLENDS + source] = blended
-        chances[kind, MIXED] += weight * blended
+            blended = fast_logit(_blend(kind, source, counted, levels))
+        estimates[kind, BLENDS + source] = blended
+        estimates[kind, MIXED] += weight * blended
 
 
 @inline
-def _add_cell(index, cells, kind, candidates, chances, logits, weight):  # type: ignore[no-untyped-def]
+def _add_cell(index, cells, kind, candidates, estimates, logits, weight):  # type: ignore[no-untyped-def]
     """Add the input of one of the cells of a token or a pair of tokens, chosen by the mixture so far."""
-    cell = cells + token_share(quick_chance(chances[kind, MIXED]))
+    cell = cells + token_share(fast_sigmoid(estimates[kind, MIXED]))
     candidates[kind, CELLS + index] = cell
-    chances[kind, MIXED] += weight * logits[cell]
+    estimates[kind, MIXED] += weight * logits[cell]
 
 
 @inline
-def _mix(node, candidates, chances, kinds, counted, levels, logits, weights, before):  # type: ignore[no-untyped-def]
-    """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `chances`.
+def _mix(node, candidates, estimates, kinds, counted, levels, logits, weights, before):  # type: ignore[no-untyped-def]
+    """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `estimates`.
 
     Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
     """
@@ -179,39 +179,41 @@ def _mix(node, candidates, chances, kinds, counted, levels, logits, weights, bef
         candidate = candidates[kind]
         candidate[CELLS : CELLS + TOKEN_INPUT] = NO_CELL
         candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
-        chances[kind, MIXED] = 0.0
+        estimates[kind, MIXED] = 0.0
     for row in range(ROWS):
         if levels.totals[row] > 0:
-            _add_match(row, candidates, chances, kinds, counted, levels, logits, weights[row])
+            _add_match(row, candidates, estimates, kinds, counted, levels, logits, weights[row])
     for source in range(SOURCES):
         if counted.predicted[source] != SEPARATOR:
-            _add_pointer(source, candidates, chances, kinds, node, counted, logits, weights[ROWS + source])
+            _add_pointer(source, candidates, estimates, kinds, node, counted, logits, weights[ROWS + source])
     for source in range(SOURCES):
-        _add_blend(source, chances, kinds, counted, levels, weights[BLEND_INPUT + source])
+        _add_blend(source, estimates, kinds, counted, levels, weights[BLEND_INPUT + source])
     token_weight, pair_weight = weights[TOKEN_INPUT], weights[PAIR_INPUT]
     for kind in range(kinds):
-        _add_cell(TOKEN_INPUT, token_cells(counted.tokens[kind]), kind, candidates, chances, logits, token_weight)
+        _add_cell(TOKEN_INPUT, token_cells(counted.tokens[kind]), kind, candidates, estimates, logits, token_weight)
     for kind in range(kinds):
-        _add_cell(PAIR_INPUT, pair_cells(before, counted.tokens[kind]), kind, candidates, chances, logits, pair_weight)
+        _add_cell(
+            PAIR_INPUT, pair_cells(before, counted.tokens[kind]), kind, candidates, estimates, logits, pair_weight
+        )
 
 
 @inline
-def _correct(candidates, chances, kinds, levels, logits, depth):  # type: ignore[no-untyped-def]
+def _correct(candidates, estimates, kinds, levels, logits, depth):  # type: ignore[no-untyped-def]
     """Compute the candidates' probabilities: the mixtures, corrected by the last table; return their sum."""
     sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
     total = np.float32(0.0)
     for kind in range(kinds):
-        value = chances[kind, MIXED]
-        chances[kind, MIXED] = quick_chance(value)
+        value = estimates[kind, MIXED]
+        estimates[kind, MIXED] = fast_sigmoid(value)
         cell, part = final_cell(depth, sources, value)
         candidates[kind, CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
-        chances[kind, FINAL] = quick_chance((1.0 - part) * logits[cell] + part * logits[cell + 1])
-        total += chances[kind, FINAL]
+        estimates[kind, FINAL] = fast_sigmoid((1.0 - part) * logits[cell] + part * logits[cell + 1])
+        total += estimates[kind, FINAL]
     return total
 
 
 @outline
-def estimate(node, candidates, chances, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
+def estimate(node, candidates, estimates, depth, before, evidence, counted, levels, kinds, logits, weights):  # type: ignore[no-untyped-def]
     """Write the probabilities of the first `kinds` candidates of a node, and their inputs.
 
     before: the token at the node. Returns the sum of the probabilities.
@@ -224,5 +226,5 @@ def estimate(node, candidates, chances, depth, before, evidence, counted, levels
         candidates[kind, 0] = np.int32(counted.tokens[kind])
         for row in range(ROWS):
             candidates[kind, CANDIDATE_MASKS + row] = counted.masks[kind, row]
-    _mix(node, candidates, chances, kinds, counted, levels, logits, weights[weight_set], before)
-    return _correct(candidates, chances, kinds, levels, logits, depth)
+    _mix(node, candidates, estimates, kinds, counted, levels, logits, weights[weight_set], before)
+    return _correct(candidates, estimates, kinds, levels, logits, depth)

@@ -15,9 +15,9 @@ import numpy as np
 
 from ssd.kernels.jit import Int, Nothing, TokenRows, Tokens, TokensOut, inline, kernel, outline, peek, prefetch
 from ssd.kernels.probabilities import (
-    CHANCE,
     FALLBACK_CONTEXTS,
     FALLBACK_RANKS,
+    MEAN,
     SEEN_CAP,
     fallback_cell,
     learn_cell,
@@ -179,8 +179,8 @@ def learn_missed(model, candidates, kinds, text, end, token, is_counted):  # typ
                 continue
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
-            happened = np.float32(1.0) if known == token else np.float32(0.0)
-            learn_cell(model.cells, model.logits, cell, happened, SEEN_CAP)
+            outcome = np.float32(1.0) if known == token else np.float32(0.0)
+            learn_cell(model.cells, model.logits, cell, outcome, SEEN_CAP)
         if is_counted:
             _count(fallback, first, slots, token)
 
@@ -219,7 +219,7 @@ def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # 
                 continue
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
-            prob = left * model.cells[cell, CHANCE]
+            prob = left * model.cells[cell, MEAN]
             # The next ones are less frequent.
             if prob < least:
                 break

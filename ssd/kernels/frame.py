@@ -17,12 +17,12 @@ from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
 from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
 from ssd.kernels.fallback import MAX_FOUND, TOTAL_SLOTS, Fallback, FallbackTable, Found, new_found
-from ssd.kernels.grow import Open, new_open
+from ssd.kernels.grow import Frontier, new_frontier
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.match import SPAN_COLUMNS
 from ssd.kernels.probabilities import (
     CELL_COUNT,
-    CHANCE_COLUMNS,
+    ESTIMATE_COLUMNS,
     INPUTS,
     LEVELS,
     ROWS,
@@ -37,7 +37,7 @@ from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, OPEN_AT, FOUND_AT, OWN_AT = (
+TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = (
     0,
     7,
     13,
@@ -57,7 +57,7 @@ class Tables(NamedTuple):
     nodes: np.ndarray
     probs: np.ndarray
     candidates: np.ndarray
-    chances: np.ndarray
+    estimates: np.ndarray
 
 
 class Model(NamedTuple):
@@ -94,7 +94,7 @@ class Frame:
             np.zeros(SOURCES, np.int64),
             np.zeros(width, np.uint8),
         )
-        scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_open(width), new_found(), own)
+        scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_frontier(width), new_found(), own)
         parts = (sequences.tables, (*learned.arrays, *fallback.arrays), tuple(stats.counters), *scratch)
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
@@ -145,7 +145,7 @@ def open_tables(frame):  # type: ignore[no-untyped-def]
         _ints(frame[TABLES + 1], (rows, width, NODE_COLUMNS)),
         _floats(frame[TABLES + 2], (rows, width, 2)),
         _ints(frame[TABLES + 3], (rows, width, KEPT, CANDIDATE_COLUMNS)),
-        _floats(frame[TABLES + 4], (rows, width, KEPT, CHANCE_COLUMNS)),
+        _floats(frame[TABLES + 4], (rows, width, KEPT, ESTIMATE_COLUMNS)),
     )
 
 
@@ -218,14 +218,14 @@ def open_levels(frame):  # type: ignore[no-untyped-def]
 
 
 @inline
-def open_waiting(frame):  # type: ignore[no-untyped-def]
-    """Return the arrays for the waiting candidates."""
+def open_frontier(frame):  # type: ignore[no-untyped-def]
+    """Return the arrays for the candidates that may be added to a draft."""
     width = frame[TABLES + 6]
-    return Open(
-        longs(frame[OPEN_AT], (width,)),
-        longs(frame[OPEN_AT + 1], (width,)),
-        _words(frame[OPEN_AT + 2], (width,)),
-        _floats(frame[OPEN_AT + 3], (width, 2)),
+    return Frontier(
+        longs(frame[FRONTIER_AT], (width,)),
+        longs(frame[FRONTIER_AT + 1], (width,)),
+        _words(frame[FRONTIER_AT + 2], (width,)),
+        _floats(frame[FRONTIER_AT + 3], (width, 2)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Grow a draft best-first, until the next node's path probability is below the price of one more verified token."""
+"""Grow a draft best-first, until no candidate's path probability reaches the threshold."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ssd.kernels.fallback import fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
+    ABSENT,
     AGE,
     CANDIDATE_MASKS,
     CANDIDATES,
@@ -23,7 +24,6 @@ from ssd.sequences.tables import (
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
-    GONE,
     KEPT,
     KEPT_FOR_PATH,
     LENGTH,
@@ -41,10 +41,10 @@ from ssd.sequences.tables import (
 IS_FALLBACK = -1
 """Index of candidates that are not among those of the evidence."""
 MIN_SCORE = np.float32(0.25)
-"""Minimum score of a considered token, as a fraction of the price."""
+"""Minimum score of a considered token, as a fraction of the threshold."""
 EXPLORED = np.float32(2.0)
 """Minimum path probability of a node that is searched for again and gets fallback candidates, as a multiple of the
-price: children of other nodes rarely exceed the price."""
+threshold: children of other nodes rarely reach the threshold."""
 
 
 class Growing(NamedTuple):
@@ -53,13 +53,13 @@ class Growing(NamedTuple):
     nodes: np.ndarray
     probs: np.ndarray
     candidates: np.ndarray
-    chances: np.ndarray
+    estimates: np.ndarray
 
 
 class Limits(NamedTuple):
     """Limits of a draft."""
 
-    price: np.float32
+    threshold: np.float32
     """Minimum path probability of a node that is worth verifying."""
     tokens: np.int64
     depth: int
@@ -67,8 +67,8 @@ class Limits(NamedTuple):
     """Whether a node may have several children."""
 
 
-class Open(NamedTuple):
-    """Candidates that may still be added, in descending order of path probability."""
+class Frontier(NamedTuple):
+    """Candidates that may be added to the draft, in descending order of path probability."""
 
     parents: np.ndarray
     kinds: np.ndarray
@@ -79,10 +79,10 @@ class Open(NamedTuple):
     """float32 [room, 2]: columns PROB and PATH_PROB."""
 
 
-def new_open(nodes: int) -> Open:
+def new_frontier(nodes: int) -> Frontier:
     """Allocate the arrays for `nodes` candidates."""
     parents, kinds = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    return Open(parents, kinds, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
+    return Frontier(parents, kinds, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
 
 
 @inline
@@ -98,7 +98,7 @@ def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
 
 @inline
 def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-def]
-    """Set where a node's token was found; samples that the token followed agree with the path to the node.
+    """Record where a node's token was found; samples that the token followed agree with the path to the node.
 
     depth: that of the node's parent.
     """
@@ -118,7 +118,7 @@ def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-
 
 @inline
 def _set_no_evidence(node):  # type: ignore[no-untyped-def]
-    """Set that a node's token is a fallback candidate."""
+    """Record that a node's token is a fallback candidate."""
     node[SOURCE], node[LENGTH], node[AGE] = FALLBACK, 0, 0
     node[MASKS : MASKS + ROWS] = 0
 
@@ -136,9 +136,9 @@ def add_child(growing, parent, child, kind, token, probs, pointers):  # type: ig
     growing.probs[child, PROB], growing.probs[child, PATH_PROB] = probs[PROB], probs[PATH_PROB]
     for source in range(SOURCES):
         node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
-        node[MISSES + source] = GONE
+        node[MISSES + source] = ABSENT
         # A missing pointer, or one at the end of its request, predicts nothing.
-        if pointers[source] == 0 or nodes[parent, MISSES + source] >= GONE:
+        if pointers[source] == 0 or nodes[parent, MISSES + source] >= ABSENT:
             continue
         predicted = peek(pointers[source], depth)
         if predicted != SEPARATOR:
@@ -147,7 +147,7 @@ def add_child(growing, parent, child, kind, token, probs, pointers):  # type: ig
 
 
 @inline
-def _is_lost(node, source):  # type: ignore[no-untyped-def]
+def _is_unmatched(node, source):  # type: ignore[no-untyped-def]
     """Return whether no sample of a source agrees with the path."""
     lost = True
     for level in range(LEVELS):
@@ -156,10 +156,10 @@ def _is_lost(node, source):  # type: ignore[no-untyped-def]
 
 
 @outline
-def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
-    """Search for the context and the path again in sources without agreeing samples; return the next free piece."""
+def search_again(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
+    """Search the sources without agreeing samples for the context and the path; return the next free piece."""
     for source in range(SOURCES):
-        if not _is_lost(node, source):
+        if not _is_unmatched(node, source):
             continue
         end = size + node[DEPTH]
         if source == LOCAL:
@@ -175,117 +175,121 @@ def renew(node, piece, evidence, own, shared, text, size, depth):  # type: ignor
 
 
 @inline
-def _move(waiting, place, to):  # type: ignore[no-untyped-def]
-    """Copy a waiting candidate to another place."""
-    waiting.parents[to], waiting.kinds[to], waiting.tokens[to] = (
-        waiting.parents[place],
-        waiting.kinds[place],
-        waiting.tokens[place],
+def _move(frontier, place, to):  # type: ignore[no-untyped-def]
+    """Copy a candidate to another place of the frontier."""
+    frontier.parents[to], frontier.kinds[to], frontier.tokens[to] = (
+        frontier.parents[place],
+        frontier.kinds[place],
+        frontier.tokens[place],
     )
-    waiting.probs[to] = waiting.probs[place]
+    frontier.probs[to] = frontier.probs[place]
 
 
 @inline
-def _offer(waiting, opened, room, parent, kind, token, prob, path_prob):  # type: ignore[no-untyped-def]
-    """Insert a candidate into the sorted waiting ones, and keep the first `room` of them; return their number."""
-    place = min(opened, room)
-    while place > 0 and waiting.probs[place - 1, PATH_PROB] < path_prob:
+def _queue(frontier, queued, room, parent, kind, token, prob, path_prob):  # type: ignore[no-untyped-def]
+    """Insert a candidate into the frontier, and keep the first `room` there; return their number.
+
+    queued: the number before.
+    """
+    place = min(queued, room)
+    while place > 0 and frontier.probs[place - 1, PATH_PROB] < path_prob:
         if place < room:
-            _move(waiting, place - 1, place)
+            _move(frontier, place - 1, place)
         place -= 1
     if place >= room:
-        return opened
-    waiting.parents[place], waiting.kinds[place], waiting.tokens[place] = parent, kind, token
-    waiting.probs[place, PROB], waiting.probs[place, PATH_PROB] = prob, path_prob
-    return min(opened + 1, room)
+        return queued
+    frontier.parents[place], frontier.kinds[place], frontier.tokens[place] = parent, kind, token
+    frontier.probs[place, PROB], frontier.probs[place, PATH_PROB] = prob, path_prob
+    return min(queued + 1, room)
 
 
 @inline
-def _open_children(waiting, opened, room, node, path_prob, candidates, chances, kinds, total, price):  # type: ignore[no-untyped-def]
-    """Insert candidates of a node that are worth verifying into the waiting ones; return the number of these.
+def _queue_children(frontier, queued, room, node, path_prob, candidates, estimates, kinds, total, threshold):  # type: ignore[no-untyped-def]
+    """Insert the candidates of a node that reach the threshold into the frontier; return its size.
 
     path_prob: that of the node. total: the sum of the candidates' probabilities.
     """
     for kind in range(kinds):
-        prob = chances[kind, FINAL] / max(np.float32(1.0), total)
-        if path_prob * prob >= price:
+        prob = estimates[kind, FINAL] / max(np.float32(1.0), total)
+        if path_prob * prob >= threshold:
             token = np.uint32(candidates[kind, 0])
-            opened = _offer(waiting, opened, room, node, kind, token, prob, path_prob * prob)
-    return opened
+            queued = _queue(frontier, queued, room, node, kind, token, prob, path_prob * prob)
+    return queued
 
 
 @outline
-def _open_fallbacks(  # type: ignore[no-untyped-def]
-    found, waiting, opened, room, node, path_prob, candidates, kinds, total, price, model, text, end
+def _queue_fallbacks(  # type: ignore[no-untyped-def]
+    found, frontier, queued, room, node, path_prob, candidates, kinds, total, threshold, model, text, end
 ):
-    """Insert a node's fallback candidates into the waiting ones; return the number of these.
+    """Insert a node's fallback candidates into the frontier; return its size.
 
-    The parameters are those of `_open_children` and `find_fallbacks`.
+    The parameters are those of `_queue_children` and `find_fallbacks`.
     """
     left = np.float32(1.0) - total
-    least = price if opened < room else waiting.probs[room - 1, PATH_PROB]
+    least = threshold if queued < room else frontier.probs[room - 1, PATH_PROB]
     # This rules out most nodes of a path.
     if left * path_prob < least:
-        return opened
+        return queued
     for place in range(find_fallbacks(found, model, candidates, kinds, text, end, left, least / path_prob)):
         prob = found.probs[place]
-        opened = _offer(waiting, opened, room, node, IS_FALLBACK, found.tokens[place], prob, path_prob * prob)
-    return opened
+        queued = _queue(frontier, queued, room, node, IS_FALLBACK, found.tokens[place], prob, path_prob * prob)
+    return queued
 
 
 @outline
 def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, model):  # type: ignore[no-untyped-def]
     """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
 
-    scratch: a `Counted`, a `Levels`, an `Open` and a `Found`. text, size: the sequence's own text; a path is written
+    scratch: a `Counted`, a `Levels`, a `Frontier` and a `Found`. text, size: the sequence's own text; a path is written
     after it. depth: maximum match length in tokens.
     """
-    counted, levels, waiting, found = scratch
+    counted, levels, frontier, found = scratch
     most = KEPT if limits.is_tree else KEPT_FOR_PATH
-    opened, piece, node, count, written = 0, SOURCES, 0, 1, 0
+    queued, piece, node, count, written = 0, SOURCES, 0, 1, 0
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
-        candidates, chances, path_prob = growing.candidates[node], growing.chances[node], growing.probs[node, PATH_PROB]
-        is_explored = path_prob >= EXPLORED * limits.price
+        candidates, estimates = growing.candidates[node], growing.estimates[node]
+        path_prob = growing.probs[node, PATH_PROB]
+        is_explored = path_prob >= EXPLORED * limits.threshold
         if is_explored:
             fetch_slots(model.fallback, text, size + at)
         kinds, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
         before = peek(text, size + at - 1)
         fetch_cells(counted, kinds, before, model.logits)
-        kinds = keep_best(counted, kinds, MIN_SCORE * limits.price / path_prob, most)
+        kinds = keep_best(counted, kinds, MIN_SCORE * limits.threshold / path_prob, most)
         growing.nodes[node, CANDIDATES] = kinds
         total = estimate(
-            growing.nodes[node], candidates, chances, at, before,
+            growing.nodes[node], candidates, estimates, at, before,
             evidence, counted, levels, kinds, model.logits, model.weights,
         )  # fmt: skip
         if not limits.is_tree:
-            opened = 0
+            queued = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
         if at < limits.depth:
-            opened = _open_children(
-                waiting, opened, room, node, path_prob, candidates, chances, kinds, total, limits.price
+            queued = _queue_children(
+                frontier, queued, room, node, path_prob, candidates, estimates, kinds, total, limits.threshold
             )
             if is_explored and not is_end:
-                opened = _open_fallbacks(
-                    found, waiting, opened, room, node, path_prob, candidates, kinds, total, limits.price, model, text,
-                    size + at,
+                queued = _queue_fallbacks(
+                    found, frontier, queued, room, node, path_prob,
+                    candidates, kinds, total, limits.threshold, model, text, size + at,
                 )  # fmt: skip
-        if opened == 0:
+        if queued == 0:
             return count
-        parent, node = waiting.parents[0], count
-        add_child(growing, parent, node, waiting.kinds[0], waiting.tokens[0], waiting.probs[0], pointers)
+        parent, node = frontier.parents[0], count
+        add_child(growing, parent, node, frontier.kinds[0], frontier.tokens[0], frontier.probs[0], pointers)
         count += 1
         if count > limits.tokens:
             # Nothing can follow, and learning from its candidates gained nothing.
             growing.nodes[node, CANDIDATES] = NOT_ESTIMATED
             return count
-        opened -= 1
-        for place in range(opened):
-            _move(waiting, place + 1, place)
+        queued -= 1
+        for place in range(queued):
+            _move(frontier, place + 1, place)
         if parent == written:
             poke(text, size + growing.nodes[parent, DEPTH], np.uint32(growing.nodes[node, TOKEN]))
         else:
             write_path(growing.nodes, node, text, size)
         written = node
-        if growing.probs[node, PATH_PROB] >= EXPLORED * limits.price:
-            piece = renew(growing.nodes[node], piece, evidence, own, shared, text, size, depth)
+        if growing.probs[node, PATH_PROB] >= EXPLORED * limits.threshold:
+            piece = search_again(growing.nodes[node], piece, evidence, own, shared, text, size, depth)

@@ -13,7 +13,7 @@ from ssd.kernels.probabilities import (
     LEARNING_RATE,
     MIXED,
     NO_CELL,
-    PRICE_RATE,
+    PACE_RATE,
     SEEN_CAP,
     SOURCES,
     TABLE_INPUTS,
@@ -39,17 +39,17 @@ NO_NODE = -1
 
 
 @inline
-def learn_candidate(candidate, chances, happened, cells, logits, weights):  # type: ignore[no-untyped-def]
-    """Learn from one candidate; happened: 1.0 if the target produced it, else 0.0."""
-    step = np.float32(LEARNING_RATE) * (happened - chances[MIXED])
+def learn_candidate(candidate, estimates, outcome, cells, logits, weights):  # type: ignore[no-untyped-def]
+    """Learn from one candidate; outcome: 1.0 if the target produced it, else 0.0."""
+    step = np.float32(LEARNING_RATE) * (outcome - estimates[MIXED])
     for index in range(TABLE_INPUTS):
         cell = candidate[CELLS + index]
         if cell != NO_CELL:
             weights[index] += step * logits[cell]
-            learn_cell(cells, logits, cell, happened, TOKEN_SEEN_CAP if index >= TOKEN_INPUT else SEEN_CAP)
-    learn_cell(cells, logits, candidate[CELLS + TABLE_INPUTS], happened, FINAL_SEEN_CAP)
+            learn_cell(cells, logits, cell, outcome, TOKEN_SEEN_CAP if index >= TOKEN_INPUT else SEEN_CAP)
+    learn_cell(cells, logits, candidate[CELLS + TABLE_INPUTS], outcome, FINAL_SEEN_CAP)
     for source in range(SOURCES):
-        weights[BLEND_INPUT + source] += step * chances[BLENDS + source]
+        weights[BLEND_INPUT + source] += step * estimates[BLENDS + source]
 
 
 @inline
@@ -72,14 +72,14 @@ def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untype
 
 
 @inline
-def learn_node(node, candidates, chances, token, model):  # type: ignore[no-untyped-def]
+def learn_node(node, candidates, estimates, token, model):  # type: ignore[no-untyped-def]
     """Learn from the candidates of a node; return whether one of them was `token`."""
     was_right = False
     weights = model.weights[node[WEIGHT_SET]]
     for kind in range(node[CANDIDATES]):
         is_right = np.uint32(candidates[kind, 0]) == token
-        happened = np.float32(1.0) if is_right else np.float32(0.0)
-        learn_candidate(candidates[kind], chances[kind], happened, model.cells, model.logits, weights)
+        outcome = np.float32(1.0) if is_right else np.float32(0.0)
+        learn_candidate(candidates[kind], estimates[kind], outcome, model.cells, model.logits, weights)
         was_right = was_right or is_right
     return was_right
 
@@ -100,7 +100,7 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
             return
         token, candidates = tokens[index], growing.candidates[node]
         fetch_updated_cells(growing, node, model.cells, model.logits)
-        if not learn_node(growing.nodes[node], candidates, growing.chances[node], token, model):
+        if not learn_node(growing.nodes[node], candidates, growing.estimates[node], token, model):
             kinds = growing.nodes[node, CANDIDATES]
             learn_missed(model, candidates, kinds, text, size + index, token, sequence[IS_SHARED] != 0)
         node = _child_of(growing.nodes, count, node, token)
@@ -122,5 +122,5 @@ def record(counters, growing, accepted, verified, committed, steps):  # type: ig
 @inline
 def update_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
     """Update the running means of tokens per step and of the cost of a step."""
-    pace[0] += PRICE_RATE * (committed - pace[0])
-    pace[1] += PRICE_RATE * (1.0 + cost * verified - pace[1])
+    pace[0] += PACE_RATE * (committed - pace[0])
+    pace[1] += PACE_RATE * (1.0 + cost * verified - pace[1])

@@ -18,7 +18,7 @@ from ssd.sequences.tables import NO_POINTER, POINTERS, TEXT
 
 POINTER_FROM = 6
 """Minimum match length that sets a pointer, in tokens."""
-FORGIVEN_AFTER = 16
+CLEAR_MISSES_AFTER = 16
 """Number of consecutive correct predictions after which a pointer's misses are cleared."""
 
 # Columns of a pointer.
@@ -58,7 +58,7 @@ def advance_pointers(sequence, token, ring):  # type: ignore[no-untyped-def]
         predicted = peek(address, 0)
         if predicted == token:
             pointer[RUN] += 1
-            pointer[MISSED] = 0 if pointer[RUN] >= FORGIVEN_AFTER else pointer[MISSED]
+            pointer[MISSED] = 0 if pointer[RUN] >= CLEAR_MISSES_AFTER else pointer[MISSED]
         else:
             pointer[RUN] = 0
             pointer[MISSED] += 1

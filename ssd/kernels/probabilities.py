@@ -51,26 +51,27 @@ INPUT_CELLS = TABLE_INPUTS + 1
 """Number of cells per candidate; the last one is for the final correction."""
 NO_CELL = -1
 
-# Columns of a candidate's probabilities, float32: of the mixture, the blends' logits, and the final one.
+# Columns of a candidate's estimates, float32: probability of the mixture, logits of the blends, final probability.
 MIXED, BLENDS, FINAL = 0, 1, 1 + SOURCES
-CHANCE_COLUMNS = FINAL + 1
+ESTIMATE_COLUMNS = FINAL + 1
 
 SET_LENGTHS = 5
 WEIGHT_SETS = SET_LENGTHS * SET_LENGTHS
 
-# Columns of cells. Their logits, which drafts read, are a separate array, so that more of them fit into the cache.
-CHANCE, SEEN = range(2)
+# Columns of cells: mean of the outcomes, and their number. Drafts read the means' logits, which are a separate array,
+# so that more of them fit into the cache.
+MEAN, SEEN = range(2)
 
 SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
-"""Limits of the number of examples that a cell averages over; found on recorded traffic, like all constants here."""
+"""Limits of the number of outcomes that a cell averages over; found on recorded traffic, like all constants here."""
 LEARNING_RATE = 0.005
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
 START_SEEN = 0.5
-FINAL_START = 40.0
-FALLBACK_START, FALLBACK_START_SEEN = 0.01, 2.0
+FINAL_START_SEEN = 40.0
+FALLBACK_PRIOR, FALLBACK_START_SEEN = 0.01, 2.0
 
-# Rate and start of the running means from which the price is computed.
-PRICE_RATE = 0.001
+# Rate and start of the running means from which the threshold of drafts is computed.
+PACE_RATE = 0.001
 START_TOKENS_PER_COST = 1.5
 
 _LENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -111,46 +112,46 @@ SHARE_BUCKET = _share_buckets()
 # Tables replace exponentials, which a draft would compute hundreds of times.
 _VALUE_RANGE, _VALUE_STEPS = 8.0, 128
 _VALUES = (np.arange(2 * int(_VALUE_RANGE) * _VALUE_STEPS) + 0.5) / _VALUE_STEPS - _VALUE_RANGE
-_CHANCES = (1.0 / (1.0 + np.exp(-_VALUES))).astype(np.float32)
-_CHANCE_STEPS = 4096
-_LOGITS = (np.arange(_CHANCE_STEPS) + 0.5) / _CHANCE_STEPS
+_SIGMOIDS = (1.0 / (1.0 + np.exp(-_VALUES))).astype(np.float32)
+_PROB_STEPS = 4096
+_LOGITS = (np.arange(_PROB_STEPS) + 0.5) / _PROB_STEPS
 _LOGITS = np.clip(np.log(_LOGITS / (1.0 - _LOGITS)), -6.9, 6.9).astype(np.float32)
 
 
 @inline
-def quick_chance(value):  # type: ignore[no-untyped-def]
-    """Return the inverse of `logit` from a table, within 0.002."""
+def fast_sigmoid(value):  # type: ignore[no-untyped-def]
+    """Return `sigmoid` from a table, within 0.002."""
     at = int((value + np.float32(_VALUE_RANGE)) * np.float32(_VALUE_STEPS))
-    return _CHANCES[min(max(at, 0), len(_CHANCES) - 1)]
+    return _SIGMOIDS[min(max(at, 0), len(_SIGMOIDS) - 1)]
 
 
 @inline
-def quick_logit(chance):  # type: ignore[no-untyped-def]
+def fast_logit(prob):  # type: ignore[no-untyped-def]
     """Return `logit` from a table of 4096 probabilities."""
-    return _LOGITS[min(int(chance * np.float32(_CHANCE_STEPS)), _CHANCE_STEPS - 1)]
+    return _LOGITS[min(int(prob * np.float32(_PROB_STEPS)), _PROB_STEPS - 1)]
 
 
 @inline
-def interpolated_logit(chance):  # type: ignore[no-untyped-def]
+def interpolated_logit(prob):  # type: ignore[no-untyped-def]
     """Return `logit` interpolated from the table: within 0.002, or 0.06 near its bounds; `logit` is slower."""
-    at = chance * np.float32(_CHANCE_STEPS) - np.float32(0.5)
-    low = min(max(int(at), 0), _CHANCE_STEPS - 2)
+    at = prob * np.float32(_PROB_STEPS) - np.float32(0.5)
+    low = min(max(int(at), 0), _PROB_STEPS - 2)
     return _LOGITS[low] + (at - np.float32(low)) * (_LOGITS[low + 1] - _LOGITS[low])
 
 
 @inline
-def logit(chance):  # type: ignore[no-untyped-def]
+def logit(prob):  # type: ignore[no-untyped-def]
     """Return ln(p / (1 - p)), bounded."""
-    if chance <= 0.001:
+    if prob <= 0.001:
         return -6.9
-    if chance >= 0.999:
+    if prob >= 0.999:
         return 6.9
-    return math.log(chance / (1.0 - chance))
+    return math.log(prob / (1.0 - prob))
 
 
 @inline
-def chance_of(value):  # type: ignore[no-untyped-def]
-    """Return the inverse of `logit`."""
+def sigmoid(value):  # type: ignore[no-untyped-def]
+    """Return the logistic function of a value, the inverse of `logit`."""
     return 1.0 / (1.0 + math.exp(-value))
 
 
@@ -175,9 +176,9 @@ def pointer_cell(source, run, misses, agrees):  # type: ignore[no-untyped-def]
 
 
 @inline
-def token_share(chance):  # type: ignore[no-untyped-def]
+def token_share(prob):  # type: ignore[no-untyped-def]
     """Return the bucket of a probability; buckets are of equal width."""
-    return min(TOKEN_SHARES - 1, int(chance * TOKEN_SHARES))
+    return min(TOKEN_SHARES - 1, int(prob * TOKEN_SHARES))
 
 
 @inline
@@ -215,21 +216,21 @@ def fallback_cell(context, rank, count, total):  # type: ignore[no-untyped-def]
 
 
 @inline
-def learn_cell(cells, logits, cell, happened, cap):  # type: ignore[no-untyped-def]
+def learn_cell(cells, logits, cell, outcome, cap):  # type: ignore[no-untyped-def]
     """Update a cell's running mean with an outcome; `cap` bounds the number of outcomes that it averages over."""
     seen = cells[cell, SEEN] + 1.0
-    chance = cells[cell, CHANCE] + (happened - cells[cell, CHANCE]) / seen
-    cells[cell, CHANCE] = chance
-    logits[cell] = interpolated_logit(np.float32(chance))
+    mean = cells[cell, MEAN] + (outcome - cells[cell, MEAN]) / seen
+    cells[cell, MEAN] = mean
+    logits[cell] = interpolated_logit(np.float32(mean))
     cells[cell, SEEN] = min(seen, cap)
 
 
-_COUNT_OF = (1.0, 2.0, 3.0, 4.0, 6.0, 12.0, 24.0, 64.0)
-"""Typical count of each bucket."""
+_BUCKET_COUNTS = (1.0, 2.0, 3.0, 4.0, 6.0, 12.0, 24.0, 64.0)
+"""A typical count of each bucket."""
 
 
 @inline
-def _part_of(share):  # type: ignore[no-untyped-def]
+def _bucket_share(share):  # type: ignore[no-untyped-def]
     """Return the typical share of a bucket."""
     return 0.0 if share == 0 else 1.0 if share == SHARE_BUCKETS - 1 else (share - 0.5) / 11.0
 
@@ -238,7 +239,7 @@ def _part_of(share):  # type: ignore[no-untyped-def]
 def _match_prior(index):  # type: ignore[no-untyped-def]
     """Return the initial value of a match cell: its share, moved towards 0.02 / 0.54 by half an occurrence."""
     share, count = (index // 2) % SHARE_BUCKETS, (index // 2 // SHARE_BUCKETS) % COUNT_BUCKETS
-    return (_part_of(share) * _COUNT_OF[count] + 0.02) / (_COUNT_OF[count] + 0.54)
+    return (_bucket_share(share) * _BUCKET_COUNTS[count] + 0.02) / (_BUCKET_COUNTS[count] + 0.54)
 
 
 @inline
@@ -254,19 +255,19 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
     """Write the initial values of all cells, float32 [CELL_COUNT, 2], and their logits, float32 [CELL_COUNT]."""
     for index in range(CELL_COUNT):
         if index < POINTER_CELLS:
-            chance = _match_prior(index)
+            prob = _match_prior(index)
         elif index < TOKEN_CELLS:
-            chance = _pointer_prior(index - POINTER_CELLS)
+            prob = _pointer_prior(index - POINTER_CELLS)
         elif index < FINAL_CELLS:
-            chance = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
+            prob = ((index - TOKEN_CELLS) % TOKEN_SHARES + 0.5) / TOKEN_SHARES
         elif index >= FALLBACK_CELLS:
-            chance = FALLBACK_START
+            prob = FALLBACK_PRIOR
         else:
-            chance = chance_of((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
-        cells[index, CHANCE] = chance
-        logits[index] = logit(chance)
+            prob = sigmoid((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
+        cells[index, MEAN] = prob
+        logits[index] = logit(prob)
         cells[index, SEEN] = (
-            START_SEEN if index < FINAL_CELLS else FINAL_START if index < FALLBACK_CELLS else FALLBACK_START_SEEN
+            START_SEEN if index < FINAL_CELLS else FINAL_START_SEEN if index < FALLBACK_CELLS else FALLBACK_START_SEEN
         )
 
 

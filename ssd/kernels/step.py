@@ -13,11 +13,11 @@ from ssd.kernels.frame import (
     open_counters,
     open_evidence,
     open_found,
+    open_frontier,
     open_levels,
     open_model,
     open_own,
     open_tables,
-    open_waiting,
 )
 from ssd.kernels.grow import Growing, Limits, grow
 from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
@@ -27,11 +27,11 @@ from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advan
 from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
 from ssd.sequences.local_index import FRESH_ROOM, fold_fresh, insert_fresh
 from ssd.sequences.tables import (
+    ABSENT,
     DEPTH,
     EVIDENCE,
     FRESH,
     FRESH_SIZE,
-    GONE,
     MASKS,
     MISSES,
     NODES,
@@ -107,7 +107,7 @@ def point_to_own(tiers, sequence):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _youngest(evidence, piece):  # type: ignore[no-untyped-def]
+def _newest_sample(evidence, piece):  # type: ignore[no-untyped-def]
     """Return the newest sample of a piece's longest match."""
     best = 0
     for index in range(1, evidence.counts[piece, 0]):
@@ -121,11 +121,11 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
     """Move the pointers to the longest matches; write their addresses, and their state into the root."""
     text = sequence[TEXT]
     if evidence.counts[LOCAL, 0] > 0:
-        best = _youngest(evidence, LOCAL)
+        best = _newest_sample(evidence, LOCAL)
         position = (evidence.addresses[LOCAL, 0, best] - text) // 4
         move_pointer(sequence, LOCAL, evidence.lengths[LOCAL, 0], position)
     if evidence.counts[GLOBAL, 0] > 0:
-        best = _youngest(evidence, GLOBAL)
+        best = _newest_sample(evidence, GLOBAL)
         # Text in the live tier is removed too soon for pointers.
         if evidence.ages[GLOBAL, 0, best] >= 0:
             move_pointer(sequence, GLOBAL, evidence.lengths[GLOBAL, 0], ring.head - 1 - evidence.ages[GLOBAL, 0, best])
@@ -133,7 +133,7 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
         pointer = sequence[POINTERS + 3 * source : POINTERS + 3 * source + 3]
         pointers[source] = address_of(pointer[PLACE], source, text, ring)
         root[RUNS + source] = pointer[RUN]
-        root[MISSES + source] = pointer[MISSED] if pointers[source] != 0 else GONE
+        root[MISSES + source] = pointer[MISSED] if pointers[source] != 0 else ABSENT
 
 
 @inline
@@ -157,7 +157,7 @@ def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, 
         first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
         taken = max(np.int64(1), np.int64(steps[index])) if len(steps) else np.int64(1)
         if end > first:
-            growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
+            growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.estimates[row])
             if sequence[NODES] > 0:
                 learn(growing, sequence, tokens[first:end], model, on_path)
                 update_pace(model.pace, cost, np.int64(verified[index]), (end - first) / taken)
@@ -228,11 +228,11 @@ def step(  # type: ignore[no-untyped-def]
         (
             open_counted(frame),
             open_levels(frame),
-            open_waiting(frame),
+            open_frontier(frame),
             open_found(frame),
         ),
     )
-    price = np.float32(cost * model.pace[0] / model.pace[1])
+    threshold = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0
     for index in range(len(rows)):
@@ -242,7 +242,7 @@ def step(  # type: ignore[no-untyped-def]
         text, size = sequence[TEXT], sequence[SIZE]
         if limit == 0 or size == 0:
             continue
-        growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.chances[row])
+        growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.estimates[row])
         point_to_own(own.tiers, sequence)
         local = SearchedText(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
         shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
@@ -251,7 +251,7 @@ def step(  # type: ignore[no-untyped-def]
         gather_placed(evidence, GLOBAL, shared, text, size)
         add_root(growing)
         set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
-        limits_here = Limits(price, limit, max_draft, is_tree)
+        limits_here = Limits(threshold, limit, max_draft, is_tree)
         count = grow(
             growing,
             evidence,

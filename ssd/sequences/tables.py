@@ -1,7 +1,7 @@
 """The state of running sequences, as rows of arrays that kernels read and write.
 
-A row of `state` is a sequence. The same row of `nodes`, `probs`, `candidates` and `chances` has its last draft with all
-candidates that were considered at each node, so that probabilities can be learned from the target's output.
+A row of `state` is a sequence. The same row of `nodes`, `probs`, `candidates` and `estimates` has its last draft with
+all candidates that were considered at each node, so that probabilities can be learned from the target's output.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from ssd.kernels.probabilities import CHANCE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
+from ssd.kernels.probabilities import ESTIMATE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
 from ssd.sequences.local_index import LocalIndex
 
 # Columns of state, int64.
@@ -23,8 +23,8 @@ IS_SHARED = POINTERS + 6
 """1 if other sequences may be offered this one's tokens, else 0."""
 STATE_COLUMNS = IS_SHARED + 1
 NO_POINTER = -1
-GONE = 99
-"""Number of misses that marks a missing pointer."""
+ABSENT = 99
+"""Value of MISSES where a source has no pointer."""
 
 # Columns of nodes, int32.
 TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
@@ -67,7 +67,7 @@ class Sequences:
 
     @property
     def tables(self) -> tuple[np.ndarray, ...]:
-        """state, nodes, probs, candidates, chances."""
+        """state, nodes, probs, candidates, estimates."""
         return self._tables
 
     def add(self, local: LocalIndex, owner: int, *, is_predicted: bool = False, is_shared: bool = True) -> int:
@@ -167,7 +167,7 @@ class Sequences:
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
             np.zeros((rows, nodes, 2), np.float32),
             np.zeros((rows, nodes, KEPT, CANDIDATE_COLUMNS), np.int32),
-            np.zeros((rows, nodes, KEPT, CHANCE_COLUMNS), np.float32),
+            np.zeros((rows, nodes, KEPT, ESTIMATE_COLUMNS), np.float32),
         )
         for new, old in zip(fresh, self._tables[1:], strict=False):
             new[:before] = old

@@ -300,7 +300,7 @@ def test_thousands_of_damaged_messages_are_answered(service, caller):
     assert codes.keys() == {"drafts", grpc.StatusCode.INVALID_ARGUMENT.value[0]}
     assert min(codes.values()) > 500
     assert resident_bytes(service.process) - before < 60 * MB
-    # The learned probabilities can have any values now, so the price is minimal.
+    # The learned probabilities can have any values now, so the cost is minimal.
     new = 1 << 60
     response = stream.exchange(starts=[start(new, [1005, 1006, 1005])], batch=batch({new: ()}, limit=1, cost=1e-9))
     assert drafted(response) == [1006]

@@ -22,11 +22,11 @@ def sample(probabilities, noise):
     return max(range(len(probabilities)), key=score)
 
 
-def verify_tree(draft, parents, sampled, p, q, chance, noise):
+def verify_tree(draft, parents, sampled, p, q, uniform, noise):
     """Return the indices of accepted nodes, and the target's own token. Row 0 of p and q is after the context.
 
-    sampled: whether each node was sampled; others are deterministic candidates. chance, noise: functions of depth and
-    rank, and of depth.
+    sampled: whether each node was sampled; others are deterministic candidates. uniform, noise: functions of depth
+    and rank, and of depth.
     """
     path, at = [], -1
     while True:
@@ -34,7 +34,7 @@ def verify_tree(draft, parents, sampled, p, q, chance, noise):
         for rank, child in enumerate(child for child, parent in enumerate(parents) if parent == at):
             token = draft[child]
             drafter = left if sampled[child] else [float(other == token) for other in range(len(left))]
-            if chance(len(path), rank) * drafter[token] < target[token]:
+            if uniform(len(path), rank) * drafter[token] < target[token]:
                 path.append(child)
                 at = child
                 break

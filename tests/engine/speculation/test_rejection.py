@@ -258,11 +258,11 @@ def problems(draw):
 def randomness(seed, position):
     seeds = torch.tensor([seed])
 
-    def chance(depth, rank):
+    def uniform(depth, rank):
         at = torch.tensor([position + depth])
         return float(uniforms(stream_seeds(seeds, Stream.ACCEPT), at, torch.tensor([rank]))[0])
 
-    return chance, lambda depth: gumbel_noise(seeds, torch.tensor([position + depth]), VOCAB)[0].tolist()
+    return uniform, lambda depth: gumbel_noise(seeds, torch.tensor([position + depth]), VOCAB)[0].tolist()
 
 
 @settings(max_examples=150)

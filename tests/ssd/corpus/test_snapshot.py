@@ -259,7 +259,7 @@ def test_impossible_contents_are_refused(path, name, at, value):
 
 
 def test_the_layout_of_saved_tables_is_unchanged():
-    """Another checksum makes the learned tables of all existing snapshots useless; so do renamed constants."""
+    """Another checksum makes the learned tables of all existing snapshots useless."""
     assert tables_layout() == 3096493172
 
 

@@ -26,7 +26,7 @@ from ssd.kernels.fallback import (
 )
 from ssd.kernels.frame import Model
 from ssd.kernels.jit import Int, Tokens, kernel
-from ssd.kernels.probabilities import CHANCE, FALLBACK_CELLS, SEEN, SEEN_CAP, LearnedTables, fallback_cell
+from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP, LearnedTables, fallback_cell
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from tests.replay import progress_of
 from tests.strategies import array, examples
@@ -94,7 +94,7 @@ class NaiveTable:
         for size in range(3):
             for other, cell in self.cells_of(text, size, known):
                 seen = self.cells[cell, SEEN] + 1
-                self.cells[cell, CHANCE] += ((other == token) - self.cells[cell, CHANCE]) / seen
+                self.cells[cell, MEAN] += ((other == token) - self.cells[cell, MEAN]) / seen
                 self.cells[cell, SEEN] = min(seen, SEEN_CAP)
         if is_counted:
             self.count(text, token)
@@ -104,7 +104,7 @@ class NaiveTable:
         found = {}
         for size in (2, 1, 0):
             for token, cell in self.cells_of(text, size, known):
-                prob = left * self.cells[cell, CHANCE]
+                prob = left * self.cells[cell, MEAN]
                 if prob < least:
                     break
                 if token in found or len(found) < MAX_FOUND:
@@ -129,7 +129,7 @@ def events():
 def test_candidates_and_means_are_those_of_a_naive_table(events, text, known, least, is_counted):
     # The contexts of four tokens have different hashes; that is checked below.
     table, learned = FallbackTable(0.0), LearnedTables()
-    learned.cells[FALLBACK_CELLS:, CHANCE] = np.random.default_rng(0).random(len(learned.cells) - FALLBACK_CELLS)
+    learned.cells[FALLBACK_CELLS:, MEAN] = np.random.default_rng(0).random(len(learned.cells) - FALLBACK_CELLS)
     naive = NaiveTable(learned.cells)
     half = len(events) // 2
     for part, may_count in ((events[:half], True), (events[half:], is_counted)):

@@ -1,4 +1,4 @@
-"""Properties of drafts: shape, price, and where they end."""
+"""Properties of drafts: shape, threshold, and where they end."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.strategies import ALPHABETS, array, examples
 
 MAX_DRAFT = 12
 CLEARLY = 2.0
-"""Multiple of the price from which a node's path probability counts as clearly above the price."""
+"""Multiple of the threshold from which a node's path probability is clearly above it."""
 COSTS = st.sampled_from([0.001, 0.005, 0.02, 0.1, 0.3])
 
 
@@ -100,7 +100,7 @@ def test_nodes_that_clearly_pay_do_not_depend_on_the_price(world, shape):
         tokens_per_step, cost_of_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
             expensive = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
-            # Nodes near the price are not searched for again, so their children may differ.
+            # Nodes near the threshold are not searched for again, so their children may differ.
             clear = sum(prob > CLEARLY * cost * tokens_per_step / cost_of_step for prob in path_probs_of(cheap))
             assert nodes_of(expensive)[:clear] == nodes_of(cheap)[:clear]
 

@@ -15,39 +15,39 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus.corpus import Corpus
 from ssd.kernels.probabilities import (
     CELL_COUNT,
-    CHANCE,
+    MEAN,
     SAMPLES,
     SEEN,
     SEEN_CAP,
     SHARE_BUCKET,
     SHARE_BUCKETS,
     LearnedTables,
-    chance_of,
     learn_cell,
     logit,
+    sigmoid,
 )
 from ssd.stats import COUNT, OBSERVED, PREDICTED
 from tests.replay import progress_of
 from tests.strategies import array
 
-CHANCES = (0.95, 0.8, 0.5, 0.2)
+PROBS = (0.95, 0.8, 0.5, 0.2)
 CAPACITY = 100_000
 
 
 @numba.njit(error_model="numpy")
-def predictions_while_learning(cells, logits, happened, cap):
-    """Return a cell's probability before each event, from which it then learns."""
-    predicted = np.empty(len(happened), np.float32)
-    for index in range(len(happened)):
-        predicted[index] = cells[0, CHANCE]
-        learn_cell(cells, logits, 0, happened[index], np.float32(cap))
+def predictions_while_learning(cells, logits, outcomes, cap):
+    """Return a cell's probability before each outcome, from which it then learns."""
+    predicted = np.empty(len(outcomes), np.float32)
+    for index in range(len(outcomes)):
+        predicted[index] = cells[0, MEAN]
+        learn_cell(cells, logits, 0, outcomes[index], np.float32(cap))
     return predicted
 
 
 @numba.njit(error_model="numpy")
-def round_trip(chance):
+def round_trip(prob):
     """Convert a probability to a logit and back."""
-    return chance_of(logit(chance))
+    return sigmoid(logit(prob))
 
 
 class Cell:
@@ -56,24 +56,24 @@ class Cell:
     def __init__(self):
         self.cells, self.logits = np.full((1, 2), 0.5, np.float32), np.zeros(1, np.float32)
 
-    def learn(self, happened):
-        return predictions_while_learning(self.cells, self.logits, np.asarray(happened, np.float32), SEEN_CAP)
+    def learn(self, outcomes):
+        return predictions_while_learning(self.cells, self.logits, np.asarray(outcomes, np.float32), SEEN_CAP)
 
     @property
-    def chance(self):
-        return float(self.cells[0, CHANCE])
+    def prob(self):
+        return float(self.cells[0, MEAN])
 
 
-@pytest.mark.parametrize("chance", [0.02, 0.3, 0.9])
-def test_a_cell_approaches_the_frequency_of_its_events(chance):
+@pytest.mark.parametrize("prob", [0.02, 0.3, 0.9])
+def test_a_cell_approaches_the_frequency_of_its_outcomes(prob):
     cell = Cell()
-    predicted = cell.learn(np.random.default_rng(0).random(4000) < chance)
+    predicted = cell.learn(np.random.default_rng(0).random(4000) < prob)
     # The cell averages over about SEEN_CAP events: allow three standard errors.
-    error = 3 * math.sqrt(chance * (1 - chance) / SEEN_CAP)
-    assert abs(cell.chance - chance) < error
-    assert abs(predicted[1000:].mean() - chance) < error
+    error = 3 * math.sqrt(prob * (1 - prob) / SEEN_CAP)
+    assert abs(cell.prob - prob) < error
+    assert abs(predicted[1000:].mean() - prob) < error
     assert cell.cells[0, SEEN] == SEEN_CAP
-    assert cell.logits[0] == pytest.approx(math.log(cell.chance / (1 - cell.chance)), abs=0.01)
+    assert cell.logits[0] == pytest.approx(math.log(cell.prob / (1 - cell.prob)), abs=0.01)
 
 
 def test_the_first_events_change_a_cell_more_than_later_ones():
@@ -82,16 +82,16 @@ def test_the_first_events_change_a_cell_more_than_later_ones():
     assert first[0] == pytest.approx(0.5)
     assert first[1] > 0.8
     cell.learn([1] * 1000)
-    assert cell.chance > 0.99
+    assert cell.prob > 0.99
     cell.learn([0])
-    assert cell.chance == pytest.approx(1 - 1 / SEEN_CAP, abs=0.01)
+    assert cell.prob == pytest.approx(1 - 1 / SEEN_CAP, abs=0.01)
     cell.learn([0] * (5 * int(SEEN_CAP)))
-    assert cell.chance < 0.02
+    assert cell.prob < 0.02
 
 
 def test_logits_are_bounded_and_convert_back():
-    for chance in (0.001, 0.02, 0.5, 0.7, 0.999):
-        assert round_trip(chance) == pytest.approx(chance, rel=0.02)
+    for prob in (0.001, 0.02, 0.5, 0.7, 0.999):
+        assert round_trip(prob) == pytest.approx(prob, rel=0.02)
     assert 0 < round_trip(0.0) < 0.01
     assert 0.99 < round_trip(1.0) < 1
 
@@ -100,10 +100,10 @@ def test_initial_tables_are_probabilities_with_their_logits():
     tables = LearnedTables()
     cells, logits = tables.cells, tables.logits
     assert len(cells) == len(logits) == CELL_COUNT
-    chances = cells[:, CHANCE].astype(float)
-    assert (chances > 0).all()
-    assert (chances < 1).all()
-    assert np.allclose(logits, np.clip(np.log(chances / (1 - chances)), -6.9, 6.9), atol=0.01)
+    means = cells[:, MEAN].astype(float)
+    assert (means > 0).all()
+    assert (means < 1).all()
+    assert np.allclose(logits, np.clip(np.log(means / (1 - means)), -6.9, 6.9), atol=0.01)
     assert (cells[:, SEEN] > 0).all()
     assert np.isfinite(tables.weights).all()
     assert (tables.pace > 0).all()
@@ -118,10 +118,10 @@ def nothing_is_learned(tables, before):
 
 
 def the_opposite_is_learned(tables, before):
-    chances, old = tables.cells[:, CHANCE], before.cells[:, CHANCE]
-    moved = np.flatnonzero(chances != old)
-    chances[moved] = np.clip(2 * old[moved] - chances[moved], 0.001, 0.999)
-    tables.logits[moved] = np.log(chances[moved] / (1 - chances[moved]))
+    means, old = tables.cells[:, MEAN], before.cells[:, MEAN]
+    moved = np.flatnonzero(means != old)
+    means[moved] = np.clip(2 * old[moved] - means[moved], 0.001, 0.999)
+    tables.logits[moved] = np.log(means[moved] / (1 - means[moved]))
     tables.weights[:] = 2 * before.weights - tables.weights
 
 
@@ -136,20 +136,20 @@ def learn_with(drafter, step, bug):
 def draft_overestimated_tokens(steps, bug=None):
     """Draft tokens that always follow their context in the corpus, but rarely in the target's output.
 
-    In the corpus one token always follows context k; the target produces it with probability CHANCES[k]. Returns a row
+    In the corpus one token always follows context k; the target produces it with probability PROBS[k]. Returns a row
     per step: context, accept_prob, whether the target produced the token; and the counters.
     """
     rng = np.random.default_rng(0)
     corpus = Corpus(CAPACITY, 32)
-    for context in range(len(CHANCES)):
+    for context in range(len(PROBS)):
         for _ in range(8):
             corpus.append(array([100 + context, 200 + context]))
     corpus.refresh()
     rows = []
     with SuffixDrafter(DrafterConfig(capacity=CAPACITY, cost=1e-6), corpus=corpus) as drafter:
         for step in range(steps):
-            context = int(rng.integers(len(CHANCES)))
-            is_accepted = bool(rng.random() < CHANCES[context])
+            context = int(rng.integers(len(PROBS)))
+            is_accepted = bool(rng.random() < PROBS[context])
             # Tokens of private sequences do not become fallback candidates.
             drafter.start(step, array([100 + context]), learn=False)
             drafts = drafter.draft(progress_of({step: []}, limit=1))
@@ -164,10 +164,10 @@ def draft_overestimated_tokens(steps, bug=None):
 def assert_mean_is_chance(rows):
     """Check the mean accept_prob of each context in the second half of the steps, within the sampling error."""
     late = rows[len(rows) // 2 :]
-    for context, chance in enumerate(CHANCES):
+    for context, prob in enumerate(PROBS):
         probs = late[late[:, 0] == context, 1]
-        sampling = math.sqrt(chance * (1 - chance) / len(probs))
-        assert abs(probs.mean() - chance) < 0.02 + 3 * sampling
+        sampling = math.sqrt(prob * (1 - prob) / len(probs))
+        assert abs(probs.mean() - prob) < 0.02 + 3 * sampling
 
 
 def calibration_error(probs, accepted):
@@ -204,7 +204,7 @@ def test_broken_learning_is_detected(bug):
 def draft_two_siblings(steps, bug=None):
     """Draft two tokens for each context; the target produces one of them.
 
-    In one long request a token follows context k with probability CHANCES[k], and another token otherwise. Returns a
+    In one long request a token follows context k with probability PROBS[k], and another token otherwise. Returns a
     row per step: context, accept_prob of both, whether the target produced the first.
     """
     rng = np.random.default_rng(0)
@@ -213,11 +213,11 @@ def draft_two_siblings(steps, bug=None):
     with SuffixDrafter(config, corpus=Corpus(CAPACITY, 32)) as drafter:
         drafter.start(1, array([1]))
         for _ in range(steps):
-            context = int(rng.integers(len(CHANCES)))
+            context = int(rng.integers(len(PROBS)))
             drafts = drafter.draft(progress_of({1: [100 + context]}, limit=8))
             children = drafts.parents == -1
             probs = dict(zip(drafts.tokens[children].tolist(), drafts.accept_prob[children].tolist(), strict=True))
-            is_first = bool(rng.random() < CHANCES[context])
+            is_first = bool(rng.random() < PROBS[context])
             rows.append((context, probs.get(200 + context, 0.0), probs.get(300 + context, 0.0), is_first))
             progress = progress_of({1: [200 + context if is_first else 300 + context]}, limit=0)
             learn_with(drafter, partial(drafter.draft, progress), bug)
@@ -226,11 +226,11 @@ def draft_two_siblings(steps, bug=None):
 
 def assert_siblings_are_calibrated(rows):
     late = rows[len(rows) // 2 :]
-    for context, chance in enumerate(CHANCES):
+    for context, prob in enumerate(PROBS):
         probs = late[late[:, 0] == context, 1:3]
-        sampling = math.sqrt(chance * (1 - chance) / len(probs))
-        assert abs(probs[:, 0].mean() - chance) < 0.03 + 3 * sampling
-        assert abs(probs[:, 1].mean() - (1 - chance)) < 0.03 + 3 * sampling
+        sampling = math.sqrt(prob * (1 - prob) / len(probs))
+        assert abs(probs[:, 0].mean() - prob) < 0.03 + 3 * sampling
+        assert abs(probs[:, 1].mean() - (1 - prob)) < 0.03 + 3 * sampling
     predicted, accepted = np.concatenate((late[:, 1], late[:, 2])), np.concatenate((late[:, 3], 1 - late[:, 3]))
     assert calibration_error(predicted, accepted) < 0.05
 

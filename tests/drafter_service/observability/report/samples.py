@@ -120,8 +120,8 @@ def fill(stats, steps, level):
     hits = int(0.83 * steps)
     reached = float(hits)
     for position in range(24):
-        chance = level * (1 - 0.5 * math.exp(-position / 3)) + 0.2
-        counters.by_position[position] = int(reached), int(reached * min(0.99, chance))
+        prob = level * (1 - 0.5 * math.exp(-position / 3)) + 0.2
+        counters.by_position[position] = int(reached), int(reached * min(0.99, prob))
         reached = counters.by_position[position, 1] * 0.8
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
     counters.steps[:] = steps, steps + accepted, hits
