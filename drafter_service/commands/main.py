@@ -19,7 +19,7 @@ from ssd.errors import UserError
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="ssd-drafter")
 def cli() -> None:
-    """Spacelike speculative decoding: a drafter that remembers every token your service has seen."""
+    """Spacelike speculative decoding: a drafter that searches the text your service has produced."""
 
 
 @cli.command()

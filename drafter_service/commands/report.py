@@ -62,7 +62,7 @@ def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None,
     metavar="SECONDS",
     help="Interval between updates.",
 )
-@click.option("--once", is_flag=True, help="Print one interval and exit. Default without a terminal.")
+@click.option("--once", is_flag=True, help="Print one update and exit; the default without a terminal.")
 def top(link: Link, namespace: str, interval: float, once: bool) -> None:
     """Show the current rates of a service; press q to quit."""
     from rich.console import Console
