@@ -22,6 +22,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from weakref import WeakValueDictionary
 
 from engine.api.messages import RequestEnded, TokensProduced
 from engine.api.outputs import Run
@@ -54,8 +55,10 @@ class GrammarChecker:
         self._process: tuple[BaseProcess, socket.socket] | None = None
         self._lock = threading.Lock()
         """Held to start, use or end the process."""
-        self._results: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+        self._results: OrderedDict[bytes, str] = OrderedDict()
         """Reasons why grammars cannot be used, empty for those that can, by digest; the most recently used last."""
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """Locks of the requests that need the same result, by digest."""
         self._threads = ThreadPoolExecutor(MAX_CHECKS, "grammar-checker")
 
     async def run(self, run: Run, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
@@ -64,8 +67,7 @@ class GrammarChecker:
         Raises UserError for a grammar that cannot be used.
         """
         grammar = request.sampling.grammar
-        # Other requests may wait for the same result, so cancelling this one does not cancel the check.
-        if grammar is not None and (reason := await asyncio.shield(self._result(grammar))):
+        if grammar is not None and (reason := await self._result(grammar)):
             raise UserError(reason)
         async with aclosing(run(request)) as events:
             async for event in events:
@@ -76,30 +78,26 @@ class GrammarChecker:
         self._threads.shutdown(cancel_futures=True)
         self._end_process()
 
-    def _result(self, grammar: Grammar) -> asyncio.Task[str]:
+    async def _result(self, grammar: Grammar) -> str:
+        """Return the reason why a grammar cannot be used, empty if it can; check it if that is not known."""
         key = hashlib.sha256(repr(grammar).encode()).digest()
-        if key not in self._results:
-            self._results[key] = asyncio.create_task(self._check(key, grammar))
-            if len(self._results) > MAX_RESULTS:
-                self._results.popitem(last=False)
-        self._results.move_to_end(key)
-        return self._results[key]
+        # Of several requests, one checks. If it is cancelled, so is its check, unless it runs, and the next one checks.
+        async with self._turns.setdefault(key, asyncio.Lock()):
+            if key not in self._results:
+                reason, is_final = await self._check(grammar)
+                if not is_final:
+                    return reason
+                self._results[key] = reason
+                if len(self._results) > MAX_RESULTS:
+                    self._results.popitem(last=False)
+            self._results.move_to_end(key)
+            return self._results[key]
 
-    async def _check(self, key: bytes, grammar: Grammar) -> str:
-        """Return the reason why a grammar cannot be used; forget the result if another attempt may have another."""
+    async def _check(self, grammar: Grammar) -> tuple[str, bool]:
+        """Return the result of `refusal` in the process; try it again once in a new process."""
         check = partial(asyncio.get_running_loop().run_in_executor, self._threads, self._check_in_process, grammar)
-        is_final = False
-        try:
-            answer = await check() or await check()
-            if answer is None:
-                return (
-                    f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
-                )
-            reason, is_final = answer
-            return reason
-        finally:
-            if not is_final:
-                self._results.pop(key, None)
+        ended = f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
+        return await check() or await check() or (ended, False)
 
     def _check_in_process(self, grammar: Grammar) -> tuple[str, bool] | None:
         """Return the result of `refusal` in the process; None if it ended or was too late. Runs in a thread."""
@@ -170,7 +168,9 @@ def refusal(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, bool]:
             stack = MAX_STACK if limit == resource.RLIM_INFINITY else min(MAX_STACK, limit // 2)
             resource.setrlimit(resource.RLIMIT_STACK, (stack, largest))
             os.nice(10)  # The engine's steps take precedence.
-            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)  # Ends the process.
+            # Either timer ends the process; the second one if it waits for something.
+            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
+            signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_S)
             os.write(writing, _reason(compiler, grammar).encode(errors="backslashreplace"))
             os._exit(0)
         finally:

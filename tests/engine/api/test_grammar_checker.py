@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from contextlib import aclosing, closing, nullcontext
 
 import pytest
@@ -120,6 +121,14 @@ async def test_grammars_that_take_long_do_not_delay_others(checker):
             await task
 
 
+def test_a_compiler_that_waits_is_ended(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "_reason", lambda _compiler, _grammar: signal.pause())
+    reason, is_final = refusal(compiler, DIGITS)
+    assert reason == "regex: the grammar could not be checked: compiling it ended with status -14"
+    assert not is_final
+
+
 def test_a_result_that_may_have_another_cause_is_not_final(compiler, monkeypatch):
     monkeypatch.setattr(module, "_reason", lambda _compiler, _grammar: os.kill(os.getpid(), signal.SIGKILL))
     reason, is_final = refusal(compiler, DIGITS)
@@ -158,11 +167,36 @@ async def test_results_that_are_not_final_are_not_kept():
             assert len(checker.checked) == 2 * attempts
 
 
-async def test_a_grammar_is_checked_once_for_all_requests_and_without_them():
+async def test_a_grammar_is_checked_once_for_all_requests():
     with closing(Counting(("", True))) as checker:
-        requests = [asyncio.create_task(events(checker, DIGITS)) for _ in range(3)]
-        await asyncio.sleep(0)
-        requests[0].cancel()
-        assert await requests[1] == [DIGITS]
-        assert await requests[2] == [DIGITS]
+        assert await asyncio.gather(*(events(checker, DIGITS) for _ in range(3))) == 3 * [[DIGITS]]
         assert checker.checked == [DIGITS.text]
+
+
+class Waiting(Counting):
+    """A checker whose checks wait until `may_end` is set."""
+
+    def __init__(self):
+        super().__init__(("", True))
+        self.may_end = threading.Event()
+
+    def _check_in_process(self, grammar):
+        answer = super()._check_in_process(grammar)
+        self.may_end.wait()
+        return answer
+
+
+async def test_checks_of_cancelled_requests_do_not_delay_others(monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHECKS", 1)
+    with closing(Waiting()) as checker:
+        running, dropped, same, other = (
+            asyncio.create_task(events(checker, Grammar("regex", text))) for text in ("a", "b", "a", "c")
+        )
+        await asyncio.sleep(0)
+        for task in (running, dropped):
+            task.cancel()
+        await asyncio.gather(running, dropped, return_exceptions=True)
+        checker.may_end.set()
+        assert await same == [Grammar("regex", "a")]
+        assert await other == [Grammar("regex", "c")]
+        assert "b" not in checker.checked
