@@ -32,7 +32,7 @@ class Source(IntEnum):
     LOCAL = 1
     """The running request's own prompt and output."""
     FALLBACK = 2
-    """No match: other requests produced it where no match was right (`ssd.kernels.fallback`)."""
+    """In no match: requests produced it where no match was right (`ssd.kernels.fallback`)."""
 
 
 @dataclass(eq=False)

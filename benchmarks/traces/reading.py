@@ -68,16 +68,16 @@ class Trace:
         """Return the requests as a log without times: `times` copies one after another, with different sessions."""
         lengths = np.array([len(request.tokens) for request in self.requests])
         sessions = np.array([request.session for request in self.requests])
-        copies = np.repeat(np.arange(times), len(sessions))
-        unknown = np.full(len(copies), np.nan)
+        numbers = sessions + np.arange(times)[:, None] * (1 + sessions.max())
+        unknown = np.full(numbers.size, np.nan)
         return Traffic(
             tokens=np.concatenate([request.tokens for request in self.requests] * times),
             starts=np.append(0, np.cumsum(np.tile(lengths, times))),
             prompt_lengths=np.tile([request.prompt_length for request in self.requests], times),
             began_s=unknown,
             ended_s=unknown,
-            users=np.full(len(copies), -1),
-            sessions=np.tile(sessions, times) + copies * (1 + sessions.max()),
+            users=np.full(numbers.size, -1),
+            sessions=np.where(sessions < 0, -1, numbers).ravel(),
         )
 
 

@@ -119,12 +119,13 @@ def _uncount(fallback, first, slots, token):  # type: ignore[no-untyped-def]
         place += 1
     if place == end:
         return
-    count = fallback.slots[place, SLOT_TIMES] - np.uint32(1)
+    # Not the current epoch, which may be another one by the time that the slot is written.
+    count, epoch = fallback.slots[place, SLOT_TIMES] - np.uint32(1), fallback.slots[place, SLOT_EPOCH]
     while place + 1 < end and not _is_empty(fallback, place + 1) and fallback.slots[place + 1, SLOT_TIMES] > count:
         fallback.slots[place] = fallback.slots[place + 1]
         place += 1
     slot = fallback.slots[place]
-    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
+    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, epoch
 
 
 @kernel(TokenRows, TokensOut, Tokens, Int, returns=Nothing)

@@ -37,17 +37,8 @@ from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, COUNTERS, EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = (
-    0,
-    7,
-    13,
-    19,
-    25,
-    34,
-    40,
-    44,
-    46,
-)
+TABLES, MODEL, COUNTERS = 0, 7, 13
+EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 19, 25, 34, 40, 44, 46
 
 
 class Tables(NamedTuple):

@@ -38,7 +38,7 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-IS_FALLBACK = -1
+FALLBACK_KIND = -1
 """Index of candidates that are not among those of the evidence."""
 MIN_SCORE = np.float32(0.25)
 """Minimum score of a considered token, as a fraction of the threshold."""
@@ -72,7 +72,7 @@ class Frontier(NamedTuple):
 
     parents: np.ndarray
     kinds: np.ndarray
-    """int64: index among the candidates of the parent, or IS_FALLBACK."""
+    """int64: index among the candidates of the parent, or FALLBACK_KIND."""
     tokens: np.ndarray
     """uint32."""
     probs: np.ndarray
@@ -129,7 +129,7 @@ def add_child(growing, parent, child, kind, token, probs, pointers):  # type: ig
     nodes = growing.nodes
     depth, node = nodes[parent, DEPTH], nodes[child]
     node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
-    if kind == IS_FALLBACK:
+    if kind == FALLBACK_KIND:
         _set_no_evidence(node)
     else:
         _set_evidence(node, growing.candidates[parent, kind], depth, pointers)
@@ -232,7 +232,9 @@ def _queue_fallbacks(  # type: ignore[no-untyped-def]
         return queued
     for place in range(find_fallbacks(found, model, candidates, kinds, text, end, left, least / path_prob)):
         prob = found.probs[place]
-        queued = _queue(frontier, queued, room, node, IS_FALLBACK, found.tokens[place], prob, path_prob * prob)
+        # They were reduced if their sum exceeded what is left.
+        if path_prob * prob >= threshold:
+            queued = _queue(frontier, queued, room, node, FALLBACK_KIND, found.tokens[place], prob, path_prob * prob)
     return queued
 
 

@@ -223,15 +223,8 @@ def step(  # type: ignore[no-untyped-def]
     )
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(state, rows, limits, tiers, depth)
-    evidence, scratch = (
-        open_evidence(frame),
-        (
-            open_counted(frame),
-            open_levels(frame),
-            open_frontier(frame),
-            open_found(frame),
-        ),
-    )
+    evidence = open_evidence(frame)
+    scratch = (open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
     threshold = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0

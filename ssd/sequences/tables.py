@@ -31,7 +31,7 @@ TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
 """LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from. CANDIDATES:
 their number, or NOT_ESTIMATED for a last node, after which nothing may be drafted."""
 FALLBACK = 2
-"""SOURCE of nodes without a match, as in `ssd.types.Source`."""
+"""SOURCE of fallback candidates, as in `ssd.types.Source`."""
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
 """RUNS and MISSES of both sources' pointers; the piece of evidence of each source; for each level of that evidence a
 mask of the samples that agree with the path."""

@@ -135,6 +135,11 @@ def test_copies_of_a_trace_have_different_sessions(trace_path):
     assert np.array_equal(twice.sessions, np.concatenate([once.sessions, once.sessions + 3]))
 
 
+def test_copies_of_requests_without_a_session_have_none():
+    first, second = copy_edit(400).first(8000).requests
+    assert Trace("", [replace(first, session=-1), second]).traffic(2).sessions.tolist() == [-1, 1, -1, 3]
+
+
 def test_a_trace_is_cut_at_a_number_of_output_tokens(trace_path):
     trace = load_trace(trace_path).first(100)
     assert [len(request.output) for request in trace.requests] == [66, 34]

@@ -49,7 +49,7 @@ class Tracer:
         self._finished.append(request)
 
     def accept(self, request: int, end: int, accepted: int, is_shared: bool) -> None:
-        """Note an accepted draft.
+        """Record an accepted draft.
 
         end: index in `Traffic.tokens` after its last accepted token. is_shared: whether that token came from another
         request's text.

@@ -13,7 +13,7 @@ TALLY_HEADS = ("acceptance", "draft tokens", "accepted")
 SOURCE_NAMES = {
     "corpus": "corpus: other requests",
     "local": "local: the request itself",
-    "fallback": "fallback: nothing matched",
+    "fallback": "fallback: in no match",
 }
 
 

@@ -114,7 +114,7 @@ class SourceTally(Tally):
     source: Literal["corpus", "local", "fallback"] = Field(
         description="corpus: finished requests, and outputs of other running requests. "
         "local: the text of the running request itself. "
-        "fallback: no text matched; tokens that were produced where no match was right."
+        "fallback: in no match; requests produced them where no match was right."
     )
 
 

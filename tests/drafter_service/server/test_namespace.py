@@ -7,8 +7,10 @@ from drafter_service.replication.events import Finished, Forgotten, ForgottenBef
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import Clock
+from tests.drafter_service.raw import batch, drafted, finish, start
 from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of
 from tests.strategies import array
 
@@ -109,6 +111,83 @@ def test_the_time_in_the_shared_log_is_finite(namespace, clock):
     namespace.forget_before(float("inf"))
     namespace.forget_before(5.0)
     assert [event.time for event in published] == [clock.now, 5.0]
+
+
+# --- Fallback candidates
+
+SECRET = 4000
+
+
+def send(session, **fields):
+    return session.answer(pb.DraftRequest(**fields), may_learn=True)
+
+
+def with_secret(namespace, **fields):
+    """Return a session whose sequence 1 has produced a token that was not among the candidates of its draft."""
+    session = Session(namespace, Limits(sequences=1))
+    send(session, starts=[start(1, [1], request_id="mine", **fields)], batch=batch({1: ()}))
+    send(session, batch=batch({1: [SECRET]}))
+    return session
+
+
+def is_secret_drafted(namespace):
+    """Return whether another stream is offered what `with_secret` produced, after text that occurs nowhere else."""
+    session = Session(namespace, Limits())
+    tokens = drafted(send(session, starts=[start(1, [60], learn=False)], batch=batch({1: ()}, cost=1e-6)))
+    session.close()
+    return any(token >= SECRET for token in tokens)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+@pytest.mark.parametrize("from_log", [False, True])
+def test_fallback_tokens_of_a_running_request_are_forgotten(namespace, shadow, from_log):
+    session = with_secret(namespace, shadow=shadow)
+    assert is_secret_drafted(namespace)
+    namespace.forget("mine", is_from_log=from_log)
+    namespace.corpus.refresh()
+    assert not is_secret_drafted(namespace)
+    # The request continues.
+    send(session, batch=batch({1: [SECRET + 1]}))
+    assert not is_secret_drafted(namespace)
+    send(session, finishes=[finish(1, [SECRET + 2])])
+    namespace.corpus.refresh()
+    assert not is_secret_drafted(namespace)
+    session.close()
+
+
+@pytest.mark.parametrize("forget", [lambda one: one.forget("mine"), lambda one: one.forget_before(float("inf"))])
+def test_fallback_tokens_of_a_finished_request_are_forgotten(namespace, forget):
+    session = with_secret(namespace)
+    send(session, finishes=[finish(1)])
+    session.close()
+    namespace.corpus.refresh()
+    assert is_secret_drafted(namespace)
+    forget(namespace)
+    namespace.corpus.refresh()
+    assert not is_secret_drafted(namespace)
+
+
+@pytest.mark.parametrize("end", ["canceled", "dropped", "disconnected", "unloaded"])
+@pytest.mark.parametrize("shadow", [False, True])
+def test_fallback_tokens_of_a_request_that_is_not_remembered_are_forgotten(namespace, end, shadow):
+    session = with_secret(namespace, shadow=shadow)
+    assert is_secret_drafted(namespace)
+    match end:
+        case "canceled":
+            send(session, finishes=[finish(1, learn=False)])
+        case "dropped":
+            send(session, starts=[start(2, [1])])
+        case "disconnected":
+            session.close()
+        case "unloaded":
+            namespace.close()
+    assert not is_secret_drafted(namespace)
+
+
+def test_fallback_tokens_of_a_private_request_are_not_drafted(namespace):
+    session = with_secret(namespace, learn=False)
+    assert not is_secret_drafted(namespace)
+    session.close()
 
 
 def test_a_used_namespace_is_not_idle(namespace):

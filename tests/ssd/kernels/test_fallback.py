@@ -220,6 +220,18 @@ def test_probabilities_of_fallback_candidates_approach_frequencies():
         assert replay_surprises(drafter, 2000, [5, 6, 7]) == pytest.approx([0.5, 0.3, 0.2], abs=0.06)
 
 
+@pytest.mark.parametrize(("cost", "drafted"), [(0.2, {5, 6, 7}), (0.3, set())])
+def test_candidates_with_too_large_a_sum_are_drafted_if_they_are_worth_verifying_after_the_reduction(cost, drafted):
+    with drafter_on(Corpus(CAPACITY, 32)) as drafter:
+        count_all(drafter.corpus.fallback, [([1], 5), ([1], 6), ([1], 7)])
+        drafter.corpus.learned.cells[FALLBACK_CELLS:, MEAN] = 0.9
+        drafter.start(1, array([1]))
+        # The threshold is 1.5 times the cost at first.
+        drafts = drafter.draft(progress_of({1: []}, limit=8, cost=cost))
+        assert {*drafts.tokens.tolist()} == drafted
+        assert drafts.accept_prob.tolist() == pytest.approx([1 / 3] * len(drafted), abs=0.01)
+
+
 def test_tokens_of_a_private_sequence_are_not_counted():
     corpus = Corpus(CAPACITY, 32)
     with drafter_on(corpus) as drafter:
