@@ -168,13 +168,15 @@ def _block(engine: Any, timed: Timed) -> dict[str, list[float]]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, help="folder with another commit")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="the folder with another commit")
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         run(arguments.tokens)
+    elif arguments.against is None:
+        parser.error("give the folder with another commit as --against")
     else:
         print(json.dumps(compare(arguments.against, arguments.tokens, arguments.rounds)))
 
