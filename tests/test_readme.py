@@ -18,6 +18,12 @@ def examples(text=README):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+def test_install_commands_need_no_package_index():
+    """The distribution is not on a package index; its extras are those of a checkout."""
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [path.name for path in documents if re.search(r"install '?ssd-drafter", path.read_text())]
+
+
 def test_the_client_example_runs(capsys):
     with serving() as server:
         exec(examples()[0].replace("http://127.0.0.1:8000", server.url), {})

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ssd.errors import UserError
+from ssd.errors import UserError, missing_extra
 
 Message = Mapping[str, Any]
 
@@ -104,7 +104,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         sources = _sources(folder, config)
         return ChatTemplate(sources, tokens) if DEFAULT in sources else None
     except ImportError:
-        raise UserError("chat templates need jinja2: run `pip install jinja2`") from None
+        raise missing_extra("chat templates need jinja2", "text") from None
     except Exception as problem:  # A template may raise anything.
         reason = " ".join(str(problem).split())
         raise UserError(f"the chat template of {folder} is refused ({reason}); correct it or copy it again") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import click
 
@@ -13,10 +13,19 @@ from drafter_service.commands.report import report, top
 from drafter_service.commands.serve import serve
 from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
-from ssd.errors import UserError
+from ssd.errors import exit_with_message
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+class _Commands(click.Group):
+    """Commands whose errors and interruptions are printed as one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the arguments name."""
+        with exit_with_message():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="ssd-drafter")
 def cli() -> None:
     """Spacelike speculative decoding: a drafter that searches the text your service has produced."""
@@ -42,12 +51,8 @@ for command in (advise, serve, warm, report, top, namespaces, forget, snapshot, 
 
 
 def main() -> None:
-    """Run the command line. A UserError is printed as one line, with exit code 2."""
-    try:
-        cli()
-    except UserError as problem:
-        click.echo(f"error: {problem}", err=True)
-        sys.exit(2)
+    """Run the command line."""
+    cli()
 
 
 if __name__ == "__main__":

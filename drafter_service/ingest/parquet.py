@@ -10,7 +10,7 @@ from drafter_service.ingest.documents import Chunk, Position, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import KNOWN
-from ssd.errors import UserError
+from ssd.errors import missing_extra
 
 MAX_ROWS = 4096
 NO_COLUMNS = "no known column; name one with --field"
@@ -21,7 +21,7 @@ def check_parquet() -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise UserError("Parquet files need pyarrow; run: pip install 'ssd-drafter[parquet]'") from None
+        raise missing_extra("Parquet files need pyarrow", "parquet") from None
 
 
 def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:

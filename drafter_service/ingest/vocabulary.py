@@ -12,7 +12,7 @@ import numpy as np
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
 from drafter_service.ingest.chats import Chat, Message, plain_text
 from drafter_service.ingest.documents import RecordError
-from ssd.errors import UserError
+from ssd.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UserError("--tokenizer needs tokenizers; run: pip install 'ssd-drafter[text]'") from None
+        raise missing_extra("--tokenizer needs tokenizers", "text") from None
 
     path = folder / TOKENIZER_FILE
     if not path.exists():

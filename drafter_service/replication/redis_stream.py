@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssd.errors import UserError
+from ssd.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -83,7 +83,7 @@ def connect(url: str) -> Redis:
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError:
-        raise UserError("the shared log needs redis-py; run: pip install 'ssd-drafter[redis]'") from None
+        raise missing_extra("the shared log needs redis-py", "redis") from None
     if not url.startswith(SCHEMES):
         raise UserError(f"the URL of the shared log must begin with {', '.join(SCHEMES)}")
     try:

@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,40 @@ import click
 from engine.api.tools.formats import FORMATS
 from engine.commands.openmp import limit_spinning
 from engine.commands.options import EngineOptions, engine_options, numbers, row_options, sampling_options, verifications
-from ssd.errors import UserError
+from ssd.errors import UserError, exit_with_message, missing_extra
 
 if TYPE_CHECKING:
     from engine.commands.compare.rows import Row
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+MODULES = ("torch", "fastapi", "huggingface_hub", "jinja2", "safetensors", "tokenizers", "uvicorn")
+"""Modules of the extra `engine`, which all commands need."""
+
+
+class _Command(click.Command):
+    """A command that needs the extra `engine`, except to print its help page."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options. Raises UserError if a package is missing."""
+        missing = [module for module in MODULES if find_spec(module) is None]
+        if missing and not set(ctx.help_option_names) & set(args):
+            raise missing_extra(f"ssd-engine needs {', '.join(missing)}", "engine")
+        return super().parse_args(ctx, args)
+
+
+class _Commands(click.Group):
+    """Commands whose errors and interruptions are printed as one line."""
+
+    command_class = _Command
+    group_class = type
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the arguments name."""
+        with exit_with_message():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(package_name="ssd-drafter")
 def cli() -> None:
     """Inference engine with lossless speculative decoding, for models from Hugging Face folders."""
@@ -299,12 +327,8 @@ for _kind, _help in (
 
 
 def main() -> None:
-    """Run the command line. UserError is printed as one line, with exit code 2."""
-    try:
-        cli()
-    except UserError as problem:
-        click.echo(f"error: {problem}", err=True)
-        sys.exit(2)
+    """Run the command line."""
+    cli()
 
 
 if __name__ == "__main__":

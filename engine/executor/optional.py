@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ssd.errors import UserError
+from ssd.errors import missing_extra
 
 
 def has_flashinfer() -> bool:
@@ -26,8 +26,7 @@ def flashinfer() -> Any:
     try:
         import flashinfer
     except (ImportError, OSError) as problem:
-        raise UserError(
-            f"FlashInfer cannot be imported ({problem}); install it with pip install 'ssd-drafter[gpu]', "
-            "or give --attention plain"
+        raise missing_extra(
+            f"FlashInfer cannot be imported ({problem}); give --attention plain, or install it", "gpu"
         ) from None
     return flashinfer

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.sampling.grammar import Grammar, definition
-from ssd.errors import UserError
+from ssd.errors import UserError, missing_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -274,10 +274,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise UserError(
-                f"{grammar.kind} needs the library llguidance; install it on the server with "
-                "pip install 'ssd-drafter[grammar]'"
-            ) from None
+            raise missing_extra(f"{grammar.kind} needs the library llguidance", "grammar") from None
         if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
         limits = llguidance.LLParserLimits(

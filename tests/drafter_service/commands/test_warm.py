@@ -165,7 +165,7 @@ def test_progress_without_its_snapshot_is_refused(tmp_path):
 def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"ssd-drafter\[parquet\]"):
+    with pytest.raises(UserError, match=r"pip install '\.\[parquet\]'"):
         invoke("--from", tmp_path, "--snapshot", tmp_path / "c")
 
 

@@ -311,5 +311,5 @@ def test_unusable_url_is_refused_without_quoting_it(url, advice):
 
 def test_missing_redis_py_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
-    with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[redis\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[redis\]'"):
         SharedLog("redis://localhost")

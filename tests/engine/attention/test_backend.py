@@ -80,7 +80,7 @@ def test_an_8_bit_cache_needs_flashinfer():
 
 
 def test_the_error_for_a_missing_library_says_how_to_install_it(missing):
-    with pytest.raises(UserError, match=r"pip install 'ssd-drafter\[gpu\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[gpu\]'"):
         choose_backend("flashinfer", CONFIG, torch.bfloat16, "cuda")
 
 
