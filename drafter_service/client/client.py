@@ -232,8 +232,8 @@ class DrafterClient:
                     timeout=FORGET_TIMEOUT_S,
                 )
         except grpc.RpcError as problem:
-            reason = f"{request_id!r} is not forgotten by the drafter at {self.address}: {problem.details()}"
-            raise UserError(reason) from None
+            reason = self._connection.end_of(problem).reason
+            raise UserError(f"{request_id!r} is not forgotten by the drafter at {self.address}: {reason}") from None
 
     def close(self) -> None:
         """Let the service process all sent requests, then end the stream, within 4 s. `on_lost` may call this.

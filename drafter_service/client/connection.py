@@ -8,6 +8,7 @@ from random import Random
 import grpc
 
 from drafter_service.client.messages import RefusedError
+from drafter_service.transport.absence import absence, start_one, system_error
 from drafter_service.transport.readiness import NOT_READY
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
@@ -107,9 +108,8 @@ class ConnectionState:
             code = problem.code()
             is_final = self.lost is not None and code in REFUSALS
             details = str(problem.details() or code.name)
-            if details.startswith("failed to connect to all addresses"):
-                # The last part of gRPC's message is the error of the operating system.
-                details = f"nothing answers there: {details.rpartition(': ')[2]}"
+            if code is grpc.StatusCode.UNAVAILABLE and not details.startswith(NOT_READY):
+                details = system_error(details)
             return StreamEnd(details, code, is_final=is_final)
         if isinstance(problem, UserError):
             return StreamEnd(str(problem))
@@ -120,12 +120,13 @@ class ConnectionState:
 
     def failure(self, address: str) -> UserError:
         """Return the error for an owner that requires the service."""
-        start_one = f"start one with: ssd-drafter serve --listen {address}"
         end = self.last_end
         if end is not None and end.reason.startswith(NOT_READY):
             return AbsentError(f"the drafter at {address} is {end.reason}")
         if end is None or end.code in ABSENCES:
-            return AbsentError(f"no drafter answers at {address}; {start_one}")
+            return AbsentError(absence(address, end.reason if end else "there was no response in time"))
         if end.is_violation or end.code is grpc.StatusCode.UNIMPLEMENTED:
-            return UserError(f"something other than a drafter ({end.reason}) answers at {address}; {start_one}")
+            return UserError(
+                f"something other than a drafter ({end.reason}) answers at {address}; {start_one(address)}"
+            )
         return UserError(f"the drafter at {address} does not serve this client: {end.reason}")

@@ -92,16 +92,12 @@ class Link:
         import grpc
 
         from drafter_service.observability.report.units import shortened
+        from drafter_service.transport.absence import absence, system_error
         from drafter_service.transport.readiness import NOT_READY
 
         details = shortened(str(error.details() or error.code().name), 300)
         if details.startswith(NOT_READY):
             return f"the drafter at {self.address} is {details}"
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            # The last part of gRPC's message is the error of the operating system.
-            why = details.rpartition(": ")[2]
-            if "denied" in why:
-                return f"you may not use {self.address} ({why}); ask its owner, or see serve --socket-mode"
-            start_one = f"start one with: ssd-drafter serve --listen {self.address}, or if it uses TLS give --ca"
-            return f"no drafter answers at {self.address} ({why}); {start_one}"
+            return absence(self.address, system_error(details))
         return f"the drafter at {self.address} refused: {details}"

@@ -122,7 +122,7 @@ class HostNamespaces:
             shadow=settings.shadow,
             required=False,
             on_lost=lambda reason: self._report(
-                f"no drafts from the drafter at {settings.sidecar} ({reason}); continuing without drafts"
+                f"no connection to the drafter at {settings.sidecar} ({reason}); continuing without drafts"
             ),
             on_resumed=lambda: self._report(f"reconnected to the drafter at {settings.sidecar}; drafting resumes"),
         )

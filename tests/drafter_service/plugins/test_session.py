@@ -305,7 +305,7 @@ def test_a_sidecar_that_refuses_a_model_is_reported_once(socket_address, server,
         wait_until(lambda: reports)
         session.close()
     assert len(reports) == 1
-    assert "no drafts from the drafter at unix:" in reports[0]
+    assert "no connection to the drafter at unix:" in reports[0]
     assert ("another tokenizer" if model.tokenizer else "50 tokens, not 51") in reports[0]
 
 
@@ -389,7 +389,7 @@ def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):
     with served(*arguments):
         wait_until(lambda: session.draft([("a", [*LOOP, 4])])[0])
     assert len(reports) <= 2
-    assert all("no drafts from the drafter" in report for report in reports)
+    assert all("no connection to the drafter" in report for report in reports)
     assert session.counters.failures == 0
     session.close()
 

@@ -238,7 +238,7 @@ def test_without_a_sidecar_requests_are_served_and_one_line_says_so(log, monkeyp
     eventually(lambda: log)
     scheduler.shutdown()
     assert len(log) == 1
-    assert log[0].startswith("ssd-drafter: no drafts from the drafter at unix:/nonexistent/drafter.sock")
+    assert log[0].startswith("ssd-drafter: no connection to the drafter at unix:/nonexistent/drafter.sock")
 
 
 def test_the_proposer_of_the_workers_proposes_nothing():

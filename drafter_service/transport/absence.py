@@ -1,0 +1,25 @@
+"""Messages about an address at which no drafter answers."""
+
+from __future__ import annotations
+
+CLOSED = ("Socket closed", "Connection reset by peer")
+"""Errors of a connection that was accepted and then closed, as a server with TLS does without a handshake."""
+
+
+def system_error(details: str) -> str:
+    """Return the last part of the text of a gRPC error: that of the operating system, such as "Connection refused"."""
+    return details.rpartition(": ")[2].rstrip("]")
+
+
+def absence(address: str, reason: str) -> str:
+    """Return a message that no drafter answers at an address, for a reason, and what to do."""
+    if "denied" in reason:
+        return f"you may not use {address} ({reason}); ask its owner, or see serve --socket-mode"
+    if any(error in reason for error in CLOSED):
+        return f"no drafter answers at {address} ({reason}); if it uses TLS, give its CA with --ca or `ClientAccess`"
+    return f"no drafter answers at {address} ({reason}); {start_one(address)}"
+
+
+def start_one(address: str) -> str:
+    """Return advice to start a drafter at an address."""
+    return f"start one with: ssd-drafter serve --listen {address}"
