@@ -85,8 +85,6 @@ def warm(
             else "interrupted; with --resume FILE a load can be continued"
         ) from None
     _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
-    if summary.faults.by_reason and not summary.learned.documents and not summary.learned.duplicates:
-        raise UserError("nothing could be learned, see the table; docs/operations.md lists the accepted formats")
 
 
 def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | None) -> tuple[Sink, Resume]:
@@ -153,7 +151,7 @@ def _show(summary: Summary, note: str | None) -> None:
     table.add_row("files", kinds or "no new ones")
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
-    table.add_row("already known", f"{learned.duplicates:,} documents")
+    table.add_row("documents already known", f"{learned.duplicates:,}")
     table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
     console.print(table)
     if summary.faults.by_reason:

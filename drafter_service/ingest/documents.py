@@ -138,3 +138,8 @@ class Faults:
     def count(self) -> int:
         """Number of all skipped records."""
         return sum(fault.count for fault in self.by_reason.values())
+
+    @property
+    def summary(self) -> str:
+        """Each reason with the first place, in one line; "" without faults."""
+        return "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in self.by_reason.items())

@@ -55,7 +55,11 @@ class Summary(NamedTuple):
 def load(
     files: Sequence[File], reading: Reading, sink: Sink, resume: Resume, watch: Callable[[LoadProgress], None]
 ) -> Summary:
-    """Learn all files. `watch` is called after each batch. Raises UserError; committed documents stay learned."""
+    """Learn all files. `watch` is called after each batch.
+
+    Raises UserError; committed documents stay learned. It is an error if files that no earlier load has read hold no
+    document.
+    """
     began = time.perf_counter()
     kinds: Counter[str] = Counter()
     documents = tokens = uncommitted = 0
@@ -77,6 +81,9 @@ def load(
             watch(LoadProgress(batch.bytes_read, documents, tokens))
     if documents == 0:
         check_readable(reading, 1)
+        if kinds or reading.faults.count:
+            reasons = reading.faults.summary or "the files hold no documents"
+            raise UserError(f"nothing was learned: {reasons}; docs/operations.md lists the accepted formats")
     learned = sink.finish()
     resume.write()
     return Summary(learned, kinds, reading.faults, time.perf_counter() - began)

@@ -116,7 +116,7 @@ def read_traffic(
             watch(LoadProgress(batch.bytes_read, len(writer), tokens))
     if not len(writer):
         check_readable(reading, 1)
-        reasons = "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in reading.faults.by_reason.items())
+        reasons = reading.faults.summary
         raise UserError(f"no request with an output in the log{f': {reasons}' if reasons else ''}; it may be {FORMATS}")
     return writer.finish(), writer.facts
 

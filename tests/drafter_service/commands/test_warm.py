@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_snapshot_is_created_and_extended(tmp_path):
     both = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     printed = invoke("--from", *both, "--snapshot", target, "--tokenizer", MODEL, "--capacity", "1M")
     assert text_of(target) == [[1, 2], tokenized("import os\n")]
-    assert "1 documents" in printed
+    assert re.search("documents +│ 1 ", printed)
 
 
 def test_snapshot_keeps_its_other_contents(tmp_path):
@@ -126,8 +127,20 @@ def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypat
 
 def test_loads_that_learn_nothing_fail(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"unknown": 1}, {"unknown": 2}])
-    with pytest.raises(UserError, match="nothing could be learned"):
+    with pytest.raises(UserError, match=r"nothing was learned: no output in any known field \(.*a.jsonl:1\)"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(UserError, match="nothing was learned: the files hold no documents"):
+        invoke("--from", tmp_path / "empty.jsonl", "--snapshot", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_loads_without_new_text_succeed(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
+    invoke(*arguments, "--resume", tmp_path / "r")
+    assert "no new ones" in invoke(*arguments, "--resume", tmp_path / "r")
+    assert re.search("documents already known *│ 1 ", invoke(*arguments))
 
 
 @pytest.mark.parametrize(
