@@ -89,7 +89,7 @@ def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
         ("steps saved", "saved_share", units.share, "of the target's steps"),
         ("hit rate", "hit_rate", units.share, "of steps had a draft"),
         ("accepted", "acceptance", units.share, "of draft tokens"),
-        ("output tokens", "committed", units.count, f"in {units.count(drafting.steps)} steps"),
+        ("output tokens", "committed", units.count, f"in {units.counted(drafting.steps, 'step')}"),
     ]
     cards = []
     for index, (name, field, unit, hint) in enumerate(shown):

@@ -105,7 +105,7 @@ def _match_lengths(namespace: NamespaceReport) -> list[str]:
     used = {row.least: row for row in known}
     unused = Tally(drafted=0, accepted=0, acceptance=None)
     bars = [used.get(length, table_rows.Row(length, length, unused)) for length in range(max(used) + 1)]
-    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", "{} tokens matched", 9)
+    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", "match length {}", 9)
     note = "Number of the context's last tokens that were found."
     return [panel("By match length", note, plot, _tally_table("tokens", known))]
 
@@ -114,8 +114,8 @@ def _ages(namespace: NamespaceReport) -> list[str]:
     known = table_rows.ages(namespace)
     if not known:
         return []
-    note = f"Half of the accepted tokens come from text at most {units.count(namespace.age.median_tokens)} tokens old."
-    plot = plots.shares(known, "Acceptance by age of the text", "age (tokens learned since)", "{} tokens old", 6)
+    note = f"Half of the accepted tokens come from text of an age up to {units.count(namespace.age.median_tokens)}."
+    plot = plots.shares(known, "Acceptance by age of the text", "age (tokens learned since)", "age {}", 6)
     return [panel("By age of the text", note, plot, _tally_table("tokens since", known))]
 
 
@@ -230,7 +230,7 @@ def _occupancy(namespace: NamespaceReport) -> list[str]:
 def _corpus(namespace: NamespaceReport) -> list[str]:
     known = namespace.corpus
     full = "" if known.occupancy is None else f", {units.share(known.occupancy)} full"
-    note = f"{units.count(known.tokens)} tokens of {units.count(known.requests)} requests{full}."
+    note = f"{units.counted(known.tokens, 'token')} of {units.counted(known.requests, 'request')}{full}."
     return [panel("The corpus", note, description_list(table_rows.corpus(namespace)))]
 
 

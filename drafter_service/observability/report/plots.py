@@ -89,7 +89,7 @@ def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
     if capacity:
         parts.append(charts.reference_line(frame, y(capacity)))
     for period in periods:
-        words = f"{units.moment(period.ends_at)}: {units.count(period.corpus_tokens)} tokens"
+        words = f"{units.moment(period.ends_at)}: {units.counted(period.corpus_tokens, 'token')}"
         parts.append(charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words))
     label = f"Tokens remembered over time, now {units.count(periods[-1].corpus_tokens)}"
     return charts.chart(frame, label, parts)

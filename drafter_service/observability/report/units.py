@@ -24,6 +24,11 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if value < 9999.5 else _scaled(value, 1000, SCALES)
 
 
+def counted(value: float, noun: str) -> str:
+    """Format a count with a noun whose plural ends in -s: 1 step, 12.3k steps."""
+    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+
+
 def size(value: float | None) -> str:
     """Format bytes: 812 B, 12.3 MiB."""
     if value is None:

@@ -28,7 +28,7 @@ def saving(drafting: Drafting) -> str:
     if drafting.steps == 0:
         return "has not received a request for drafts yet."
     if drafting.drafted == 0:
-        return f"has drafted nothing in {units.count(drafting.steps)} steps: no remembered text has recurred."
+        return f"has drafted nothing in {units.counted(drafting.steps, 'step')}: no remembered text has recurred."
     tokens = f"{units.ratio(drafting.tokens_per_step)} tokens per step instead of 1"
     if (drafting.saved_share or 0.0) < MIN_GAIN:
         return f"saves less than 1% of the target's steps so far: {tokens}."
@@ -42,8 +42,8 @@ def worth(drafting: Drafting) -> str:
     speedup = next((estimate.speedup for estimate in drafting.estimates if estimate.cost == USUAL_COST), None)
     limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any cost"
     return (
-        f"Estimated from {units.count(drafting.steps)} steps: {units.ratio(speedup)}x as fast where verifying a token "
-        f"costs {units.share(USUAL_COST)} of a step; worthwhile {limit}."
+        f"Estimated from {units.counted(drafting.steps, 'step')}: {units.ratio(speedup)}x as fast where verifying a "
+        f"token costs {units.share(USUAL_COST)} of a step; worthwhile {limit}."
     )
 
 
@@ -51,8 +51,8 @@ def in_shadow(shadow: ShadowReport | None) -> str:
     """Return a sentence about the drafts that were withheld; empty if there were none."""
     if shadow is None:
         return ""
-    scored, observed = units.count(shadow.scored_requests), units.count(shadow.observed_requests)
-    counts = f"shadow: {scored} requests scored of {observed} observed"
+    scored, observed = units.counted(shadow.scored_requests, "request"), units.count(shadow.observed_requests)
+    counts = f"shadow: {scored} scored of {observed} observed"
     if not shadow.drafting.steps:
         return f"{counts}."
     accepted, tokens_per_step = units.share(shadow.drafting.acceptance), units.ratio(shadow.drafting.tokens_per_step)
@@ -92,7 +92,7 @@ def service_remarks(report: Report) -> list[str]:
             "or load a snapshot of another replica."
         )
     if log.dropped_tokens:
-        found.append(f"{units.count(log.dropped_tokens)} tokens were never written to the shared log.")
+        found.append(f"Tokens that were never written to the shared log: {units.count(log.dropped_tokens)}.")
     return found
 
 
@@ -111,17 +111,17 @@ def log_facts(log: SharedLogReport | None) -> list[str]:
     if log is None:
         return []
     known = [
-        f"{units.count(log.published_tokens)} tokens written",
+        f"{units.counted(log.published_tokens, 'token')} written",
         f"{units.count(log.consumed_tokens)} read",
-        f"{units.duration(log.lag_s)} behind ({units.count(log.lag_entries)} entries)",
+        f"{units.duration(log.lag_s)} behind (entries not read: {units.count(log.lag_entries)})",
     ]
     problems = (
-        ("duplicates", log.duplicates),
-        ("tokens dropped", log.dropped_tokens),
-        ("gaps", log.gaps),
-        ("errors", log.errors),
+        ("duplicate", log.duplicates),
+        ("dropped token", log.dropped_tokens),
+        ("gap", log.gaps),
+        ("error", log.errors),
     )
-    known += [f"{units.count(number)} {name}" for name, number in problems if number]
+    known += [units.counted(number, name) for name, number in problems if number]
     return [f"shared log: {', '.join(known)}"]
 
 

@@ -102,7 +102,7 @@ def test_remarks_report_problems():
     for remark in (
         "were trimmed before this replica read them",
         "reads the shared log 60.0 s late",
-        "5 tokens were never written",
+        "never written to the shared log: 5.",
     ):
         assert remark in text
     calm = replace(service(busy_namespace()), log=None)

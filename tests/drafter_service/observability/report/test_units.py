@@ -54,3 +54,8 @@ def test_formatted_numbers_are_short(unit, value):
 def test_terminal_escapes_are_replaced():
     assert units.printable("a\x1b[2Jb\nc\u202e") == "a\ufffd[2Jb\ufffdc\ufffd"
     assert units.shortened("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_a_single_thing_is_not_plural():
+    written = [units.counted(number, "step") for number in (0, 1, 2, 12_345)]
+    assert written == ["0 steps", "1 step", "2 steps", "12.3k steps"]
