@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.link import Link, connection_options
+from drafter_service.commands.output import write
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None,
     if html is not None:
         from drafter_service.observability.report.page import render_page
 
-        _write(html, render_page(made))
+        write(html, render_page(made))
     if as_json:
         click.echo(made.model_dump_json(indent=2))
     elif html is None:
@@ -81,14 +82,6 @@ def top(link: Link, namespace: str, interval: float, once: bool) -> None:
             watch(fetch, console, wait, interval)
     except KeyboardInterrupt:
         sys.exit(0)
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"cannot write {path}: {problem.strerror}") from None
-    click.echo(f"wrote {path}", err=True)
 
 
 # --- Reports of a running service

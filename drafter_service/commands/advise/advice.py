@@ -13,6 +13,7 @@ from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
 from drafter_service.commands.advise.traffic import Traffic
 from drafter_service.commands.advise.trials import Outcome, Trial, needed_capacity
+from drafter_service.observability.report import units
 from ssd.config import DrafterConfig, DraftShape
 from ssd.hardware.cost_profile import CostProfile
 
@@ -209,12 +210,15 @@ def _speedup(outcome: Outcome, profile: CostProfile, concurrency: int) -> Speedu
 
 
 def _verdict(best: Speedup, profile: CostProfile) -> str:
-    where = f"with {best.concurrency} requests at once on {profile.label}"
+    where = f"with {units.counted(best.concurrency, 'request')} at once on {profile.label}"
     how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
     kind = "estimated" if profile.source == "roofline" else "predicted"
-    if best.speedup < MIN_USEFUL_SPEEDUP:
-        return f"Drafting is not worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
-    return f"Drafting is worthwhile for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+    worth = "not worthwhile" if best.speedup < MIN_USEFUL_SPEEDUP else "worthwhile"
+    verdict = f"Drafting is {worth} for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+    if best.output_tokens >= MIN_RELIABLE_TOKENS:
+        return verdict
+    size = units.counted(best.output_tokens, "output token")
+    return f"{verdict} This is not reliable, because the log is short ({size}); give at least {MIN_RELIABLE_TOKENS:,}."
 
 
 def _growth(replay: Replay) -> list[tuple[int, float]]:
@@ -310,19 +314,15 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
     notes = []
     if concurrency > profile.max_sequences:
         notes.append(
-            f"the speed-up with {concurrency} requests at once is extrapolated: the cost profile ends at "
-            f"{profile.max_sequences} sequences"
-        )
-    if (tokens := int(traffic.output_lengths.sum())) < MIN_RELIABLE_TOKENS:
-        notes.append(
-            f"the log has only {tokens:,} output tokens; give at least {MIN_RELIABLE_TOKENS:,} for reliable figures"
+            f"the speed-up with {units.counted(concurrency, 'request')} at once is extrapolated: the cost profile "
+            f"ends at {units.counted(profile.max_sequences, 'sequence')}"
         )
     if facts.faults.count:
-        notes.append(f"{facts.faults.count:,} records could not be read")
+        notes.append(f"records that could not be read: {facts.faults.count:,}")
     if facts.backwards and traffic.has_times:
-        notes.append(f"{facts.backwards:,} requests are earlier than the one before them; they were sorted by time")
+        notes.append(f"requests that are earlier than the one before, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
-        notes.append(f"{facts.repeated_names:,} requests have the id of an earlier one; ids should be unique")
+        notes.append(f"requests with the id of an earlier one, though ids should be unique: {facts.repeated_names:,}")
     if not traffic.prompt_lengths.any():
         notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
     if not traffic.has_times:

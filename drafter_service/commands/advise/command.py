@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drafter_service.commands.output import check_writable, write
 from drafter_service.commands.sources import find_sources, source_options
 from ssd.errors import UserError
 
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 )
 @click.option("--gpu", help="Without --cost-profile: estimate step durations for this GPU.  [default: h100]")
 @click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page to write."
+)
 @click.option(
     "--write-config",
     "config",
@@ -55,7 +58,11 @@ def advise(
     out: Path,
     config: Path | None,
 ) -> None:
-    """Replay a log with the drafter, and say whether drafting is worthwhile. Nothing leaves this machine."""
+    """Replay a log with the drafter, and say whether drafting is worthwhile. Nothing leaves this machine.
+
+    Prints a verdict and a comparison of settings, and writes a page with charts to advice.html, or to the file that
+    --out names.
+    """
     import tempfile
 
     from drafter_service.ingest.reading import Reading
@@ -65,6 +72,8 @@ def advise(
 
     if cost_profile is not None and gpu is not None:
         raise UserError("give either --cost-profile or --gpu, not both")
+    for path in filter(None, (out, config)):
+        check_writable(path)
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
     files = find_sources((*sources, *more_sources))
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
@@ -73,11 +82,11 @@ def advise(
             advice, traffic, facts = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
+    _show(advice)
     toml = _settings_file(advice)
-    _write(out, _page(advice, toml, traffic, facts, profile))
+    write(out, _page(advice, toml, traffic, facts, profile))
     if config is not None:
-        _write(config, toml)
-    _show(advice, out)
+        write(config, toml)
 
 
 def _analyze(
@@ -134,25 +143,19 @@ def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile:
     return render_page(advice, toml, details)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"cannot write {path}: {problem.strerror}; give another file") from None
-
-
-def _show(advice: Advice, out: Path) -> None:
+def _show(advice: Advice) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from drafter_service.commands.advise.page import HEADS, cells_of
+    from drafter_service.commands.advise.page import HEADS, rows_of, sample_of
 
     console = Console()
     console.print(escape(advice.verdict))
-    table = Table(*HEADS)
-    for one in [advice.best, *advice.speedups, *advice.lengths]:
-        table.add_row(*cells_of(one))
+    console.print(f"\nSettings compared on {sample_of(advice)}:")
+    table = Table(*HEADS, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for row in rows_of(advice):
+        table.add_row(*row)
     console.print(table)
     for note in advice.notes:
         console.print(f"note: {escape(note)}")
@@ -164,4 +167,3 @@ def _show(advice: Advice, out: Path) -> None:
         f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}, "
         f"cost {settings.cost:g}"
     )
-    console.print(f"details: {out}", soft_wrap=True)

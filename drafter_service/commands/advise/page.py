@@ -19,7 +19,7 @@ COLORS = {
     ("arctic", "tree"): "gray",
 }
 NO_DRAFTS = (charts.DASHED, "no drafts, 1")
-HEADS = ("drafter", "shape", "longest", "concurrency", "output tokens", "tokens per step", "drafted", "speed-up")
+HEADS = ("drafter", "shape", "max draft", "concurrency", "tokens per step", "drafted", "speed-up")
 
 
 def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
@@ -27,7 +27,12 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
     best = advice.best
     over = f"over {units.count(best.output_tokens)} output tokens"
     cards = [
-        charts.card("predicted speed-up", f"{best.speedup:.2f}x", f"{best.concurrency} requests at once", kind="green"),
+        charts.card(
+            "predicted speed-up",
+            f"{best.speedup:.2f}x",
+            f"{units.counted(best.concurrency, 'request')} at once",
+            kind="green",
+        ),
         charts.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
         charts.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
     ]
@@ -59,24 +64,30 @@ def _by_concurrency(advice: Advice) -> str:
         points = [(x(numbers.index(one.concurrency)), y(one.speedup)) for one in line]
         parts.append(charts.polyline(points, kind=f"line {COLORS[key]}"))
         for (left, top), one in zip(points, line, strict=True):
-            words = f"{' '.join(key)}, {one.concurrency} requests at once: {one.speedup:.2f}x"
+            words = f"{' '.join(key)}, {units.counted(one.concurrency, 'request')} at once: {one.speedup:.2f}x"
             parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
     legend = charts.legend([*((COLORS[key], " ".join(key)) for key in lines), NO_DRAFTS])
-    rows = [cells_of(one) for one in [advice.best, *advice.speedups, *advice.lengths]]
-    replayed = units.count(advice.speedups[0].output_tokens)
-    note = f"Predicted from the cost profile and the acceptance on the first {replayed} output tokens of this log."
+    note = f"Predicted from the cost profile and the acceptance on {sample_of(advice)}."
     chart = charts.chart(FRAME, "Predicted speed-up by concurrency", parts)
-    return charts.panel("Speed-up by concurrency", note, legend + chart, charts.table(HEADS, rows))
+    return charts.panel("Speed-up by concurrency", note, legend + chart, charts.table(HEADS, rows_of(advice)))
 
 
-def cells_of(one: Speedup) -> tuple[str, ...]:
-    """Return the cells of the columns `HEADS`."""
+def sample_of(advice: Advice) -> str:
+    """Return words for the part of the log on which the rows of `rows_of` were measured."""
+    return f"the first {units.counted(advice.speedups[0].output_tokens, 'output token')} of this log"
+
+
+def rows_of(advice: Advice) -> list[tuple[str, ...]]:
+    """Return a row for each trial that compares settings, with the columns `HEADS`."""
+    return [_cells_of(one) for one in [*advice.speedups, *advice.lengths]]
+
+
+def _cells_of(one: Speedup) -> tuple[str, ...]:
     return (
         one.drafter,
         one.draft_shape,
         str(one.max_draft),
         str(one.concurrency),
-        units.count(one.output_tokens),
         f"{one.tokens_per_step:.2f}",
         f"{one.drafted_per_step:.1f}",
         f"{one.speedup:.2f}x",

@@ -1,11 +1,13 @@
 """Tests of `ssd-drafter advise`: its verdict, groups, capacity and settings, and the logs that it refuses."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
+from drafter_service.commands.advise.page import HEADS
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.trials import run_trials
@@ -36,6 +38,12 @@ def test_repeated_outputs_pay(tmp_path):
     assert [group.requests for group in advice.groups] == [20, 20]
     assert sum(group.share for group in advice.sizes) == pytest.approx(1)
     assert advice.other_users is None
+    assert "not reliable, because the log is short (2,400 output tokens)" in advice.verdict
+
+
+def test_verdicts_on_enough_text_have_no_caveat(tmp_path):
+    advice = advice_of(traffic_of(repeated_requests(40, 600)), tmp_path)
+    assert "not reliable" not in advice.verdict
 
 
 def test_random_outputs_do_not_pay(tmp_path):
@@ -90,7 +98,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     result = run("--from", log, "--cost-profile", profile, "--out", page, "--write-config", settings)
     assert result.exit_code == 0, result.output
     assert "Drafting is worthwhile" in result.output
-    assert "3 requests at once" in " ".join(result.output.split())
+    assert "with 3 requests at once" in " ".join(result.output.split())
     assert "another user's text" in result.output
     assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
@@ -98,6 +106,21 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "tokens per step" in text
     assert "While the corpus grows" in text
     assert chart_faults(page) == []
+    assert re.findall("wrote (.*)", result.stderr) == [str(page), str(settings)]
+    rows = re.findall(r"^(?:ssd|ngram|classic|arctic) .*", result.stdout, re.MULTILINE)
+    settings_of = [tuple(row.split()[:4]) for row in rows]
+    assert len(settings_of) == len({*settings_of}) > 10
+    assert all(head in result.stdout for head in HEADS), "headings are not cut off"
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_log_is_read(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    page = tmp_path / "a.html"
+    for out, settings in ((page, tmp_path / "no" / "a.toml"), (tmp_path / "no" / "a.html", tmp_path / "a.toml")):
+        result = run("--from", tmp_path / "empty.jsonl", "--out", out, "--write-config", settings)
+        assert "cannot write" in str(result.exception)
+    assert not page.exists()
 
 
 def test_no_text_appears_in_the_page(tmp_path, profile):
@@ -137,7 +160,7 @@ def test_odd_logs_are_described(tmp_path, profile):
     log.write_text("\n".join([*lines, "not JSON"]))
     result = run("--from", log, "--cost-profile", profile, "--concurrency", 2, "--out", tmp_path / "a.html")
     assert result.exit_code == 0, result.output
-    for words in ("1 records could not be read", "5 requests are earlier", "1 requests have the id"):
+    for words in ("could not be read: 1", "sorted by time: 5", "ids should be unique: 1"):
         assert words in " ".join(result.output.split())
 
 
