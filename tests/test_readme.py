@@ -50,8 +50,10 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
-    imports, drafting, _, engine, adapters, drafter = examples((ROOT / "docs" / "api.md").read_text())
-    exec(f"import numpy as np\n{imports}\n{drafting}\nassert drafter.propose([1, 2, 3]).tokens.tolist() == [4, 5]", {})
+    imports, drafting, client, engine, adapters, drafter = examples((ROOT / "docs" / "api.md").read_text())
+    for example in (imports, drafting, client):
+        exec(example, {})
+    assert capsys.readouterr().out == "[4 5]\n"
     (tmp_path / "documented_drafter.py").write_text(drafter)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
