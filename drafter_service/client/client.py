@@ -25,6 +25,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import WireError
+from ssd.config import DraftShape
 from ssd.corpus.ring import token_array
 from ssd.errors import UserError
 from ssd.types import PROPOSE_ID, DraftBatch, Progress
@@ -69,6 +70,7 @@ class DrafterClient:
         namespace: str = "",
         host: str = "",
         access: ClientAccess | None = None,
+        draft_shape: DraftShape | None = None,
         shadow: bool = False,
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
@@ -78,8 +80,9 @@ class DrafterClient:
 
         deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
         for one named after the model. host: name and version of the engine for the service's report, such as
-        "vllm/0.32.0". access: TLS files and bearer token. shadow: withhold all drafts; the service reports what they
-        would have gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
+        "vllm/0.32.0". access: TLS files and bearer token. draft_shape: shape of the drafts that the engine verifies;
+        None: as the service is configured. shadow: withhold all drafts; the service reports what they would have
+        gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
         until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
         after such a loss once the service has answered several requests again. Raises UserError for an invalid address
         and for unusable files.
@@ -91,7 +94,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._on_lost = on_lost
         self._on_resumed = on_resumed
-        self._protocol = Protocol(hello_message(model, namespace, host), shadow=shadow)
+        self._protocol = Protocol(hello_message(model, namespace, host, draft_shape), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required

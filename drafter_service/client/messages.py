@@ -11,7 +11,8 @@ import numpy as np
 from drafter_service.client.history import indices_of_runs
 from drafter_service.client.sequences import SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import DTYPES, PROTOCOL, pack, read_drafts
+from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, pack, read_drafts
+from ssd.config import DraftShape
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # It imports numba.
@@ -132,13 +133,16 @@ class Counters:
         )
 
 
-def hello_message(model: ModelIdentity | None, namespace: str, host: str = "") -> pb.Hello:
-    """Return the first message of a stream: the versions of host and client, and the served model."""
+def hello_message(
+    model: ModelIdentity | None, namespace: str, host: str = "", draft_shape: DraftShape | None = None
+) -> pb.Hello:
+    """Return the first message of a stream: the versions of host and client, the served model, and what it verifies."""
     return pb.Hello(
         protocol=PROTOCOL,
         client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),
         model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
+        draft_shape=SHAPE_CODES[draft_shape],
     )
 
 

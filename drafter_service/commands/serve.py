@@ -47,7 +47,11 @@ FLAGS = {
     type=int,
     help=f"Maximum number of tokens in a draft; the drafters support up to {MAX_DRAFT}.  [default: 32]",
 )
-@click.option("--draft-shape", type=click.Choice(["path", "tree"]), help="Shape of drafts.  [default: path]")
+@click.option(
+    "--draft-shape",
+    type=click.Choice(["path", "tree"]),
+    help="Shape of drafts, where engines do not report what they verify.  [default: path]",
+)
 @click.option(
     "--cost",
     type=float,

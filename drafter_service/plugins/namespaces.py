@@ -104,13 +104,13 @@ class HostNamespaces:
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
+        shape: DraftShape = "tree" if self._limits.trees else "path"
         if settings.sidecar == EMBEDDED and settings.shadow:
             raise UserError('"shadow" needs a sidecar; set "sidecar" to the address of one, not "embedded"')
         if settings.sidecar == EMBEDDED:
             from ssd.drafter import SuffixDrafter
 
             max_draft = min(self._limits.max_draft, MAX_DRAFT)
-            shape: DraftShape = "tree" if self._limits.trees else "path"
             return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape))
         return DrafterClient(
             settings.sidecar,
@@ -119,6 +119,7 @@ class HostNamespaces:
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,
             access=settings.access,
+            draft_shape=shape,
             shadow=settings.shadow,
             required=False,
             on_lost=lambda reason: self._report(

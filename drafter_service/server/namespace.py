@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -24,7 +24,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.shadow import TimeBudget
 from drafter_service.settings.tree import Limits
-from ssd.config import DrafterConfig
+from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
 from ssd.drafter import SuffixDrafter
@@ -140,10 +140,14 @@ class Namespace:
         name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
         return self._uses.setdefault(name, ClientUse())
 
-    def new_drafter(self, *, shadow: bool = False) -> SuffixDrafter:
-        """Return a drafter for one stream or call. shadow: whether its drafts are withheld, and counted apart."""
+    def new_drafter(self, draft_shape: DraftShape | None = None, *, shadow: bool = False) -> SuffixDrafter:
+        """Return a drafter for one stream or call.
+
+        draft_shape: shape of its drafts; None: as configured. shadow: whether they are withheld, and counted apart.
+        """
+        config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
         stats = self.shadow.stats if shadow else self.stats
-        drafter = SuffixDrafter(self.config, corpus=self.corpus, stats=stats, remember=self.learn)
+        drafter = SuffixDrafter(config, corpus=self.corpus, stats=stats, remember=self.learn)
         self.drafters.add(drafter)
         return drafter
 

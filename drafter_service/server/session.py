@@ -24,6 +24,7 @@ from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
 from ssd.base import PreparedSequence
+from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Progress, offsets_of
 
@@ -51,12 +52,15 @@ class Indexing:
 class Session:
     """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
-    def __init__(self, namespace: Namespace, limits: Limits, client: str = "") -> None:
-        """client: name and version of the client."""
+    def __init__(
+        self, namespace: Namespace, limits: Limits, client: str = "", draft_shape: DraftShape | None = None
+    ) -> None:
+        """client: name and version of the client. draft_shape: shape of its drafts; None: as configured."""
         self.namespace = namespace
         self._limits = limits
+        self._draft_shape = draft_shape
         self._may_learn = False
-        self._drafter = namespace.new_drafter()
+        self._drafter = namespace.new_drafter(draft_shape)
         self._use = namespace.use_by(client)
         self._use.streams += 1
         self._shadow: ShadowDrafter | None = None
@@ -189,7 +193,7 @@ class Session:
     def _start(self, start: StartedSequence) -> None:
         sequence_id = start.sequence_id
         if start.shadow:
-            self._shadow = self._shadow or ShadowDrafter(self.namespace.new_drafter(shadow=True))
+            self._shadow = self._shadow or ShadowDrafter(self.namespace.new_drafter(self._draft_shape, shadow=True))
             self._withheld.add(sequence_id)
         prepared = self._drafter_of(sequence_id).prepare(
             start.prompt,

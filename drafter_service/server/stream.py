@@ -20,7 +20,7 @@ from drafter_service.server.session import Session, error_response
 from drafter_service.server.step_socket import Answer
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError
+from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
@@ -141,7 +141,8 @@ class DraftStreams:
         rights.may_learn()
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model))
-            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME])
+            shape = SHAPES.get(hello.draft_shape)
+            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME], shape)
             namespace.streams.add(stream)
             try:
                 response = self._answer(session, request, rights, is_first=True)

@@ -1,10 +1,20 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_SHAPE_UNSPECIFIED: _ClassVar[DraftShape]
+    DRAFT_SHAPE_PATH: _ClassVar[DraftShape]
+    DRAFT_SHAPE_TREE: _ClassVar[DraftShape]
+DRAFT_SHAPE_UNSPECIFIED: DraftShape
+DRAFT_SHAPE_PATH: DraftShape
+DRAFT_SHAPE_TREE: DraftShape
 
 class DraftRequest(_message.Message):
     __slots__ = ("step", "hello", "starts", "finishes", "batch", "counters")
@@ -23,16 +33,18 @@ class DraftRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client", "model", "namespace")
+    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SHAPE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     model: Model
     namespace: str
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ...) -> None: ...
+    draft_shape: DraftShape
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocab_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.config import DraftShape
 from ssd.corpus.ring import MAX_TOKEN_ID
 from ssd.types import DraftBatch, Progress
 
@@ -25,6 +26,14 @@ MAX_NAME_BYTES = 512
 
 MAX_STEPS = 1 << 20
 """Maximum number of engine steps that a message may report for a sequence."""
+
+SHAPE_CODES: dict[DraftShape | None, pb.DraftShape] = {
+    None: pb.DRAFT_SHAPE_UNSPECIFIED,
+    "path": pb.DRAFT_SHAPE_PATH,
+    "tree": pb.DRAFT_SHAPE_TREE,
+}
+"""Codes of the shapes of drafts; None: as the service is configured."""
+SHAPES = {code: shape for shape, code in SHAPE_CODES.items()}
 
 DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
 """Data types on the wire and in the shared log, by their numpy names."""

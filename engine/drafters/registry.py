@@ -101,7 +101,7 @@ def _ssd(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     return SuffixDrafter(config)
 
 
-def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
+def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
     from drafter_service.client import DrafterClient
     from drafter_service.client.connection import AbsentError
     from drafter_service.client.identity import model_identity
@@ -115,6 +115,7 @@ def _ssd_remote(_config: DrafterConfig, resources: Resources) -> AnyDrafter:
         deadline_s=REMOTE_DEADLINE_S,
         model=None if folder is None else model_identity(folder, adapter=resources.adapter),
         host="ssd-engine",
+        draft_shape=config.draft_shape,
         on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
         on_resumed=lambda: warn(f"reconnected to the drafter at {address}; drafting resumes"),
     )

@@ -12,6 +12,7 @@ from drafter_service.plugins.namespaces import MAX_NAMESPACES, namespace_name
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
+from drafter_service.transport.wire import SHAPES
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
@@ -375,6 +376,18 @@ def test_an_embedded_drafter_has_no_shadow_mode():
     assert first_draft(session) == []
     (report,) = reports
     assert report.startswith('"shadow" needs a sidecar; ')
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_sidecar_drafts_what_the_host_verifies(socket_address, trees):
+    service = FakeService()
+    with fake_server_thread(socket_address, service):
+        limits = HostLimits(max_draft=8, vocab_size=50, trees=trees)
+        session = HostSession(PluginSettings(sidecar=socket_address), limits, pytest.fail)
+        session.open()
+        wait_until(lambda: service.requests)
+        session.close()
+    assert SHAPES[service.requests[0].hello.draft_shape] == ("tree" if trees else "path")
 
 
 def test_a_sidecar_that_dies_costs_drafts_until_it_returns(socket_address):

@@ -18,7 +18,9 @@ from drafter_service.server.session import LONG_PROMPT
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import SHAPE_CODES, read_drafts
 from ssd.config import DrafterConfig
+from ssd.types import ROOT
 from tests.certificates import replace_file
 from tests.drafter_service.guarded import caller_entry, run
 from tests.drafter_service.raw import (
@@ -108,6 +110,17 @@ def test_a_handshake_is_answered(caller, name):
     assert (response.welcome.max_sequences, response.welcome.max_tokens) == (500, 1_000_000)
     assert drafted(response) == [6, 5]
     assert not stream.exchange(step=4).HasField("welcome")
+
+
+@pytest.mark.parametrize("shape", [None, "path", "tree"])
+def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
+    """The service is configured for paths."""
+    handshake = hello(name)
+    handshake.draft_shape = SHAPE_CODES[shape]
+    wanted = batch({1: ()}, 8, cost=0.0001)
+    response = caller.stream().exchange(hello=handshake, starts=[start(1, [5, 6, 7, 5, 6, 8, 5, 6])], batch=wanted)
+    parents = read_drafts(response.drafts, 1).parents_of(0).tolist()
+    assert parents.count(ROOT) == (2 if shape == "tree" else 1)
 
 
 def test_the_default_namespace_follows_from_the_model(caller):

@@ -4,10 +4,12 @@ import sys
 
 import pytest
 
+from drafter_service.transport.wire import SHAPES
 from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
+from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 
 CONFIG = DrafterConfig(capacity=5000)
@@ -92,3 +94,11 @@ def test_the_table_imports_no_pytorch():
     code = "import sys, engine.drafters.registry; print('torch' in sys.modules, 'numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("shape", ["path", "tree"])
+def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, shape):
+    service = FakeService()
+    with fake_server_thread(socket_address, service):
+        build_drafter("ssd-remote", DrafterConfig(draft_shape=shape), address=socket_address).close()
+    assert SHAPES[service.requests[0].hello.draft_shape] == shape
