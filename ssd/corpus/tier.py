@@ -36,8 +36,8 @@ class Tier:
         """Make an empty tier whose suffix array can have up to `room` positions."""
         self.newest = empty_suffix_array()
         self._front, self._back = Buffer(room), Buffer(room)
-        self._unread = threading.Event()
-        self._unread.set()
+        self._reading = threading.Lock()
+        """Locked while the previous suffix array has readers."""
         self._retired: weakref.ref[SuffixArray] | None = None
 
     def next_buffer(self) -> Buffer:
@@ -53,14 +53,19 @@ class Tier:
     def replace(self, newest: SuffixArray) -> None:
         """Publish a suffix array in other memory, which may be read-only."""
         self.wait_until_unread()
-        unread = threading.Event()
-        self._unread = unread
-        self._retired = weakref.ref(self.newest, lambda _: unread.set())
+        # A lock and not an event: the garbage collector may call `release` in this thread, even while it waits.
+        reading = threading.Lock()
+        reading.acquire()
+        self._reading = reading
+        self._retired = weakref.ref(self.newest, lambda _: reading.release())
         self.newest = newest
 
     def wait_until_unread(self, timeout_s: float | None = None) -> bool:
         """Wait until there are no references to the previous suffix array; return False after the timeout."""
-        return self._unread.wait(timeout_s)
+        is_unread = self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        if is_unread:
+            self._reading.release()
+        return is_unread
 
     def release(self) -> None:
         """Release the memory of the next buffer, after waiting until it has no readers."""

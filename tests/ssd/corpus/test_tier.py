@@ -1,0 +1,54 @@
+"""Two buffers of a tier: a suffix array's buffer is used again once there are no references to it."""
+
+import sys
+import threading
+
+from ssd.corpus.tier import Tier, empty_suffix_array
+
+
+def test_a_suffix_array_is_waited_for_until_there_are_no_references():
+    tier = Tier(4)
+    assert tier.wait_until_unread(0)
+    tier.next_buffer().array[:2] = (3, 1)
+    tier.publish(2)
+    read = tier.newest
+    tier.replace(empty_suffix_array())
+    assert not tier.wait_until_unread(0)
+    assert read.positions.tolist() == [3, 1]
+    del read
+    assert tier.wait_until_unread(0)
+    assert tier.wait_until_unread()
+
+
+def test_the_last_reference_may_end_at_any_moment_of_a_wait():
+    """The garbage collector may run in the waiting thread at any line of Python."""
+    moment, is_ended = 0, True
+    while is_ended:
+        is_ended = waits_while_a_reference_ends(moment)
+        moment += 1
+    assert moment > 1
+
+
+def waits_while_a_reference_ends(moment):
+    """Wait in a thread which removes the last reference at its `moment`-th line; return whether it has so many."""
+    tier, lines, ended = Tier(4), iter(range(moment)), threading.Event()
+    held = [tier.newest]
+    tier.replace(empty_suffix_array())
+
+    def trace(*_):
+        if held and next(lines, None) is None:
+            held.clear()
+            ended.set()
+        return trace
+
+    def wait():
+        sys.settrace(trace)
+        tier.wait_until_unread()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    is_ended = ended.wait(0.3)
+    held.clear()
+    waiting.join(10)
+    assert not waiting.is_alive(), f"a wait never ended: the last reference was removed at its line {moment}"
+    return is_ended
