@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ssd.config import DrafterConfig
+from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
 from ssd.corpus.index import Index, MergeTimes, State
 from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
@@ -44,8 +45,10 @@ class Corpus:
 
         capacity: tokens remembered; the newest overwrite the oldest. depth: maximum match length in tokens.
         clock: function that returns the time in seconds, recorded for each request. Raises ValueError for a capacity
-        outside 4,096 to 4,294,967,039.
+        outside 4,096 to 4,042,321,904, and for a depth outside 1 to 64.
         """
+        if not 1 <= depth <= MAX_MATCH_DEPTH:
+            raise ValueError(f"depth must be 1 to {MAX_MATCH_DEPTH}, not {depth}")
         self.capacity, self.depth = capacity, depth
         self.clock = clock
         self._index = Index(capacity, depth)
@@ -117,9 +120,11 @@ class Corpus:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
         request_id: a name to forget it by. time: when it finished, by the clock; None: now. Raises ValueError for
-        another dtype or shape, and for the separator's id.
+        another dtype or shape, for the separator's id, and for a time that is not finite.
         """
         check_tokens(tokens)
+        if time is not None and not math.isfinite(time):
+            raise ValueError(f"time must be a finite number of seconds, not {time}")
         if len(tokens):
             with self._count_lock:
                 self._appended += len(tokens)

@@ -22,8 +22,10 @@ PAD = 128
 """Number of slots repeated at each end: the maximum distance that a match or a draft reads from a position."""
 
 MIN_CAPACITY = 4096
-MAX_CAPACITY = (1 << 32) - 1 - 2 * PAD
-"""Maximum capacity in tokens; slots are 32-bit numbers."""
+MAX_SLOTS = (1 << 32) - 1 - 2 * PAD
+"""Maximum number of slots of a ring; they are 32-bit numbers."""
+MAX_CAPACITY = MAX_SLOTS // 17 * 16
+"""Maximum capacity of a corpus in tokens, whose ring has 1 / 16 more slots (`ssd.corpus.index.GAP_PART`)."""
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int = 0) -> None:
@@ -63,8 +65,9 @@ class Ring:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Make an empty ring. Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_CAPACITY` tokens."""
-        check_capacity(capacity)
+        """Make an empty ring. Raises ValueError for a capacity outside `MIN_CAPACITY` to `MAX_SLOTS` tokens."""
+        if not MIN_CAPACITY <= capacity <= MAX_SLOTS:
+            raise ValueError(f"a ring has {MIN_CAPACITY:,} to {MAX_SLOTS:,} slots, not {capacity:,}")
         self.capacity = capacity
         self.head = 0
         """The next position to be written."""

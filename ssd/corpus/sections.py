@@ -85,7 +85,7 @@ def read_sections(path: Path) -> dict[str, np.ndarray]:
         raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError:
         raise SnapshotError(f"{path}: is empty; use another snapshot") from None
-    return {entry.name.decode(): _section(path, data, entry) for entry in _entries(path, data)}
+    return {entry.name.decode(errors="replace"): _section(path, data, entry) for entry in _entries(path, data)}
 
 
 def _write_and_rename(path: Path, sections: Iterable[Section]) -> int:

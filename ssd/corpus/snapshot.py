@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 import ssd.kernels.probabilities
-from ssd.config import DrafterConfig
+from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.index import State
 from ssd.corpus.requests import ROW
-from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY, SEPARATOR
 from ssd.corpus.sections import Section, SnapshotError, read_sections, write_sections
 from ssd.kernels.probabilities import LearnedTables
 from ssd.stats import Stats
@@ -186,6 +186,8 @@ def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
     facts = sections["facts"]
     _require(facts.dtype == np.int64 and len(facts) > TABLES_LAYOUT, "facts are missing")
     _require(0 <= facts[COVERED] <= facts[SIZE], "the suffix array covers more than the text")
+    _require(1 <= facts[DEPTH] <= MAX_MATCH_DEPTH, "an impossible match depth")
+    _require(len(facts) <= CAPACITY or MIN_CAPACITY <= facts[CAPACITY] <= MAX_CAPACITY, "an impossible capacity")
     return facts
 
 

@@ -3,6 +3,7 @@
 Corpora are tiny here and merged in tiny slices, so that a few requests wrap around the ring many times.
 """
 
+import math
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.config import MAX_MATCH_DEPTH
 from ssd.corpus import index, merge, ring
 from ssd.corpus.corpus import MAINTAINER_NICENESS, Corpus
 from ssd.corpus.ring import PAD
@@ -192,10 +194,26 @@ def test_a_reserved_token_is_refused():
     assert corpus.tokens == 0
 
 
-@pytest.mark.parametrize("capacity", [-5, 0, 1])
+@pytest.mark.parametrize("capacity", [-5, 0, 1, 4_294_967_039])
 def test_impossible_capacities_are_refused(capacity):
-    with pytest.raises(ValueError, match="a corpus holds"):
+    with pytest.raises(ValueError, match=f"a corpus holds .* not {capacity:,}"):
         new_corpus(capacity)
+
+
+@pytest.mark.parametrize("depth", [-1, 0, MAX_MATCH_DEPTH + 1])
+def test_impossible_match_depths_are_refused(depth):
+    with pytest.raises(ValueError, match="depth must be 1 to 64"):
+        Corpus(CAPACITY, depth)
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_not_finite_is_refused(time):
+    corpus = new_corpus()
+    # A snapshot that contained it could not be loaded.
+    with pytest.raises(ValueError, match="time must be a finite number"):
+        corpus.append(array([1, 2]), time=time)
+    corpus.refresh()
+    assert corpus.appended == corpus.tokens == 0
 
 
 KINDS = 3

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.corpus import ring as ring_module
-from ssd.corpus.ring import PAD, SEPARATOR, Ring, check_tokens
+from ssd.corpus.index import GAP_PART
+from ssd.corpus.ring import MAX_CAPACITY, MAX_SLOTS, PAD, SEPARATOR, Ring, check_capacity, check_tokens
 from tests.ssd.addresses import uint32_at
 from tests.strategies import LARGEST, array, examples
 
@@ -102,5 +103,12 @@ def test_only_1d_uint32_arrays_are_tokens(tokens):
 
 @pytest.mark.parametrize("capacity", [-1, 0, 2 * PAD - 1, 1 << 32])
 def test_impossible_capacities_are_refused(capacity):
-    with pytest.raises(ValueError, match="a corpus holds"):
+    with pytest.raises(ValueError, match="a ring has"):
         Ring(capacity)
+
+
+def test_the_ring_of_the_largest_corpus_has_no_more_slots_than_32_bits_count():
+    check_capacity(MAX_CAPACITY)
+    assert MAX_CAPACITY + MAX_CAPACITY // GAP_PART <= MAX_SLOTS < MAX_CAPACITY + MAX_CAPACITY // GAP_PART + 17
+    with pytest.raises(ValueError, match=f"{MAX_CAPACITY:,} tokens, not {MAX_SLOTS:,}"):
+        check_capacity(MAX_SLOTS)

@@ -4,6 +4,7 @@ import os
 import struct
 import tempfile
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -216,6 +217,16 @@ def test_missing_files_and_files_of_other_formats_are_refused(path):
     assert issubclass(SnapshotError, UserError)
 
 
+def test_names_that_are_not_text_are_refused(path):
+    save(built(some_requests(20)), path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"facts")] = 0xFF
+    struct.pack_into("<I", data, BLOCK - 4, zlib.crc32(data[: BLOCK - 4]))
+    path.write_bytes(data)
+    with pytest.raises(SnapshotError, match="its header is damaged"):
+        load(path)
+
+
 def rewrite(path, **changed):
     """Write a snapshot again with some sections changed; a section that is None is left out."""
     arrays = {name: np.array(array) for name, array in read_sections(path).items()} | changed
@@ -227,6 +238,10 @@ def rewrite(path, **changed):
 @pytest.mark.parametrize(
     ("name", "at", "value"),
     [
+        ("facts", 0, 0),
+        ("facts", 0, 65),
+        ("facts", 4, 4095),
+        ("facts", 4, 1 << 32),
         ("facts", 1, 20201),
         ("facts", 2, 20201),
         ("facts", 2, -1),
