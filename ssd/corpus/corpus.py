@@ -54,10 +54,14 @@ class Corpus:
         self._index = Index(capacity, depth)
         self._inbox: deque[Text | Forget] = deque()
         self._waiting: deque[Text] = deque()
+        self._forgets: list[Forget] = []
+        """Commands that the index has not executed yet; they stay here if it fails."""
         self._owners = itertools.count()
         self._live_changes: deque[Callable[[LiveTier], None]] = deque()
         self._running = 0
-        self._appended = self._indexed = self._read = 0
+        self._appended = self._indexed = 0
+        self._read = 0
+        """Tokens read from the inbox since the last complete refresh, including those that are forgotten at once."""
         self._count_lock = threading.Lock()
         self.learned = LearnedTables()
         self.fallback = FallbackTable(clock())
@@ -183,12 +187,12 @@ class Corpus:
     def refresh(self) -> None:
         """Apply all queued changes now: index what was appended, and erase what was forgotten."""
         with self._refresh_lock:
-            if not (self._live_changes or self._inbox or self._waiting or self._index.is_merging):
+            if not (self._live_changes or self._inbox or self._forgets or self._waiting or self._index.is_merging):
                 return
             began = time.perf_counter()
             self._apply_live_changes()
-            # An attribute, so that the count is kept if the merge fails.
-            self._read += self._read_inbox()
+            self._read_inbox()
+            self._forget()
             self._index.add(self._waiting)
             self._indexed, self._read = self._indexed + self._read, 0
             self._index.live.merge()
@@ -256,25 +260,23 @@ class Corpus:
         for _ in range(len(self._live_changes)):
             self._live_changes.popleft()(self._index.live)
 
-    def _read_inbox(self) -> int:
-        """Move queued texts to `_waiting`, and forget requests.
-
-        Returns the number of tokens that were queued, including those that are forgotten at once.
-        """
-        forgets, size = [], 0
+    def _read_inbox(self) -> None:
+        """Move queued texts and commands to `_waiting` and `_forgets`; remove waiting texts that are forgotten."""
         for _ in range(len(self._inbox)):
             item = self._inbox.popleft()
             if isinstance(item, Text):
                 self._waiting.append(item)
-                size += len(item.tokens)
+                self._read += len(item.tokens)
                 continue
-            forgets.append(item)
+            self._forgets.append(item)
             kept = [text for text in self._waiting if not item.covers(text.name, text.time)]
             self.times.forgotten += len(self._waiting) - len(kept)
             self._waiting = deque(kept)
-        if forgets:
-            self._index.forget(forgets)
-            # Which requests counted tokens are from is not recorded.
-            if any(forget.name != NO_NAME or forget.before > self.fallback.since for forget in forgets):
-                self.fallback.erase(self.clock())
-        return size
+
+    def _forget(self) -> None:
+        """Remove requests from the index, and erase counted tokens: it is not recorded which requests they are from."""
+        if any(forget.name != NO_NAME or forget.before > self.fallback.since for forget in self._forgets):
+            self.fallback.erase(self.clock())
+        if self._forgets:
+            self._index.forget(self._forgets)
+            self._forgets = []

@@ -68,6 +68,26 @@ def test_waiting_text_is_forgotten_and_later_text_is_not():
     assert corpus.times.forgotten == 1
 
 
+def no_memory(_):
+    raise MemoryError
+
+
+def test_a_request_is_forgotten_after_a_failure(monkeypatch):
+    corpus = Corpus(100_000, DEPTH)
+    fill(corpus, [SECRET], "mine")
+    corpus.append(SECRET, "theirs")
+    corpus.forget("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus._index, "forget", no_memory)
+        with pytest.raises(MemoryError):
+            corpus.refresh()
+    corpus.forget("theirs")
+    corpus.refresh()
+    assert corpus.times.forgotten == 2
+    assert corpus.waiting == corpus.requests == 0
+    assert_forgotten(corpus)
+
+
 def test_all_pieces_of_a_long_request_are_forgotten():
     corpus, long = Corpus(2_000_000, DEPTH), np.arange(200_000, dtype=np.uint32)
     fill(corpus, some_requests(10_000))
