@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import CacheImpl, InTreeCacheLocator
 from numba.extending import intrinsic
 
 from ssd.errors import UserError
@@ -50,25 +51,39 @@ Nothing = types.void
 """Result of kernels that only write to their arguments."""
 
 
+PACKAGES = ("ssd", "drafter_service", "engine")
+"""Packages with kernels."""
+NO_CACHE_FOLDER = (
+    "compiled kernels cannot be saved, neither beside the modules nor in this user's home: "
+    "set the environment variable NUMBA_CACHE_DIR to a folder that only this user may write to"
+)
+
+
+class _ReadableCache(InTreeCacheLocator):  # type: ignore[misc]
+    """Kernels that another user compiled beside the modules. numba's own locators need folders that can be written."""
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _ReadableCache | None:
+        """Return the cache of a function of this project; None for others."""
+        return cls(py_func, py_file) if py_func.__module__.split(".")[0] in PACKAGES else None
+
+    def ensure_cache_path(self) -> None:
+        """Raise UserError. numba calls this to save a kernel that is not in the cache, for this processor at least."""
+        raise UserError(NO_CACHE_FOLDER)
+
+
+CacheImpl._locator_classes.append(_ReadableCache)  # It is tried last.
+
+
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
-    """Compile a function for one signature; it runs without the GIL and is cached on disk."""
-    return _cached(njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"))
+    """Compile a function for one signature; it runs without the GIL and is cached on disk.
 
-
-def _cached(compile_function: Callable[[F], F]) -> Callable[[F], F]:
-    """Wrap a compiling decorator so that a missing cache folder becomes an error with advice."""
-
-    def compiled(function: F) -> F:
-        try:
-            return compile_function(function)
-        except RuntimeError as problem:
-            if "no locator" not in str(problem):
-                raise
-            raise UserError(
-                "there is no folder to cache compiled kernels in: set NUMBA_CACHE_DIR to a folder that you may write to"
-            ) from None
-
-    return compiled
+    Raises UserError if the function is not in the cache, and there is no folder to save it.
+    """
+    decorator: Callable[[F], F] = njit(
+        returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"
+    )
+    return decorator
 
 
 def drop_stale_kernels(package: Path) -> None:
@@ -94,10 +109,10 @@ def drop_stale_kernels(package: Path) -> None:
 
 drop_stale_kernels(Path(__file__).parent.parent)
 
-inline = _cached(njit(nogil=True, cache=True, inline="always", error_model="numpy"))
+inline = njit(nogil=True, cache=True, inline="always", error_model="numpy")
 """Decorator of small helpers, which become part of the kernels that call them."""
 
-outline = _cached(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
+outline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 """Decorator of larger helpers: numba compiles them once, and LLVM inlines them. A call would pass each array as a dozen
 words and hide its strides, which takes a quarter of a draft's time."""
 

@@ -1,17 +1,19 @@
 """Caching of compiled kernels, and the functions that are written in LLVM IR."""
 
 import os
+import runpy
 
 import numpy as np
 import pytest
-from numba import types
+from numba import njit, types
+from numba.core.caching import _CacheLocator
 
 from ssd.errors import UserError
 from ssd.kernels.jit import (
+    Float,
     Int,
     Longs,
     Tokens,
-    _cached,
     bit_length,
     count_bits,
     drop_stale_kernels,
@@ -39,12 +41,24 @@ def test_cached_kernels_are_removed_when_any_module_of_the_package_changes(tmp_p
     assert is_dropped()
 
 
-def test_the_error_without_a_cache_folder_says_what_to_do():
-    def refuse(_):
-        raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+def test_kernels_of_a_cache_that_cannot_be_written_are_used(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
 
-    with pytest.raises(UserError, match="set NUMBA_CACHE_DIR to a folder that you may write to"):
-        _cached(refuse)(len)
+    def load(name):
+        return runpy.run_path(str(module), run_name=name)["add"]
+
+    module = tmp_path / "module_with_kernels.py"
+    module.write_text("def add(one, other):\n    return one + other\n")
+    assert kernel(Int, Int, returns=Int)(load("ssd.example")).stats.cache_misses
+    monkeypatch.setattr(_CacheLocator, "ensure_cache_path", refuse)
+    add = kernel(Int, Int, returns=Int)(load("ssd.example"))
+    assert add.stats.cache_hits
+    assert add(1, 2) == 3
+    with pytest.raises(UserError, match="set the environment variable NUMBA_CACHE_DIR to a folder"):
+        kernel(Float, Float, returns=Float)(load("ssd.example"))
+    with pytest.raises(RuntimeError, match="no locator"):  # Other packages are not affected.
+        njit(cache=True)(load("other"))
 
 
 def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):
