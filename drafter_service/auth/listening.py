@@ -28,7 +28,9 @@ def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> A
             else:
                 port = server.add_secure_port(address.text, credentials)
     except RuntimeError:
-        raise UserError(f"cannot listen at {address.text}: is the port in use, or reserved?") from None
+        raise UserError(
+            f"cannot listen at {address.text}: is the port in use or reserved, or the host not this one?"
+        ) from None
     return address.at_port(port)
 
 

@@ -22,6 +22,7 @@ from drafter_service.commands.conformance.service_rules import (
 )
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from drafter_service.transport.absence import system_error
 from drafter_service.transport.wire import PROTOCOL, WireError
 from ssd.errors import UserError
 
@@ -77,7 +78,8 @@ class ServiceChecker:
                 pass
         except StreamEndedError as ended:
             if ended.code in NO_ACCESS:
-                raise UserError(f"the service cannot be tested: {ended.message}") from None
+                reason = system_error(ended.message) if ended.code is grpc.StatusCode.UNAVAILABLE else ended.message
+                raise UserError(f"the service cannot be tested: {reason}") from None
 
     def _open_socket(self) -> RawStream:
         connection = self.connector.connect_steps(CONNECT_TIMEOUT_S)

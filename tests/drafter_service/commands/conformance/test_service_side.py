@@ -106,5 +106,5 @@ def test_a_fault_is_found(address, monkeypatch, direction, change, check):
 
 
 def test_a_missing_service_is_an_error_of_the_user(socket_address):
-    with pytest.raises(UserError, match="cannot be tested"):
+    with pytest.raises(UserError, match="cannot be tested: No such file or directory"):
         ServiceChecker(connector(socket_address), "").run()
