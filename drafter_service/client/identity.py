@@ -12,14 +12,14 @@ from ssd.errors import UserError
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-def model_identity(folder: Path, *, adapter: Path | None = None, name: str = "") -> ModelIdentity:
+def model_identity(folder: Path, *, adapter: Path | None = None) -> ModelIdentity:
     """Return the identity of the model in a Hugging Face folder, with a LoRA adapter's folder if there is one.
 
-    name: by default the name of the folder, or of the hub's repository for a folder in the hub's cache. Raises
-    UserError if a file that is needed cannot be read.
+    Its name is that of the folder, or of the hub's repository for a folder in the hub's cache. Raises UserError if a
+    file that is needed cannot be read.
     """
     return ModelIdentity(
-        name=name or _name(folder.resolve()),
+        name=_name(folder.resolve()),
         tokenizer=fingerprint(folder),
         adapter="" if adapter is None else fingerprint(adapter / ADAPTER_FILE),
         vocab_size=_vocab_size(folder / "config.json"),

@@ -152,6 +152,21 @@ class NamespaceFacts:
     uses: Mapping[str, ClientUse] = field(default_factory=dict)
     """By name and version of the client, since the namespace was loaded."""
 
+    def sample(self, now: float) -> Sample:
+        """Return the totals at a time, in seconds since 1970."""
+        return Sample(
+            time=now,
+            steps=self.stats.steps,
+            committed=self.stats.committed,
+            hits=self.stats.hits,
+            drafted=self.stats.verified,
+            accepted=self.stats.accepted,
+            corpus_tokens=self.corpus.tokens,
+            appended_tokens=self.corpus.learned_tokens or 0,
+            memory_bytes=self.memory_bytes,
+            timeouts=self.clients.timeouts,
+        )
+
 
 @dataclass(frozen=True)
 class ServiceFacts:

@@ -13,13 +13,15 @@ from drafter_service.settings.tree import ServiceConfig
 
 logger = structlog.get_logger(__name__)
 
+SAMPLE_S = 10.0
+"""Seconds between two samples of the counters for reports over time."""
+
 
 class Housekeeping:
     """Runs the periodic work by monotonic time, so that it continues if the clock jumps."""
 
     def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
         self._namespaces = namespaces
-        self._sample_s = config.reports.sample_s
         self._save_s = config.snapshots.interval_s
         self._idle_s = config.namespaces.idle_s
         self._stopping = asyncio.Event()
@@ -28,7 +30,7 @@ class Housekeeping:
     def start(self) -> None:
         """Start the tasks."""
         self._tasks = [
-            asyncio.create_task(self._repeat(self._sample_s, self._sample)),
+            asyncio.create_task(self._repeat(SAMPLE_S, self._sample)),
             asyncio.create_task(self._repeat(self._save_s, self._save)),
         ]
 

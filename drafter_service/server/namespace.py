@@ -17,7 +17,6 @@ from drafter_service.observability.facts import (
     Latency,
     ModelIdentity,
     NamespaceFacts,
-    Sample,
     ShadowUse,
 )
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
@@ -248,21 +247,7 @@ class Namespace:
 
     def record_sample(self, now: float) -> None:
         """Add the totals at a time, in seconds since 1970, to the history."""
-        stats = self.stats
-        self.history.record(
-            Sample(
-                time=now,
-                steps=stats.steps,
-                committed=stats.committed,
-                hits=stats.hits,
-                drafted=stats.verified,
-                accepted=stats.accepted,
-                corpus_tokens=self.corpus.tokens,
-                appended_tokens=self.corpus.appended,
-                memory_bytes=self.memory_bytes,
-                timeouts=self.clients.timeouts,
-            )
-        )
+        self.history.record(self.facts().sample(now))
 
     def facts(self) -> NamespaceFacts:
         """Return the facts for reports and metrics."""

@@ -129,18 +129,16 @@ class ShadowDrafter:
 
 
 class TimeBudget:
-    """Limits an activity to a share of the time. Unspent time is kept, up to a limit."""
+    """Limits an activity to `SHARE` of the time. Unspent time is kept, up to `BURST_S`."""
 
-    def __init__(
-        self, share: float = SHARE, burst_s: float = BURST_S, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._share, self._burst_s, self._clock = share, burst_s, clock
-        self._left_s, self._at = burst_s, clock()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._left_s, self._at = BURST_S, clock()
 
     def is_left(self) -> bool:
         """Return whether the activity may run now."""
         now = self._clock()
-        self._left_s = min(self._burst_s, self._left_s + self._share * (now - self._at))
+        self._left_s = min(BURST_S, self._left_s + SHARE * (now - self._at))
         self._at = now
         return self._left_s > 0
 

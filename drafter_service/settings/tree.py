@@ -117,8 +117,6 @@ class ReportsConfig:
 
     metrics: str | None = None
     """HOST:PORT of the Prometheus endpoint."""
-    sample_s: Seconds = 10.0
-    """Seconds between two samples of the counters for reports over time."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important events that are logged."""
     log_format: Literal["console", "json"] = "console"

@@ -11,7 +11,6 @@ from drafter_service.observability.facts import (
     Latency,
     ModelIdentity,
     NamespaceFacts,
-    Sample,
     ServiceFacts,
     ShadowUse,
 )
@@ -29,7 +28,6 @@ from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
     ClientReport,
     CorpusReport,
-    CounterTables,
     DurationBin,
     LatencyReport,
     ModelReport,
@@ -69,14 +67,14 @@ def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -
     )
 
 
-def snapshot_report(path: Path, name: str | None = None) -> Report:
-    """Return the report of a snapshot. The namespace is named after the file unless `name` is given.
+def snapshot_report(path: Path) -> Report:
+    """Return the report of a snapshot, with the file's name as namespace.
 
     Raises SnapshotError for a file that cannot be used.
     """
     corpus, stats, _ = load(path)
     namespace = NamespaceReport(
-        name=path.stem if name is None else name,
+        name=path.stem,
         corpus=CorpusReport(tokens=corpus.tokens, requests=corpus.requests),
         **dict(tables(stats.counters)),
     )
@@ -93,7 +91,7 @@ def snapshot_report(path: Path, name: str | None = None) -> Report:
 def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     """Return the report of one namespace; `now` in seconds since 1970."""
     known = tables(facts.stats.counters)
-    samples = ordered(facts.history.samples, _sample(facts, known, now))
+    samples = ordered(facts.history.samples, facts.sample(now))
     lately = recent(samples)
     return NamespaceReport(
         name=facts.name,
@@ -111,22 +109,6 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         sequences=facts.sequences,
         duplicates=facts.duplicates,
         **dict(known),
-    )
-
-
-def _sample(facts: NamespaceFacts, known: CounterTables, now: float) -> Sample:
-    drafting = known.drafting
-    return Sample(
-        time=now,
-        steps=drafting.steps,
-        committed=drafting.committed,
-        hits=drafting.hits,
-        drafted=drafting.drafted,
-        accepted=drafting.accepted,
-        corpus_tokens=facts.corpus.tokens,
-        appended_tokens=facts.corpus.learned_tokens or 0,
-        memory_bytes=facts.memory_bytes,
-        timeouts=facts.clients.timeouts,
     )
 
 

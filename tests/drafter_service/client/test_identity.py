@@ -26,7 +26,6 @@ def test_the_identity_is_read_from_the_folder(folder, monkeypatch):
     assert (identity.tokenizer, identity.adapter) == (sha256(b"tokens"), "")
     monkeypatch.chdir(folder)
     assert model_identity(folder.joinpath(".").relative_to(folder)) == identity
-    assert model_identity(folder, name="org/model").name == "org/model"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,6 @@ def test_a_folder_in_the_hubs_cache_has_the_name_of_its_repository(folder, tmp_p
     moved.parent.mkdir(parents=True)
     folder.rename(moved)
     assert model_identity(moved).name == name
-    assert model_identity(moved, name="mine").name == "mine"
 
 
 def test_an_adapter_has_a_fingerprint(folder, tmp_path):

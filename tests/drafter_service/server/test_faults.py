@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from drafter_service.observability.facts import History, Sample
 from drafter_service.server.housekeeping import Housekeeping
-from drafter_service.settings.tree import ReportsConfig, ServiceConfig, SnapshotsConfig
+from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.snapshot import load
 from tests.certificates import Authority
@@ -191,8 +191,8 @@ async def test_housekeeping_continues_when_the_clock_jumps(monkeypatch):
         save_changed=lambda: counted_call("saves"),
         unload_idle=lambda idle_s: counted_call("unloads"),
     )
-    config = ServiceConfig(reports=ReportsConfig(sample_s=0.001), snapshots=SnapshotsConfig(interval_s=0.001))
-    housekeeping = Housekeeping(namespaces, config)
+    monkeypatch.setattr("drafter_service.server.housekeeping.SAMPLE_S", 0.001)
+    housekeeping = Housekeeping(namespaces, ServiceConfig(snapshots=SnapshotsConfig(interval_s=0.001)))
     housekeeping.start()
     async with asyncio.timeout(TIMEOUT_S):
         while len(seen) < 4 or counts["saves"] < 5 or counts["unloads"] < 5:

@@ -9,7 +9,7 @@ import pytest
 
 from drafter_service.server.listener import Listener
 from drafter_service.server.server import DrafterServer
-from drafter_service.settings.tree import AccessConfig, ReportsConfig, ServiceConfig
+from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
@@ -46,8 +46,8 @@ async def counting(monkeypatch, tmp_path, address):
         listen=address,
         drafting=DrafterConfig(capacity=10_000),
         access=AccessConfig(callers=callers),
-        reports=ReportsConfig(sample_s=3600),  # Samples read all namespaces.
     )
+    monkeypatch.setattr("drafter_service.server.housekeeping.SAMPLE_S", 3600)  # Samples read all namespaces.
     listener = Listener(config)
     await listener.start()
     server = DrafterServer(config, listener)
