@@ -34,6 +34,7 @@ DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
 SNAPSHOT_PATH = "path"
 """Option of `rest`: the snapshot of its corpus."""
+MAKE_SNAPSHOT = "ssd-drafter warm --tokenizer MODEL --from FILES --snapshot SNAPSHOT"
 GIVEN_BY_FLAGS = {"draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 
@@ -174,8 +175,7 @@ def _check_rest(config: DrafterConfig, target: Path) -> None:
 def _snapshot_path(config: DrafterConfig) -> Path:
     if SNAPSHOT_PATH not in config.options:
         raise ValueError(
-            f"it needs a corpus; give --drafter-option {SNAPSHOT_PATH}=SNAPSHOT, "
-            "which `ssd-drafter warm --tokenizer MODEL --from FILES --snapshot SNAPSHOT` makes"
+            f"it needs a corpus; give --drafter-option {SNAPSHOT_PATH}=SNAPSHOT, which `{MAKE_SNAPSHOT}` makes"
         )
     return Path(config.options[SNAPSHOT_PATH])
 

@@ -176,10 +176,10 @@ def write_reports(comparison: Comparison, out: Path) -> None:
 
 
 def _print_report(comparison: Comparison, console: Console) -> None:
-    """Print the tables, how they were measured, and the recommendation."""
+    """Print the tables, what they show, and the recommendation."""
     for table in console_tables(comparison, console.width):
         console.print(table)
-    for note in notes(comparison):
+    for note in notes(comparison, console.width):
         console.print(note, markup=False, style="dim")
     console.print(comparison.recommendation(), markup=False, style="bold")
 

@@ -36,19 +36,27 @@ BAR = 26
 """Height of a row of the chart, in pixels."""
 COST_TOKENS = (1, 2, 4, 8, 16)
 """Sizes of steps whose durations are shown."""
-NOTES = (
-    "Tokens per step, drafts and acceptance: all draft tokens are verified; K is the draft depth, and drafts have at "
-    "most {max_draft} tokens. Steps that compute a prompt are not counted. Outside loops: steps that start outside of "
-    "loops, at temperature 0. Accepted: share of the steps that accept the draft token at depth 1, 2, ... Ms per step: "
-    "median duration without drafting; ms per drafted: time of drafting per verified draft token of a request.",
-    "Speed-up: measured with the token budget, as users run it: fewer tokens are drafted and verified where that is "
-    "faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier ones.",
-)
+NOTES = {
+    "K": "the draft depth; drafts have at most {max_draft} tokens.",
+    "tokens per step": "measured while all draft tokens are verified, without the steps that compute a prompt.",
+    "outside loops": "tokens per step, for steps that start outside of loops, at temperature 0.",
+    "speed-up here": "measured with the token budget, as users run it: fewer tokens are drafted and verified where "
+    "that is faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier "
+    "ones.",
+    "best K": "the depth with the most tokens/s, computed from acceptance and durations here. 0: do not draft. "
+    "4+: 4 was the largest depth that was measured, and a larger --depth may be better.",
+    "accepted (%)": "share of the steps that accept the draft token at depth 1, 2, ...",
+    "ms per step": "median duration without drafting.",
+    "ms per drafted": "time of drafting per verified draft token of a request.",
+}
+"""What columns mean, where their headings do not say it."""
 
 
-def notes(comparison: Comparison) -> list[str]:
-    """Return sentences that say how the figures were measured."""
-    sentences = [note.format(**comparison.settings) for note in NOTES]
+def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
+    """Return sentences that say what the columns mean that `width` characters have room for, how the figures were
+    measured, and why drafters were skipped."""
+    shown = {heading for each in comparison.conditions for heading in table_of(comparison, each, width)[0]}
+    sentences = [f"{name}: {note.format(**comparison.settings)}" for name, note in NOTES.items() if name in shown]
     costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
     sentences.append(f"A step of {', '.join(map(str, COST_TOKENS))} tokens of one request takes {costs} ms here.")
     if comparison.predicted_for is not None:
@@ -59,13 +67,18 @@ def notes(comparison: Comparison) -> list[str]:
     return sentences + [f"{name}: {reason}." for name, reason in comparison.skipped.items()]
 
 
-def table_of(comparison: Comparison, condition: Condition) -> tuple[list[str], list[list[str]]]:
-    """Return the column headings and the rows of a condition, without columns that are empty."""
+def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) -> tuple[list[str], list[list[str]]]:
+    """Return the column headings and the rows of a condition, without columns that are empty or that `width` characters
+    have no room for."""
     rows = [_cells(result, comparison) for result in comparison.of(condition)]
     for name, reason in comparison.skipped.items():
         cells = {"drafter": name, "outputs": reason.partition(":")[0]}
         rows.append(tuple(cells.get(column, "") for column in COLUMNS))
-    used = [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
+    used = [
+        column
+        for column, heading in enumerate(COLUMNS)
+        if any(row[column] for row in rows) and (width >= WIDE or heading not in WIDE_ONLY)
+    ]
     return [COLUMNS[column] for column in used], [[row[column] for column in used] for row in rows]
 
 
@@ -80,7 +93,7 @@ def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
         _number(result.tokens_per_step_no_loops),
         f"{result.speedup:.2f}x",
         "" if target is None else f"{result.predicted(target):.2f}x",
-        "" if best is None else f"{best}{'+' if best == len(positions) else ''}",
+        "" if best is None else f"{best}{'+' if best == len(positions) > 0 else ''}",
         {True: "equal", False: "DIFFERENT", None: ""}[result.identical],
         f"{result.drafted_per_step:.1f}",
         " ".join(f"{100 * share:.0f}" for share in positions[:POSITIONS]),
@@ -96,15 +109,14 @@ def _number(value: float | None) -> str:
 def console_tables(comparison: Comparison, width: int) -> Iterator[Table]:
     """Return a table per condition for a console of a width in characters."""
     for condition in comparison.conditions:
-        headings, rows = table_of(comparison, condition)
+        headings, rows = table_of(comparison, condition, width)
         table = Table(title=str(condition), box=box.SIMPLE, padding=(0, 1, 0, 0))
-        shown = [column for column, heading in enumerate(headings) if width >= WIDE or heading not in WIDE_ONLY]
         table.add_column(headings[0], overflow="fold")
-        for column in shown[1:]:
-            words = [*headings[column].split(), *(row[column] for row in rows)]
-            table.add_column(headings[column], justify="right", width=max(map(len, words)))
+        for column, heading in enumerate(headings[1:], start=1):
+            words = [*heading.split(), *(row[column] for row in rows)]
+            table.add_column(heading, justify="right", width=max(map(len, words)))
         for row in rows:
-            table.add_row(*(row[column] for column in shown))
+            table.add_row(*row)
         yield table
 
 

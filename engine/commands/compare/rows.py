@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from engine.drafters.registry import DEPTH, KINDS, SNAPSHOT_PATH, check_kind, configure, parse_kinds
+from engine.drafters.registry import DEPTH, KINDS, MAKE_SNAPSHOT, SNAPSHOT_PATH, check_kind, configure, parse_kinds
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
 
@@ -76,16 +76,19 @@ def parse_rows(text: str, depths: Sequence[int], shape: DraftShape | Literal["au
 def unusable(row: Row, draft_models: Mapping[str, Path], target: Path) -> str | None:
     """Return why a row cannot run, None if it can: one of its kinds has no weights for this target, or no corpus.
 
-    draft_models: folders of weights by kind. Raises UserError if such a folder or the row's corpus cannot be used.
+    draft_models: folders of weights by kind. Raises UserError if such a folder, the row's corpus or one of its options
+    cannot be used.
     """
     config = configure(row.drafter, DrafterConfig(), row.options)
     for kind in row.kinds:
+        if kind in KINDS and SNAPSHOT_PATH in KINDS[kind].options and SNAPSHOT_PATH not in row.options:
+            return f"no corpus: give {row.name}@{SNAPSHOT_PATH}=SNAPSHOT, which `{MAKE_SNAPSHOT}` makes"
         try:
             check_kind(kind, config, draft_models.get(kind), target)
         except UserError as problem:
-            if kind in draft_models or SNAPSHOT_PATH in row.options:
+            if kind in draft_models or not KINDS[kind].runs_model:
                 raise
-            return f"no weights: {problem}" if KINDS[kind].runs_model else str(problem)
+            return f"no weights: {problem}"
     return None
 
 

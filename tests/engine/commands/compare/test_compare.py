@@ -9,6 +9,8 @@ import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
+from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, console_tables, notes
+from engine.commands.compare.results import Comparison, read_results
 from engine.speculation import verify
 from ssd.hardware.cost_profile import CostProfile
 from tests.browser import chart_faults
@@ -125,6 +127,20 @@ def test_the_page_is_self_contained(compare, tmp_path):
     assert checker.open == []
     assert checker.cells >= 3 * 8
     assert not re.search(r"https?://|@import|url\(|<script", page)
+
+
+def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
+    compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
+    document = read(tmp_path)
+    results = read_results(tmp_path / "compare.json", document["settings"])
+    comparison = Comparison(document["settings"], CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=results)
+    for width, hidden in ((80, WIDE_ONLY), (WIDE, ())):
+        [table] = console_tables(comparison, width)
+        headings = {str(column.header) for column in table.columns}
+        assert not headings & set(hidden)
+        explained = {note.partition(":")[0] for note in notes(comparison, width)}
+        assert explained & set(COLUMNS) == headings & set(NOTES)
+    assert {"K", "best K", *WIDE_ONLY} - {"shape"} <= explained
 
 
 def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):

@@ -66,10 +66,12 @@ def test_unusable_lists_are_refused(text, message):
 
 
 def test_kinds_without_weights_are_reported(model_folder, draft_folders, tmp_path):
-    rows = {row.name: row for row in parse_rows("ngram,mtp,ssd+mtp,self-int8", [4], "auto")}
+    names = "ngram,mtp,ssd+mtp,self-int8,ssd+rest"
+    rows = {row.name: row for row in parse_rows(names, [4], "auto")}
     assert unusable(rows["ngram"], {}, model_folder) is None
     assert unusable(rows["self-int8"], {}, model_folder) is None
     assert unusable(rows["mtp"], draft_folders, model_folder) is None
     assert unusable(rows["ssd+mtp"], {}, model_folder).startswith("no weights: ")
+    assert unusable(rows["ssd+rest"], {}, model_folder).startswith("no corpus: give ssd+rest@path=SNAPSHOT, which ")
     with pytest.raises(UserError):  # given, but not usable
         unusable(rows["mtp"], {"mtp": tmp_path}, model_folder)
