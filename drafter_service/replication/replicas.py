@@ -16,9 +16,6 @@ from drafter_service.settings.tree import LogConfig
 
 logger = structlog.get_logger(__name__)
 
-BYTES_PER_TOKEN = 4
-"""Size of a token in the log, in bytes."""
-
 
 class Replication:
     """Publishes what this replica learns, and learns what others publish. Only the event loop uses it."""
@@ -31,12 +28,7 @@ class Replication:
         """Totals of namespaces that were unloaded."""
         self._log: SharedLog | None = None
         if config.url is not None:
-            self._log = SharedLog(
-                config.url,
-                prefix=config.prefix,
-                max_bytes=BYTES_PER_TOKEN * config.max_tokens,
-                outbox_tokens=config.queue_tokens,
-            )
+            self._log = SharedLog(config.url, config)
 
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
@@ -75,7 +67,7 @@ class Replica:
 
     def __init__(self, namespace: Namespace, log: NamespaceLog) -> None:
         self._namespace, self._log = namespace, log
-        self._reader: Reader = log.reader(_position(namespace), known=namespace.learned_names())
+        self._reader: Reader = log.reader(_position(namespace), namespace.learned_names())
         namespace.log_position = lambda: str(self._reader.position)
         namespace.publish = log.publish
         self._reading = asyncio.get_running_loop().create_task(self._reader.run(self._take))

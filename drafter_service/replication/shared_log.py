@@ -17,13 +17,12 @@ import structlog
 
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.reader import Reader, RecentNames
-from drafter_service.replication.redis_stream import OLDEST, LogCounters, LogPosition, RedisStream, connect
+from drafter_service.replication.redis_stream import LogCounters, LogPosition, RedisStream, connect
 from drafter_service.replication.writer import Outbox, Writer
+from drafter_service.settings.tree import LogConfig
 
-MAX_BYTES = 256 << 20
-"""Maximum memory of a namespace's log in Redis, in bytes: about 64 M tokens, four times a corpus of 16 M."""
-OUTBOX_TOKENS = 4 << 20
-"""Maximum number of tokens of a namespace that wait in memory while Redis is unavailable: 16 MB."""
+BYTES_PER_TOKEN = 4
+"""Size of a token in the log, in bytes."""
 FLUSH_S = 2.0
 
 logger = structlog.get_logger(__name__)
@@ -32,32 +31,28 @@ logger = structlog.get_logger(__name__)
 class SharedLog:
     """The logs of all namespaces. Only the event loop may use it."""
 
-    def __init__(
-        self, url: str, *, prefix: str = "default", max_bytes: int = MAX_BYTES, outbox_tokens: int = OUTBOX_TOKENS
-    ) -> None:
+    def __init__(self, url: str, config: LogConfig) -> None:
         """Create the client, which has not connected yet.
 
-        url: redis://, rediss:// or unix://, as redis-py reads them. prefix: replicas with the same prefix share their
-        logs. max_bytes: approximate limit of the memory that Redis uses for a namespace. outbox_tokens: maximum number
-        of tokens of a namespace that wait for Redis; beyond it the oldest requests are dropped.
+        url: redis://, rediss:// or unix://, as redis-py reads them. config: the other settings of the log.
 
         Raises UserError for an unusable URL, or without redis-py.
         """
         self._client = connect(url)
-        self._prefix, self._max_bytes, self._outbox_tokens = prefix, max_bytes, outbox_tokens
+        self._config = config
         # A restarted process has another name, so that it reads the entries that it published before: its snapshot may
         # not contain them.
         self._name = secrets.token_bytes(8)
 
     def open(self, namespace: str) -> NamespaceLog:
         """Open the log of one namespace. Close it before closing this object."""
-        stream = RedisStream(self._client, self._prefix, namespace)
+        stream = RedisStream(self._client, self._config.prefix, namespace)
         return NamespaceLog(
             stream,
-            Outbox(self._outbox_tokens),
+            Outbox(self._config.queue_tokens),
             logger.bind(namespace=namespace),
             name=self._name,
-            max_bytes=self._max_bytes,
+            max_bytes=BYTES_PER_TOKEN * self._config.max_tokens,
         )
 
     async def close(self) -> None:
@@ -92,7 +87,7 @@ class NamespaceLog:
         """Wait without a timeout until Redis has everything published so far."""
         await self._outbox.flush()
 
-    def reader(self, after: LogPosition = OLDEST, known: Iterable[int] = ()) -> Reader:
+    def reader(self, after: LogPosition, known: Iterable[int]) -> Reader:
         """Return a reader of the other replicas' events, starting with the entry after a position.
 
         known: hashes (`ssd.corpus.requests.hash_of`) of names that have been learned, newest last. A snapshot contains

@@ -12,6 +12,7 @@ import numpy as np
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.redis_stream import OLDEST
 from drafter_service.replication.shared_log import SharedLog
+from drafter_service.settings.tree import LogConfig
 
 TIMEOUT_S = 30.0
 
@@ -95,8 +96,8 @@ class Replica:
 
 @asynccontextmanager
 async def replicas(url, number, *, namespace="namespace", **options):
-    """Yield `number` replicas that share a log."""
-    logs = [SharedLog(url, **options) for _ in range(number)]
+    """Yield `number` replicas that share a log; options: settings of `LogConfig`."""
+    logs = [SharedLog(url, LogConfig(**options)) for _ in range(number)]
     members = [Replica(log.open(namespace)) for log in logs]
     try:
         yield members

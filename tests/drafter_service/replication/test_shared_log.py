@@ -12,7 +12,8 @@ from redis import Redis
 from drafter_service.replication import reader, redis_stream, writer
 from drafter_service.replication.events import Dropped, Finished, Forgotten, ForgottenBefore
 from drafter_service.replication.redis_stream import OLDEST, LogPosition
-from drafter_service.replication.shared_log import SharedLog
+from drafter_service.replication.shared_log import BYTES_PER_TOKEN, SharedLog
+from drafter_service.settings.tree import LogConfig
 from ssd.corpus.requests import hash_of
 from tests.drafter_service.replication.replica import Replica, eventually, in_loop, replicas, request
 from tests.redis import running_redis
@@ -251,7 +252,7 @@ async def test_reader_continues_after_redis_lost_entries(log):
 async def test_log_size_is_bounded(log, monkeypatch):
     monkeypatch.setattr(writer, "GATHER_S", 0.0)
     bound = 1 << 20
-    async with replicas_of(log, 2, max_bytes=bound) as (one, two):
+    async with replicas_of(log, 2, max_tokens=bound // BYTES_PER_TOKEN) as (one, two):
         rng = np.random.default_rng(0)
         used = []
         # A few large entries, many small ones, and large ones again.
@@ -341,7 +342,7 @@ async def test_exceptions_of_the_consumer_end_the_reader(log):
 
     async with replicas_of(log, 2) as (one, two):
         await one.publish(request("a"))
-        reading = two.log.reader()
+        reading = two.log.reader(OLDEST, [])
         with pytest.raises(RuntimeError, match="no room"):
             await reading.run(take)
         assert reading.position == OLDEST
@@ -354,7 +355,7 @@ async def test_reader_can_be_cancelled(log, monkeypatch):
     async with replicas_of(log, 1) as (one,):
         for number in range(40):
             await one.publish(request(str(number)))
-        shared = SharedLog(log.url, prefix=log.prefix)
+        shared = SharedLog(log.url, LogConfig(prefix=log.prefix))
         for turns in range(0, 300, 3):
             replica = Replica(shared.open("namespace"))
             replica.read()

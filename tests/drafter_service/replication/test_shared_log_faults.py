@@ -15,6 +15,7 @@ from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import Finished, Forgotten
 from drafter_service.replication.shared_log import SharedLog
 from drafter_service.replication.writer import EVENT_WEIGHT
+from drafter_service.settings.tree import LogConfig
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.replication.replica import eventually, in_loop, replicas, request
@@ -163,7 +164,7 @@ async def test_redis_is_killed_and_restarted(kept, logged):
 async def test_newest_requests_and_all_forgetting_wait_for_redis(logged):
     room, weight = 100, 3 + len("0000") // 4 + EVENT_WEIGHT
     with running_redis() as server:
-        async with replicas(server.url, 2, outbox_tokens=room * weight) as (one, two):
+        async with replicas(server.url, 2, queue_tokens=room * weight) as (one, two):
             two.read()
             await one.publish(request("first"))
             await two.has(1)
@@ -219,7 +220,7 @@ async def test_key_of_another_type_does_not_affect_other_namespaces():
 
 @in_loop
 async def test_closing_does_not_wait_for_an_unavailable_redis():
-    log = SharedLog(f"redis://127.0.0.1:{free_port()}")
+    log = SharedLog(f"redis://127.0.0.1:{free_port()}", LogConfig())
     namespace = log.open("namespace")
     namespace.publish(request("a"))
     async with asyncio.timeout(1):
@@ -230,7 +231,7 @@ async def test_closing_does_not_wait_for_an_unavailable_redis():
 @in_loop
 async def test_closing_publishes_waiting_events():
     with running_redis() as server, Redis.from_url(server.url) as client:
-        log = SharedLog(server.url)
+        log = SharedLog(server.url, LogConfig())
         namespace = log.open("namespace")
         namespace.publish(request("a"))
         await namespace.close()
@@ -268,7 +269,7 @@ async def test_logs_contain_no_passwords_text_or_names(logged):
         client = Redis.from_url(right)
         client.set(KEY, "something else")
         finished = Finished("name-of-a-user", np.frombuffer(b"text of a user!!", np.uint32), 1.0)
-        async with replicas(wrong, 1) as (refused,), replicas(right, 1, outbox_tokens=200) as (one,):
+        async with replicas(wrong, 1) as (refused,), replicas(right, 1, queue_tokens=200) as (one,):
             for member in (refused, one):
                 member.read()
                 member.log.publish(finished)
@@ -304,7 +305,7 @@ async def test_logs_contain_no_passwords_text_or_names(logged):
 )
 def test_unusable_url_is_refused_without_quoting_it(url, advice):
     with pytest.raises(UserError) as caught:
-        SharedLog(url)
+        SharedLog(url, LogConfig())
     assert advice in str(caught.value)
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
@@ -312,4 +313,4 @@ def test_unusable_url_is_refused_without_quoting_it(url, advice):
 def test_missing_redis_py_is_reported_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(UserError, match=r"pip install '\.\[redis\]'"):
-        SharedLog("redis://localhost")
+        SharedLog("redis://localhost", LogConfig())
