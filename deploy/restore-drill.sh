@@ -20,11 +20,11 @@ ssd-drafter serve --listen "$copy" --snapshot-folder "$drill/snapshots" >"$drill
 service=$!
 ssd-drafter health --address "$copy" --wait 300
 
-# Learning from an empty file loads a namespace, and changes nothing.
+# Learning from an empty file loads a namespace, and changes nothing; it is an error, whose text says so.
 : >"$drill/empty.jsonl"
 for namespace in "$drill"/snapshots/*/; do
     ssd-drafter warm --address "$copy" --namespace "$(basename "$namespace")" --from "$drill/empty.jsonl" >"$drill/warm" 2>&1 ||
-        { cat "$drill/warm"; exit 1; }
+        grep -q "nothing was learned" "$drill/warm" || { cat "$drill/warm"; exit 1; }
 done
 ssd-drafter namespaces --address "$copy"
 
