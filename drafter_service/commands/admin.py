@@ -11,6 +11,8 @@ HEALTH_INTERVAL_S = 0.2
 """Interval between checks of a service that is not ready yet."""
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
+TABLE_WIDTH = 1000
+"""Columns for the list of namespaces: names are not cut in narrower terminals, since other commands need them."""
 
 
 @click.command()
@@ -61,14 +63,14 @@ def namespaces(link: Link) -> None:
 
     with link.stub() as (stub, metadata):
         found = stub.ListNamespaces(pb.ListNamespacesRequest(), metadata=metadata).namespaces
-    table = Table("namespace", "model", box=None, header_style="bold")
+    table = Table("namespace", "model", box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("tokens", "capacity", "memory", "streams", "idle"):
         table.add_column(name, justify="right")
     for row in found:
         loaded = (f"{row.tokens:,}", f"{row.capacity:,}", f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}")
         idle = f"{row.idle_s:,.0f} s" if row.is_loaded else "on disk"
         table.add_row(row.name, row.model.name, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle)
-    Console().print(table if found else "no namespaces yet")
+    Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 
 @click.command()

@@ -109,6 +109,8 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         assert code == 0
         assert re.search(r"namespace +model +tokens +capacity +memory +streams +idle", out)
         assert re.search(r"team-a +82 +100,000 +\d+ MB", out)
+        caller.observe(long := "n" * 100, TEXT)
+        assert long in run("namespaces", *service.admin)[1], "names are not cut"
 
         code, out, _ = run("snapshot", *service.admin, "--namespace", "team-a")
         assert re.fullmatch(r"team-a: [\d.]+ MB in [\d.]+ s\n", out)
