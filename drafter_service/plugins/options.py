@@ -12,6 +12,10 @@ EXTRAS = {"ssd_private": bool, "ssd_session": str, "ssd_max_draft": int, "hints"
 """Options that a client of the host may give with a request, and their types."""
 
 
+PADDED_COST = 0.001
+"""Cost of verifying one more token in hosts that pad shorter drafts: nearly none, whatever the host's hardware."""
+
+
 class End(Enum):
     """How a request ended, as far as the host says."""
 

@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 
 from drafter_service.plugins.log import HostLog
-from drafter_service.plugins.options import HostLimits
+from drafter_service.plugins.options import PADDED_COST, HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import host_settings
 from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, ancestors, path_nodes
 
 LOG = HostLog("sglang.srt")
-
-COST_OF_A_NODE = 0.001
-"""Cost of verifying one more token, as a fraction of a step: nearly none, because the host verifies padding instead."""
 
 
 def worker_class() -> type:
@@ -75,9 +72,8 @@ class NoCorpus:
 
 def limits_of(model_config: Any, nodes: int, width: int) -> HostLimits:
     """Return the limits of drafts of K nodes. width: maximum number of children of a node, 1 for paths."""
-    return HostLimits(
-        nodes - 1, model_config.vocab_size, model_config.context_len, trees=width > 1, cost=COST_OF_A_NODE
-    )
+    vocab_size, context_window = model_config.vocab_size, model_config.context_len
+    return HostLimits(nodes - 1, vocab_size, context_window, trees=width > 1, cost=PADDED_COST)
 
 
 def open_session(server_args: Any, limits: HostLimits) -> HostSession:

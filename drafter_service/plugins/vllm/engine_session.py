@@ -27,8 +27,8 @@ def variant_of(vllm_config: Any) -> Variant:
     return choice.variant
 
 
-def open_session(vllm_config: Any) -> HostSession:
-    """Return the session of an engine. Raises UserError for settings that are not valid."""
+def open_session(vllm_config: Any, cost: float | None = None) -> HostSession:
+    """Return the session of an engine. cost: see `HostLimits`. Raises UserError for settings that are not valid."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     drafts = vllm_config.speculative_config.num_speculative_tokens
     limits = HostLimits(
@@ -36,6 +36,7 @@ def open_session(vllm_config: Any) -> HostSession:
         vocab_size=model.get_vocab_size(),
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
+        cost=cost,
     )
     settings = settings_of(model, LOG.warning)
     session = HostSession(settings, limits, LOG.warning)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.plugins.options import PADDED_COST
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.async_scheduler import REPORT
 from drafter_service.plugins.vllm.engine_session import open_session
@@ -36,7 +37,8 @@ def runner_class() -> type:
             # A late answer must not make ranks verify different drafts, so one of them drafts for all.
             if self._group.rank_in_group == 0:
                 context_window = vllm_config.model_config.max_model_len
-                self.drafts = WorkerDrafts(open_session(vllm_config), self.max_draft, context_window)
+                session = open_session(vllm_config, PADDED_COST)
+                self.drafts = WorkerDrafts(session, self.max_draft, context_window)
 
         def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Any:
             """Return the drafts for the next step, int64 [requests, K], after the tokens of this one are known."""

@@ -67,6 +67,15 @@ def test_drafts_fit_the_limits(limits, options, longest):
     session.close()
 
 
+def test_drafts_are_shorter_where_verifying_a_token_costs_the_host_more():
+    lengths = []
+    for cost in (0.001, None, 0.4):
+        session, _ = embedded(cost=cost, max_draft=32)
+        lengths.append(len(first_draft(session)))
+        session.close()
+    assert lengths[0] > lengths[1] > lengths[2]
+
+
 def test_drafts_end_at_the_end_of_the_vocabulary_and_of_the_path():
     session, _ = embedded()
     session.start("a", LOOP)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from drafter_service.plugins import tensorrt_llm as plugin
+from drafter_service.plugins.options import PADDED_COST
 from tests.drafter_service.plugins import signatures
 
 MAX_DRAFT = 4
@@ -73,6 +74,11 @@ def log():
 def prepare(drafter, *requests):
     drafter.prepare_draft_tokens(SimpleNamespace(generation_requests=list(requests)), None)
     return [request.py_draft_tokens for request in requests]
+
+
+def test_drafts_are_as_long_as_the_padding(drafter):
+    prepare(drafter, Request())
+    assert drafter._ssd_drafts._session._limits.cost == PADDED_COST
 
 
 def target(text):
