@@ -215,22 +215,25 @@ class Engine:
         """Run requests and return their completions in the same order.
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
-        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or after cancelling the
-        others when its adapter cannot be read or its grammar cannot continue.
+        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
+        be read or its grammar cannot continue. An exception, also one of `observe`, cancels the other requests.
         """
         requests = list(requests)
         for request in requests:
             self.check(request)
         sequences = [self._queue(request) for request in requests]
         completions: dict[int, Completion] = {}
-        while self.scheduler.has_work:
-            report = self.step()
-            for reason in report.refused.values():
-                for sequence in sequences:
-                    self.cancel(sequence.sequence_id)
-                raise UserError(reason)
-            completions.update(report.finished)
-            observe(report)
+        try:
+            while self.scheduler.has_work:
+                report = self.step()
+                if report.refused:
+                    raise UserError(next(iter(report.refused.values())))
+                completions.update(report.finished)
+                observe(report)
+        except BaseException:
+            for sequence in sequences:
+                self.cancel(sequence.sequence_id)
+            raise
         cancelled = Cut(0, FinishReason.ABORT)
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
 

@@ -141,16 +141,14 @@ class TokenDrafter:
         """See `engine.drafters.base.Drafter.finish`."""
         if sequence.sequence_id not in self._reported:
             return
-        if self._reported[sequence.sequence_id].steps > 1:
-            # `ssd.types.Drafter.finish` has no argument for the number of steps, so report them first.
-            self.inner.draft(self._progress([sequence], [0], None))
-        reported = self._reported.pop(sequence.sequence_id)
-        self.inner.finish(
-            sequence.sequence_id,
-            sequence.tokens[reported.tokens :],
-            verified=reported.verified_of(sequence.tokens[reported.tokens :]),
-            learn=learn,
-        )
+        try:
+            if self._reported[sequence.sequence_id].steps > 1:
+                # `ssd.types.Drafter.finish` has no argument for the number of steps, so report them first.
+                self.inner.draft(self._progress([sequence], [0], None))
+        finally:
+            reported = self._reported.pop(sequence.sequence_id)
+            rest = sequence.tokens[reported.tokens :]
+            self.inner.finish(sequence.sequence_id, rest, verified=reported.verified_of(rest), learn=learn)
 
     def close(self) -> None:
         """See `engine.drafters.base.Drafter.close`."""

@@ -265,6 +265,20 @@ def test_the_observer_may_cancel_requests(model, plain):
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
 
 
+def test_requests_are_cancelled_if_the_observer_raises(model):
+    engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
+    steps = iter(range(1000))
+
+    def observe(_):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(5), observe)
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+
+
 BAD_REQUESTS = {
     "empty": (Request(np.empty(0, np.uint32)), "empty"),
     "too long": (Request(np.ones(512, np.uint32)), "context window of 512"),

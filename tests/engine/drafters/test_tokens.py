@@ -153,3 +153,15 @@ def test_drafters_without_hints_get_none():
     hints = np.array([1, 2], np.uint32)
     TokenDrafter(recorder).start(Sequence(0, Request(PROMPT, SamplingParams(max_tokens=20), hints=hints), 23))
     assert recorder.calls == [("start", 0, PROMPT.tolist())]
+
+
+def test_a_sequence_ends_even_if_reporting_its_steps_fails():
+    drafter, sequence = TokenDrafter(Recorder()), new_sequence()
+    drafter.start(sequence)
+    for token in (8, 9):
+        run_step(drafter, plan_of(sequence), [token])
+    drafter.inner.draft = lambda _progress: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        drafter.finish(sequence, learn=True)
+    assert drafter.inner.calls[-1] == ("finish", 0, [], 0, True)
+    assert not drafter._reported
