@@ -69,13 +69,12 @@ class Speculation:
             drafts = follow_grammars(drafts, plan.producing)
         if drafts.extra is not None:
             add_extra_rows(plan, drafts.extra)
-        lengths = self._usable_lengths(drafts.batch)
         sampled = sampled_drafts(drafts, plan.producing)
+        shown = drafts.batch
+        if self._budget is not None and any(sampled):
+            shown = hide_sampled(shown, sampled, plan.producing, self._rates)
+        lengths = self._usable_lengths(shown)
         if self._budget is not None:
-            shown = drafts.batch
-            if any(sampled):
-                shown = hide_sampled(shown, sampled, plan.producing, self._rates)
-                lengths = np.diff(shown.offsets).astype(np.int64)
             lengths, plan.is_probe = self._budget.select(shown, lengths, plan.scheduled + plan.extra_rows)
         plan.q = drafts.q
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
