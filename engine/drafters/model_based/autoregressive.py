@@ -21,6 +21,7 @@ from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
 from engine.drafters.model_based.device_chain import DeviceChain
+from engine.drafters.model_based.pace import Pace
 from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
@@ -32,10 +33,6 @@ from ssd.types import ROOT
 
 BRANCHES = 4
 """Number of candidates after each expanded node of a tree, and of nodes expanded at each depth."""
-TIME_DECAY = 0.9
-"""Decay per forward pass of its mean duration."""
-RATE_DECAY = 0.99
-"""Decay per step of the mean acceptance rate: an effective window of about 100 steps."""
 
 
 class AutoregressiveDrafter(Drafter):
@@ -261,36 +258,3 @@ class Frontier(NamedTuple):
         """Return a frontier without nodes."""
         nothing, no_rows = np.empty(0, np.int64), torch.empty(0, 0)
         return cls(nothing, nothing, no_rows, no_rows)
-
-
-class Pace:
-    """Durations of forward passes and acceptance, from which the depth of drafts is chosen."""
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-        """Mean duration of a pass after the first."""
-        self._spent_s = 0.0
-        """Duration of the passes of the current draft."""
-        self._tried = self._accepted = 1.0
-
-    def record_forward(self, seconds: float, *, is_first: bool) -> None:
-        """Record the duration of one pass."""
-        self._spent_s = seconds if is_first else self._spent_s + seconds
-        if not is_first:
-            self._next_s = TIME_DECAY * self._next_s + (1 - TIME_DECAY) * seconds if self._next_s else seconds
-
-    def record_acceptance(self, reached: int, accepted: int) -> None:
-        """Record the depth of the deepest token whose parent was accepted, and the number of accepted tokens."""
-        self._tried = RATE_DECAY * self._tried + reached
-        self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
-
-    def should_draft_deeper(self, plan: StepPlan, pool: DraftPool, nodes: np.ndarray) -> bool:
-        """Whether expanding `nodes`, indices in the pool, increases the expected number of tokens per second."""
-        assert plan.seconds is not None
-        path_prob = pool.nodes.path_prob
-        gain = float(path_prob[nodes].sum()) * self._accepted / self._tried
-        so_far = len(plan.producing) + float(path_prob.sum())
-        token_s = (plan.cost or 0.0) * plan.seconds
-        next_s = (self._next_s or self._spent_s) + len(nodes) * token_s
-        spent_s = plan.seconds + self._spent_s + len(pool) * token_s
-        return gain / next_s > so_far / spent_s
