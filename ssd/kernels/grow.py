@@ -86,11 +86,14 @@ def new_frontier(nodes: int) -> Frontier:
 
 
 @inline
-def write_path(nodes, node, text, size):  # type: ignore[no-untyped-def]
+def _write_path(nodes, node, written, text, size):  # type: ignore[no-untyped-def]
     """Write the path to a node after the text, so that occurrences near the text's end continue into it.
 
-    This is the overlapping copy of Ziv and Lempel (1977).
+    This is the overlapping copy of Ziv and Lempel (1977). written: the node whose path was written last.
     """
+    if nodes[node, PARENT] == written:
+        poke(text, size + nodes[node, DEPTH] - 1, np.uint32(nodes[node, TOKEN]))
+        return
     while node > 0:
         poke(text, size + nodes[node, DEPTH] - 1, np.uint32(nodes[node, TOKEN]))
         node = nodes[node, PARENT]
@@ -124,11 +127,14 @@ def _set_no_evidence(node):  # type: ignore[no-untyped-def]
 
 
 @outline
-def add_child(growing, parent, child, kind, token, probs, pointers):  # type: ignore[no-untyped-def]
-    """Add a candidate of `parent` as node `child`."""
-    nodes = growing.nodes
-    depth, node = nodes[parent, DEPTH], nodes[child]
+def _add_node(growing, child, frontier, written, text, size, pointers):  # type: ignore[no-untyped-def]
+    """Add the first candidate of the frontier as node `child`, and write its path after the text."""
+    nodes, node, probs = growing.nodes, growing.nodes[child], frontier.probs[0]
+    parent, kind, token = frontier.parents[0], frontier.kinds[0], frontier.tokens[0]
+    depth = nodes[parent, DEPTH]
     node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
+    # Before the pointers are read: one near the text's end predicts tokens of the path.
+    _write_path(nodes, child, written, text, size)
     if kind == FALLBACK_KIND:
         _set_no_evidence(node)
     else:
@@ -247,7 +253,7 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     """
     counted, levels, frontier, found = scratch
     most = KEPT if limits.is_tree else KEPT_FOR_PATH
-    queued, piece, node, count, written = 0, SOURCES, 0, 1, 0
+    queued, piece, node, count = 0, SOURCES, 0, 1
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         candidates, estimates = growing.candidates[node], growing.estimates[node]
@@ -278,8 +284,8 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
                 )  # fmt: skip
         if queued == 0:
             return count
-        parent, node = frontier.parents[0], count
-        add_child(growing, parent, node, frontier.kinds[0], frontier.tokens[0], frontier.probs[0], pointers)
+        _add_node(growing, count, frontier, node, text, size, pointers)
+        node = count
         count += 1
         if count > limits.tokens:
             # Nothing can follow, and learning from its candidates gained nothing.
@@ -288,10 +294,5 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         queued -= 1
         for place in range(queued):
             _move(frontier, place + 1, place)
-        if parent == written:
-            poke(text, size + growing.nodes[parent, DEPTH], np.uint32(growing.nodes[node, TOKEN]))
-        else:
-            write_path(growing.nodes, node, text, size)
-        written = node
         if growing.probs[node, PATH_PROB] >= EXPLORED * limits.threshold:
             piece = search_again(growing.nodes[node], piece, evidence, own, shared, text, size, depth)
