@@ -1,8 +1,8 @@
 """Pointers to copied text, compared with a slow reference, over steps and over the nodes of a draft."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
-import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -78,7 +78,7 @@ def copies():
         repeated = st.lists(tokens, min_size=1, max_size=4).map(lambda phrase: phrase * 6)
         parts = [st.lists(tokens, max_size=8), repeated]
         parts += [st.just(request[:end]) for request in requests for end in (7, 12, len(request))]
-        return st.lists(st.one_of(*parts), min_size=1, max_size=3).map(lambda parts: sum(parts, [])[:40])
+        return st.lists(st.one_of(*parts), min_size=1, max_size=3).map(lambda parts: list(chain(*parts))[:40])
 
     def steps(tokens):
         # Numbers of tokens that continue the copy, each followed by any token.
