@@ -27,6 +27,7 @@ def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stat
     progress: the tokens of each continuation, as if they had been committed. rows: int64 [K]. A continuation has no
     draft where committing it would reorganize the sequence's index.
     """
+    progress.check_arrays()
     bounds = progress.offsets.tolist()
     runs = [progress.tokens[start:end] for start, end in pairwise(bounds)]
     drafts = [DraftBatch.empty(1)] * len(rows)

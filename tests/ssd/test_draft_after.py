@@ -1,5 +1,7 @@
 """`draft_after` returns the drafts that a commit would return, and changes no later draft."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -109,4 +111,8 @@ def test_wrong_continuations_are_refused():
             drafter.draft_after(progress_of({2: [1]}, limit=2))
         with pytest.raises(ValueError, match="4,294,967,294"):
             drafter.draft_after(progress_of({1: [0xFFFF_FFFF]}, limit=2))
+        with pytest.raises(ValueError, match="offsets must not decrease, from 0 to the number of tokens"):
+            drafter.draft_after(replace(progress_of({1: [6]}, limit=2), offsets=array([0, 0])))
+        with pytest.raises(ValueError, match="cannot have verified 1"):
+            drafter.draft_after(progress_of({1: [6]}, limit=2, verified=1))
         assert len(drafter.draft_after(progress_of({}, limit=2))) == 0

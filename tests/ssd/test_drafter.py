@@ -13,6 +13,7 @@ from ssd.sequences.tables import MIN_ROWS
 from ssd.types import ROOT, Source
 from tests import naive
 from tests.replay import drafter_of, progress_of, replay_one
+from tests.ssd.corpora import text_of
 from tests.strategies import array
 
 TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
@@ -163,6 +164,16 @@ def test_only_the_end_of_a_prompt_is_remembered():
         drafter.start(2, array([1]))
         assert draft(drafter, 2) == []
         assert draft(drafter, 2, [2, 3]) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("learned_prompt_tokens", [2, 100])
+def test_hints_are_not_remembered(learned_prompt_tokens):
+    with drafter_of(learned_prompt_tokens=learned_prompt_tokens) as drafter:
+        drafter.start(1, array([1, 2, 3]), hints=array([20, 21, 22, 23]))
+        drafter.finish(1, array([5, 6]))
+        drafter.corpus.refresh()
+        remembered = [1, 2, 3, 5, 6][-2 - learned_prompt_tokens :]
+        assert text_of(drafter.corpus).tolist() == [*remembered, naive.SEPARATOR]
 
 
 def test_drafts_respect_both_limits():

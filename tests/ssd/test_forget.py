@@ -202,6 +202,15 @@ def test_idle_sessions_with_a_turn_of_that_id_are_dropped():
     drafter.close()
 
 
+def test_an_index_with_a_forgotten_turn_is_not_kept_after_a_later_turn():
+    with SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH)) as drafter:
+        run_turn(drafter, 1, SECRET[:10], SECRET[10:20], "first")
+        drafter.start(2, SECRET[:30], session_id="chat", request_id="second")
+        drafter.forget("first")
+        drafter.finish(2, SECRET[30:40], learn=False)
+        assert drafter._idle.pop("chat") is None
+
+
 def start_two(drafter):
     """Start sequence 1, and sequence 2 which drafts from its output."""
     drafter.start(1, SECRET[:5], request_id="mine")

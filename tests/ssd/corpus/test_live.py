@@ -239,6 +239,20 @@ def test_output_from_before_others_started_is_drafted_without_a_gap():
         assert draft(drafter, 2)[:1] in ([], [4])
 
 
+@pytest.mark.parametrize(("missed", "is_drafted"), [(1, True), (DEPTH, True), (DEPTH + 1, False)])
+def test_no_more_than_the_match_depth_of_earlier_output_is_published(missed, is_drafted):
+    output = np.arange(10, 12 + missed)
+    with drafter_of(match_depth=DEPTH) as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        draft(drafter, 1, output[:missed], limit=0)
+        drafter.start(2, array([2, 3]))
+        draft(drafter, 1, output[missed:], limit=0)
+        drafter.corpus.refresh()
+        assert draft(drafter, 2) == (output[:8].tolist() if is_drafted else [])
+        # After the gap, output is drafted in any case.
+        assert draft(drafter, 2, output[: missed + 1]) == output[missed + 1 :].tolist()
+
+
 @pytest.mark.parametrize("size", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 10])
 def test_a_long_running_output_is_drafted_completely(size):
     output = np.arange(1000, 1000 + size)

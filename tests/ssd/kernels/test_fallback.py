@@ -302,6 +302,21 @@ def test_what_a_sequence_counted_is_removed_if_it_is_not_remembered(end):
         assert {*left[left[:, 1] > 0, 0].tolist()} <= before
 
 
+def test_the_first_output_token_is_removed_and_prompts_were_never_counted():
+    corpus = Corpus(CAPACITY, 32)
+    with drafter_on(corpus) as drafter:
+        count_all(corpus.fallback, [([1, 2, 3], 5), ([], 3), ([1], 3)])
+        before = corpus.fallback.arrays.slots.copy()
+        drafter.start(1, array([1, 2, 3]))
+        drafter.draft(progress_of({1: []}, limit=0))
+        drafter.draft(progress_of({1: []}, limit=8))
+        drafter.draft(progress_of({1: [SECRET]}, limit=0))
+        assert SECRET in counted_tokens(corpus)
+        drafter.finish(1, array([]), learn=False)
+        counted = corpus.fallback.arrays.slots
+        assert (counted[counted[:, 1] > 0] == before[before[:, 1] > 0]).all()
+
+
 def test_counts_that_are_removed_leave_the_others_in_order():
     table = FallbackTable(0.0)
     count_all(table, [([3], 5)] * 3 + [([3], 6)] * 2 + [([3], 7)])

@@ -120,6 +120,9 @@ def test_memory_of_a_longer_text_is_released():
     held = index.nbytes
     index.shrink()
     assert index.nbytes == held
+    index.truncate(20_000)
+    index.shrink()
+    assert index.nbytes == held
     index.truncate(3000)
     index.shrink()
     assert index.nbytes < held / 10
