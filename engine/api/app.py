@@ -15,12 +15,11 @@ from starlette.exceptions import HTTPException
 from drafter_service.observability.charts import style_sheet
 from engine.api.chat import chat
 from engine.api.completions import complete
-from engine.api.errors import ApiError, error_response, from_engine, from_http, from_validation
+from engine.api.errors import ApiError, engine_errors, error_response, from_http, from_validation
 from engine.api.middleware import RequestChecks
 from engine.api.responses import ClientGoneError
 from engine.api.schemas import ChatRequest, CompletionRequest
 from engine.api.service import Service
-from ssd.errors import UserError
 
 PAGE = Path(__file__).with_name("page.html")
 STYLE_SHEET = "/* shared style sheet */"
@@ -43,12 +42,14 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: Request) -> dict[str, Any] | Response:
         """Complete prompts."""
-        return await complete(service, body, http)
+        with engine_errors(body.prompt_field, body.schema_field):
+            return await complete(service, body, http)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, http: Request) -> dict[str, Any] | Response:
         """Answer a chat."""
-        return await chat(service, body, http)
+        with engine_errors(body.prompt_field, body.schema_field):
+            return await chat(service, body, http)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -93,10 +94,6 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
         return error_response(error)
-
-    @app.exception_handler(UserError)
-    async def on_user_error(_: Request, error: UserError) -> Response:
-        return error_response(from_engine(str(error), "prompt"))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(_: Request, problem: RequestValidationError) -> Response:

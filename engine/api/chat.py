@@ -58,9 +58,10 @@ def _grammar(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar |
 
     None if outputs are not constrained. Raises UserError.
     """
+    own = body.grammar  # Refuses a schema that cannot be used by its own name.
     answer = None if body.response_format is None else body.response_format.definition
     if not body.must_call and answer is None:
-        return body.grammar
+        return own
     named = body.tool_choice.name if isinstance(body.tool_choice, NamedTool) else None
     tools = [tool for tool in body.offered_tools if named in (None, tool.name)]
     token_ids = service.served.tokenizer.token_ids(form.markers)

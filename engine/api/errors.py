@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+
+from ssd.errors import UserError
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -24,7 +27,7 @@ HEADERS = {
 }
 LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 """Matches the parameter name at the start of an error message about a parameter."""
-ALIASES = {"prompt_logprobs": "logprobs"}
+ALIASES = {"prompt_logprobs": "logprobs", "regex": "structured_outputs.regex", "choice": "structured_outputs.choice"}
 """Maps the engine's parameter names to request fields where they differ."""
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 """Fields that only chats support. Errors of completions name the endpoint for chats rather than call them unknown."""
@@ -63,15 +66,28 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status, HEADERS.get(error.status))
 
 
-def from_engine(message: str, prompt_field: str) -> ApiError:
-    """Convert the engine's error message to an ApiError; `prompt_field`: name of the request field with the prompt."""
+@contextmanager
+def engine_errors(prompt_field: str, schema_field: str) -> Iterator[None]:
+    """Convert a UserError of the engine to an ApiError.
+
+    prompt_field, schema_field: names of the request fields with the prompt, and with a JSON schema for the output.
+    """
+    try:
+        yield
+    except UserError as problem:
+        raise _from_engine(str(problem), prompt_field, schema_field) from None
+
+
+def _from_engine(message: str, prompt_field: str, schema_field: str) -> ApiError:
     if message.startswith("the prompt"):
         code = "context_length_exceeded" if "shorten" in message else None
         return ApiError(400, message, param=prompt_field, code=code)
     if message.startswith("prompt and output"):
         return ApiError(400, message, param="max_tokens")
-    found = LEADING_PARAM.match(message)
-    return ApiError(400, message, param=ALIASES.get(found[1], found[1]) if found else None)
+    if (found := LEADING_PARAM.match(message)) is None:
+        return ApiError(400, message)
+    param = {**ALIASES, "json_schema": schema_field}.get(found[1], found[1])
+    return ApiError(400, param + message[found.end(1) :], param=param)
 
 
 def from_validation(problem: RequestValidationError) -> ApiError:

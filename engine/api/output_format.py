@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from engine.api.body import Body
 from engine.sampling.grammar import Grammar, choice_grammar
+from ssd.errors import UserError
 
 
 class JsonSchema(Body):
@@ -22,11 +23,11 @@ class JsonSchema(Body):
 
 
 def _text_of(schema: dict[str, Any] | str) -> str:
-    """Return a JSON schema as text. Raises ValueError if it is nested too deep."""
+    """Return a JSON schema as text. Raises UserError if it is nested too deep."""
     try:
         return schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError:
-        raise ValueError("json_schema: it is nested too deep") from None
+        raise UserError("json_schema: it is nested too deep") from None
 
 
 class OutputFormat(Body):

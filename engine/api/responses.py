@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
 
 from engine.api.engine_process import EngineGoneError
-from engine.api.errors import ApiError, error_body, from_engine
+from engine.api.errors import ApiError, engine_errors, error_body
 from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
@@ -23,7 +23,6 @@ from engine.api.service import Service
 from engine.models.detokenize import Detokenizer
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request
-from ssd.errors import UserError
 
 T = TypeVar("T")
 
@@ -154,12 +153,11 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
     try:
         service.admission.admit(len(requests))
         run, release = service.runner(body), service.admission.release
-        async with aclosing(stream_deltas(run, requests, texts, release)) as deltas:
-            async for delta in deltas:
-                recorder.record(delta)
-                yield delta
-    except UserError as problem:
-        raise from_engine(str(problem), body.prompt_field) from None
+        with engine_errors(body.prompt_field, body.schema_field):
+            async with aclosing(stream_deltas(run, requests, texts, release)) as deltas:
+                async for delta in deltas:
+                    recorder.record(delta)
+                    yield delta
     except EngineGoneError as problem:
         raise ApiError(503, f"the engine has stopped: {problem}") from None
     except (asyncio.CancelledError, GeneratorExit):

@@ -125,15 +125,25 @@ class SamplingFields(UnsupportedFields):
 
     @model_validator(mode="after")
     def _check_grammar(self) -> SamplingFields:
-        if self.response_format is not None and self.response_format.grammar and self.structured_outputs is not None:
+        if self.structured_outputs is not None and self.has_response_format:
             raise ValueError("structured_outputs: it cannot be combined with response_format; send one of them")
         return self
 
     @property
+    def has_response_format(self) -> bool:
+        """Whether the `response_format` constrains the output."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def grammar(self) -> Grammar | None:
-        """Grammar that the output must match; None if it is not constrained."""
+        """Grammar that the output must match; None if it is not constrained. Raises UserError."""
         given = self.structured_outputs or self.response_format
         return None if given is None else given.grammar
+
+    @property
+    def schema_field(self) -> str:
+        """Name of the field with the JSON schema of `grammar`."""
+        return "structured_outputs.json" if self.structured_outputs is not None else "response_format.json_schema"
 
 
 class CompletionRequest(SamplingFields):
@@ -237,7 +247,7 @@ class ChatRequest(SamplingFields):
             raise ValueError("tool_choice: must be none, auto, required, or an object that names a function")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required needs tools")
-        if self.must_call and self.grammar is not None:
+        if self.must_call and (self.has_response_format or self.structured_outputs is not None):
             raise ValueError("tool_choice: a call cannot be combined with structured output; send auto or none")
         return self
 

@@ -100,8 +100,10 @@ class SamplingParams:
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         for token, bias in self.logit_bias.items():
             _within(f"logit_bias of token {token}", bias, -100, 100)
-        if isinstance(self.stop, str) or "" in self.stop:
-            raise UserError("stop must be a list of strings, none of them empty")
+        if isinstance(self.stop, str):
+            raise UserError("stop must be a list of strings")
+        if "" in self.stop:
+            raise UserError("stop must not contain an empty string")
         if self.verification not in (None, "exact", "rejection"):
             raise UserError(f"verification must be exact or rejection, not {self.verification}")
         _at_least("min_tokens", self.min_tokens, 0)

@@ -87,6 +87,9 @@ def test_free_text_may_be_asked_for(http):
     )
 
 
+REGEX, JSON = "structured_outputs.regex", "structured_outputs.json"
+
+
 def schema_of(definition):
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": definition}}}
 
@@ -107,23 +110,25 @@ def test_drafts_do_not_change_outputs_and_forced_tokens_are_reported(http, draft
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
-        (schema_of({"type": "objec"}), "Invalid type: objec", "json_schema"),
-        (schema_of({"not": {}}), 'Unimplemented keys: ["not"]', "json_schema"),
-        ({"structured_outputs": {"json": "{"}}, "it cannot be used", "json_schema"),
-        ({"structured_outputs": {"json": {"$ref": "https://localhost/x"}}}, "it cannot be used", "json_schema"),
-        ({"structured_outputs": {"json": '{"multipleOf": 1e400}'}}, "number out of range", "json_schema"),
-        ({"structured_outputs": {"json": {"$ref": "#/anyOf/" + "9" * 5000}}}, "Pointer '/anyOf/9999", "json_schema"),
-        ({"structured_outputs": {"regex": "("}}, "unclosed group", "regex"),
-        ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", "regex"),
-        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "regex: no token can continue the output", "regex"),
-        ({"structured_outputs": {"regex": "a{5000}"}}, "more than 4,096 bytes", "regex"),
-        ({"structured_outputs": {"regex": "a" * 140_000}}, "140,000 characters; at most 131,072", "regex"),
-        ({"structured_outputs": {"json": {"multipleOf": 123456789}}}, "0.2 s of processor time", "json_schema"),
-        ({"structured_outputs": {"regex": r"\w*" * 5_000}}, "0.2 s of processor time", "regex"),
+        (schema_of({"type": "objec"}), "Invalid type: objec", "response_format.json_schema"),
+        (schema_of({"not": {}}), 'Unimplemented keys: ["not"]', "response_format.json_schema"),
+        ({"structured_outputs": {"json": "{"}}, "it cannot be used", JSON),
+        ({"structured_outputs": {"json": {"$ref": "https://localhost/x"}}}, "it cannot be used", JSON),
+        ({"structured_outputs": {"json": '{"multipleOf": 1e400}'}}, "number out of range", JSON),
+        ({"structured_outputs": {"json": {"$ref": "#/anyOf/" + "9" * 5000}}}, "Pointer '/anyOf/9999", JSON),
+        ({"structured_outputs": {"regex": "("}}, "unclosed group", REGEX),
+        ({"structured_outputs": {"regex": "\ud800"}}, "it cannot be used", REGEX),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, f"{REGEX}: no token can continue", REGEX),
+        ({"structured_outputs": {"regex": "a{5000}"}}, "more than 4,096 bytes", REGEX),
+        ({"structured_outputs": {"regex": "a" * 140_000}}, "140,000 characters; at most 131,072", REGEX),
+        ({"structured_outputs": {"json": {"multipleOf": 123456789}}}, "0.2 s of processor time", JSON),
+        ({"structured_outputs": {"regex": r"\w*" * 5_000}}, "0.2 s of processor time", REGEX),
+        (schema_of({"enum": ["a" * 140_000]}), "characters; at most 131,072", "response_format.json_schema"),
+        ({"stop": ""}, "stop must not contain an empty string", "stop"),
         ({"structured_outputs": {"choice": []}}, "at least 1 item", "structured_outputs.choice"),
         ({"structured_outputs": {}}, "exactly one of", "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of", "structured_outputs"),
-        ({"structured_outputs": {"json": 5}}, "a JSON schema, as an object or as text", "structured_outputs.json"),
+        ({"structured_outputs": {"json": 5}}, "a JSON schema, as an object or as text", JSON),
         ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "send one", "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "json_schema", "response_format"),
         ({"response_format": {"type": "xml"}}, "supports only", "response_format.type"),
@@ -162,7 +167,7 @@ LIMITED = {
 def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, fields):
     """Other requests are not affected, neither in the same batch nor later."""
     message = (
-        "json_schema: the output cannot be continued, because llguidance has reached one of its limits: Parser Error: "
+        f"{JSON}: the output cannot be continued, because llguidance has reached one of its limits: Parser Error: "
         "Current row has"
     )
     fields = {"structured_outputs": {"json": LIMITED}, "temperature": 1.5} | fields
@@ -177,7 +182,7 @@ def test_an_output_that_reaches_a_limit_of_the_library_ends_with_an_error(http, 
         assert error["message"].startswith(message)
         assert error["message"].endswith("; use smaller repetitions, or fewer alternatives with the same beginning")
         assert "\n" not in error["message"]
-        assert error["param"] == "json_schema"
+        assert error["param"] == JSON
     *parts, last, done = [
         line[6:] for line in post(http, "completions", stream=True, **fields).text.splitlines() if line
     ]

@@ -174,7 +174,7 @@ def function(**fields):
         (function(color=1), "there is no parameter", "tools.0.function.color"),
         (function(parameters={"not": {}}) | {"tool_choice": "required"}, 'Unimplemented keys: ["not"]', "tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 140_000}}}},
-         "json_schema: it has 140,", "json_schema"),
+         "json_schema: it has 140,", "response_format.json_schema"),
         (function(parameters={"x-guidance": 5}) | {"tool_choice": "required"}, "it cannot be used", "tools"),
         (function(parameters={"required": ["a"], "properties": {"a": {"const": "a" * 5_000}}})
          | {"tool_choice": "required"}, "tools: it requires more than 4,096 bytes in a row", "tools"),
