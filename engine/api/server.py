@@ -160,7 +160,12 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify:
     server = _UvicornServer(settings, lambda: notify(f"serving at http://{host}:{port}"))
 
     def stop() -> None:
-        notify("stopping at once" if server.should_exit else f"waiting up to {config.drain_s:g} s for running requests")
+        if server.should_exit:
+            notify("stopping at once")
+        elif server.server_state.tasks:
+            notify(f"waiting up to {config.drain_s:g} s for running requests")
+        else:
+            notify("stopping")
         server.force_exit, server.should_exit = server.should_exit, True
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -325,6 +325,14 @@ def running_in(group):
     return states
 
 
+def test_an_idle_server_stops_without_waiting(folder):
+    with serving("--drafter", "none", model=folder) as server:
+        httpx.get(f"{server.url}/health", timeout=TIMEOUT_S)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert server.process.stdout.read() == "stopping\n"
+
+
 def test_a_second_signal_stops_at_once(folder):
     with (
         serving("--drafter", "none", model=folder) as server,
