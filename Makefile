@@ -14,7 +14,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 .PHONY: help setup run compare compare-full test hosts hosts-conformance hosts-bench gpu gpu-test gpu-bench soak bench peers evidence lint format protos protos-baseline clean
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install everything into .venv and compile the kernels (TORCH_PIP_ARGS chooses PyTorch's build)
 

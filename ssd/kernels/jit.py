@@ -6,6 +6,7 @@ compiler. Inputs are declared read-only, which accepts writable arrays too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from numba.core.caching import CacheImpl, InTreeCacheLocator
 from numba.extending import intrinsic
 
 from ssd.errors import UserError
+from ssd.kernels.progress import log_compilation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,10 +82,16 @@ def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
 
     Raises UserError if the function is not in the cache, and there is no folder to save it.
     """
-    decorator: Callable[[F], F] = njit(
-        returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy"
-    )
-    return decorator
+    decorate = njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
+
+    def compiled(function: F) -> F:
+        began = time.perf_counter()
+        dispatcher = decorate(function)
+        if dispatcher.stats.cache_misses:
+            log_compilation(time.perf_counter() - began)
+        return dispatcher
+
+    return compiled
 
 
 def drop_stale_kernels(package: Path) -> None:

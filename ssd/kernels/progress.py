@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numba.core import event
 
-DRAFTER_WORK = 150
-"""Work of compiling the drafter's kernels: numba compiles about 110 functions, then optimizes the largest kernel as a
-whole, which takes a quarter of the time."""
-ENGINE_WORK = 190
-"""Work of compiling the kernels of the engine with an embedded drafter."""
+LOG = logging.getLogger(__name__)
+DRAFTER_WORK = 130
+"""Work of compiling the drafter's kernels: numba compiles 120 functions, and the last one, which contains most others,
+takes a seventh of the time."""
+ENGINE_WORK = 175
+"""Work of compiling the kernels of the engine with an embedded drafter: 161 functions."""
+UNREPORTED_S = 2.0
+"""Time of compiling that is not mentioned, in seconds."""
 LAST = 99
 """Largest reported progress in percent: more functions than expected may be compiled."""
 STEP = 10
 """Progress in percent after which `ProgressLines` prints the next line."""
 
 
-def watched_compilation(report: Callable[[int], None], work: int = DRAFTER_WORK) -> AbstractContextManager[None]:
+_watched = 0
+"""Number of running `watched_compilation`."""
+_unwatched_s = 0.0
+"""Time of compiling outside of them in this process."""
+
+
+@contextmanager
+def watched_compilation(report: Callable[[int], None], work: int = DRAFTER_WORK) -> Iterator[None]:
     """Return a context in which `report` is called with the progress in percent, 0 to 99, when numba compiles.
 
     Kernels that are loaded from the cache are not reported. work: number of functions compiled at 100 %.
     """
-    watched: AbstractContextManager[None] = event.install_listener("numba:compile", _Progress(report, work))
-    return watched
+    global _watched
+    _watched += 1
+    try:
+        with event.install_listener("numba:compile", _Progress(report, work)):
+            yield
+    finally:
+        _watched -= 1
+
+
+def log_compilation(seconds: float) -> None:
+    """Add the time of compiling one kernel; log one line when this takes long and no progress is reported."""
+    global _unwatched_s
+    before = _unwatched_s
+    if not _watched:
+        _unwatched_s += seconds
+    if before < UNREPORTED_S <= _unwatched_s:
+        LOG.warning("compiling kernels, once after an installation or update: this takes about a minute")
 
 
 class ProgressLines:

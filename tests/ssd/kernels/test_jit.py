@@ -9,6 +9,7 @@ from numba import njit, types
 from numba.core.caching import _CacheLocator
 
 from ssd.errors import UserError
+from ssd.kernels import jit
 from ssd.kernels.jit import (
     Float,
     Int,
@@ -48,6 +49,8 @@ def test_kernels_of_a_cache_that_cannot_be_written_are_used(tmp_path, monkeypatc
     def load(name):
         return runpy.run_path(str(module), run_name=name)["add"]
 
+    times = []
+    monkeypatch.setattr(jit, "log_compilation", times.append)
     module = tmp_path / "module_with_kernels.py"
     module.write_text("def add(one, other):\n    return one + other\n")
     assert kernel(Int, Int, returns=Int)(load("ssd.example")).stats.cache_misses
@@ -55,6 +58,7 @@ def test_kernels_of_a_cache_that_cannot_be_written_are_used(tmp_path, monkeypatc
     add = kernel(Int, Int, returns=Int)(load("ssd.example"))
     assert add.stats.cache_hits
     assert add(1, 2) == 3
+    assert len(times) == 1  # that of the kernel which was compiled
     with pytest.raises(UserError, match="set the environment variable NUMBA_CACHE_DIR to a folder"):
         kernel(Float, Float, returns=Float)(load("ssd.example"))
     with pytest.raises(RuntimeError, match="no locator"):  # Other packages are not affected.

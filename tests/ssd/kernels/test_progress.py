@@ -1,6 +1,7 @@
 from numba import njit
 
-from ssd.kernels.progress import LAST, ProgressLines, watched_compilation
+from ssd.kernels import progress
+from ssd.kernels.progress import LAST, ProgressLines, log_compilation, watched_compilation
 
 
 def test_compiled_functions_are_reported_and_known_ones_are_not():
@@ -48,3 +49,14 @@ def test_a_line_is_written_for_every_ten_percent():
         "compiling kernels: 41 %",
         "compiling kernels: 50 %",
     ]
+
+
+def test_compiling_without_reports_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_unwatched_s", 0.0)
+    with watched_compilation(lambda _: None):
+        log_compilation(9.0)
+    log_compilation(1.0)
+    assert caplog.messages == []
+    for _ in range(3):
+        log_compilation(1.0)
+    assert caplog.messages == ["compiling kernels, once after an installation or update: this takes about a minute"]
