@@ -43,10 +43,11 @@ def load(options: EngineOptions) -> Decoder:
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
-    if options.loras and options.config.in_flight:
-        raise UserError(
-            "--in-flight 1 cannot be combined with --lora, whose steps are not launched ahead; leave it out"
-        )
+    for flag, is_given in (("--lora", bool(options.loras)), ("--draft-shape tree", options.draft_shape == "tree")):
+        if is_given and options.config.in_flight:
+            raise UserError(
+                f"--in-flight 1 cannot be combined with {flag}, whose steps are not launched ahead; leave it out"
+            )
     count = options.tensor_parallel
     if count > 1:
         _refuse_divided(options, count)
@@ -113,7 +114,8 @@ def launch(
     may_draft = options.drafter != "none" and options.config.max_draft > 0
     shape = options.draft_shape
     if shape == "auto":
-        shape = choose_draft_shape(model, options.attention) if may_draft else "path"
+        may_have_trees = may_draft and not options.config.in_flight
+        shape = choose_draft_shape(model, options.attention) if may_have_trees else "path"
     config = replace(options.config, draft_shape=shape)
     drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
     if (quantization := load_quantization(options.model)) is not None:

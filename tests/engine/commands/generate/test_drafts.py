@@ -143,6 +143,20 @@ def test_drafter_options_reach_the_drafter(run, model_folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("verify_all_drafts")
+@pytest.mark.parametrize(("in_flight", "shape"), [(0, "tree"), (1, "path")])
+def test_the_measured_shape_is_drafted_unless_steps_are_launched_ahead(
+    run, model_folder, monkeypatch, in_flight, shape
+):
+    """Steps with trees are not launched ahead."""
+    configs = []
+    monkeypatch.setattr(launch, "choose_draft_shape", lambda *_: "tree")
+    build = launch.build_engine
+    monkeypatch.setattr(launch, "build_engine", lambda *args, **more: configs.append(args[1]) or build(*args, **more))
+    options = ("--drafter", "ngram", "--max-tokens", 3, "--in-flight", in_flight)
+    assert run("generate", "--model", model_folder, *options, PROMPT)[0] == 0
+    assert [config.draft_shape for config in configs] == [shape]
+
+
 @pytest.mark.parametrize("moment", ["between steps", "while an answer is awaited"])
 def test_a_killed_sidecar_does_not_change_outputs(run, model_folder, tmp_path, socket_address, monkeypatch, moment):
     """If the sidecar is killed during the run, all requests finish as without drafts, with one warning."""

@@ -89,6 +89,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
         (("--lora", "a=absent"), "--lora a: there is no folder absent"),
         (("--lora", "a=absent", "--in-flight", "1"), "--in-flight 1 cannot be combined with --lora"),
+        (("--draft-shape", "tree", "--in-flight", "1"), "--in-flight 1 cannot be combined with --draft-shape tree"),
     ],
 )
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
