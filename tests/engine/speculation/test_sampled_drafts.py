@@ -1,5 +1,7 @@
 """Sampled drafts as the token budget sees them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from engine.scheduling.plan import SequencePlan
@@ -25,3 +27,12 @@ def test_sampled_drafts_are_as_deep_as_the_deepest_before_and_the_room():
     assert np.diff(second.offsets).tolist() == [4, 3, 4, 2]
     np.testing.assert_allclose(second.accept_prob, [*[PRIOR_RATE] * 11, 0.25, 0.25], rtol=1e-6)
     assert np.diff(shown(rates, [1], [True], [16]).offsets).tolist() == [5]
+
+
+def test_rates_are_fractions_of_the_tokens_whose_parent_was_accepted():
+    rates = DepthRates(4)
+    rates.deepest = 4
+    for accepted in (1, 3) * 400:
+        rates.record(SimpleNamespace(max_accepted=3, accepted=accepted))
+    # One of two second tokens is accepted, and a third token only after a second. No fourth one was verified.
+    np.testing.assert_allclose(rates.path(4).accept_prob, [1, 0.5, 1, PRIOR_RATE], atol=0.02)
