@@ -161,7 +161,7 @@ class HostSession:
                 return
             request.verified = common_length(request.draft.tokens, tokens)
             if request.verified == len(request.draft):
-                request.allowed = max(request.allowed, min(2 * len(request.draft), self._limits.max_draft))
+                request.allowed = max(request.allowed, 2 * len(request.draft))
             elif request.verified == len(tokens) != offered:  # The host cut the draft, and did not replace it.
                 request.allowed = max(1, len(tokens))
 

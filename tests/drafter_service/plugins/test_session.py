@@ -103,6 +103,57 @@ def test_the_host_limits_the_length_of_the_next_drafts(session):
     assert lengths[1:] == [2, 4, 2]  # All of two were verified, so four are tried.
 
 
+def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
+    draft = first_draft(session)
+    session.schedule("a", [])
+    assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
+
+
+def test_a_request_whose_text_grows_is_one_sequence():
+    host = SimulatedHost()
+    host.add("a", prompt := [*LOOP, 9, 8, 7], RequestOptions())
+    for text in (prompt, [*prompt, 9]):
+        host.session.draft([("a", text)])
+    assert [*host.drafters["", ""].running] == [0]
+    host.session.close()
+
+
+def test_a_step_that_did_not_end_verified_nothing():
+    host = SimulatedHost()
+    host.add("a", LOOP, RequestOptions())
+    host.draft(["a"])
+    host.session.schedule("a", host.requests["a"].draft)
+    host.session.finish("a", LOOP)
+    [told] = host.drafters["", ""].learned
+    assert (told.offered > 0, told.verified, told.steps) == (True, 0, 0)
+    host.session.close()
+
+
+def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported():
+    host = SimulatedHost()
+    host.add("a", LOOP, RequestOptions())
+    host.session.draft([("a", [*LOOP, 4, 5, 6])])
+    host.session.finish("a", [*LOOP, 4])
+    assert [(told.prompt, told.output) for told in host.drafters["", ""].learned] == [(LOOP, [4, 5, 6])]
+    host.session.close()
+
+
+def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
+    draft = first_draft(session)
+    session.schedule("a", draft[:2], offered=2)
+    assert len(session.draft([("a", [*LOOP, *draft[:3]])])[0]) > 4
+
+
+def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped():
+    session, _ = embedded(max_requests=2)
+    for name in "ab":
+        session.start(name, LOOP)
+    session.draft([("a", LOOP)])
+    session.start("c", LOOP)
+    assert [name in session for name in "abc"] == [True, False, True]
+    session.close()
+
+
 def test_replaced_drafts_are_not_verified():
     host = SimulatedHost()
     host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
