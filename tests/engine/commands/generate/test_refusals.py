@@ -38,7 +38,7 @@ BAD_INPUT = {
     "seed out of range": (("--seed", "99999999999999999999"), ["x"], "seed must fit"),
     "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
-    "an empty stop string": (("--stop", ""), ["x"], "stop must be"),
+    "an empty stop string": (("--stop", ""), ["x"], "stop must not contain an empty string"),
     "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
     "a bias without a number": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
     "a bias of an invalid token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
