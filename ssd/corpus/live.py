@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.corpus.memory import Buffer
 from ssd.corpus.ring import PAD, SEPARATOR
-from ssd.corpus.suffix_array import find_places, merge_some, sort_positions
+from ssd.corpus.suffix_array import merge_unsorted
 from ssd.corpus.tier import Tier
 from ssd.kernels.evidence import BLOCK_BITS
 
@@ -108,25 +108,19 @@ class LiveTier:
         added = np.concatenate([*self._new, np.empty(0, np.uint32)]).astype(np.uint32)
         added = added[self.owners[added >> BLOCK_BITS] != NO_OWNER]
         self._new = []
-        sort_positions(self.address, added.ctypes.data, len(added), self._depth)
-        places = np.empty(len(added), np.int64)
-        find_places(self.address, kept.ctypes.data, len(kept), added.ctypes.data, 0, places, len(added), self._depth)
         everything = 1 << 40
-        size = merge_some(
+        size = merge_unsorted(
+            self.address,
             kept.ctypes.data,
             len(kept),
             added.ctypes.data,
-            places,
             len(added),
-            0,
-            0,
             buffer.address,
             0,
-            0,
             everything,
             everything,
-            everything,
-        )[2]
+            self._depth,
+        )
         self.tier.publish(size)
         return True
 

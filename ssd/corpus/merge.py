@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssd.corpus.ring import Ring
-from ssd.corpus.suffix_array import find_places, merge_some, sort_positions, usable_positions
+from ssd.corpus.suffix_array import find_places, merge_some, merge_unsorted, usable_positions
 from ssd.corpus.tier import SuffixArray, Tier
 
 PLACES_AT_ONCE = 2048
@@ -71,7 +71,18 @@ def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
     """Merge the positions from `first` to the ring's head into a tier at once."""
     added = np.empty(ring.head - first, np.uint32)
     size = usable_positions(ring.address, first % ring.capacity, len(added), ring.capacity, added.ctypes.data)
-    sort_positions(ring.address, added.ctypes.data, size, depth)
-    merge = Merge(tier, SuffixArray(added[:size]), ring, ring.oldest, depth)
-    while not merge.step():
-        pass
+    base, into = tier.newest, tier.next_buffer()
+    oldest, alive = ring.oldest % ring.capacity, ring.head - ring.oldest
+    merged = merge_unsorted(
+        ring.address,
+        base.address,
+        len(base),
+        added.ctypes.data,
+        size,
+        into.address,
+        oldest,
+        alive,
+        ring.capacity,
+        depth,
+    )
+    tier.publish(merged)

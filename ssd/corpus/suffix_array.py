@@ -192,6 +192,19 @@ def merge_some(suffixes, size, added, places, added_size, done, copied, merged, 
     return done, copied, at
 
 
+@kernel(Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=Int)
+def merge_unsorted(text, suffixes, size, added, added_size, merged, oldest, alive, slots, depth):  # type: ignore[no-untyped-def]
+    """Sort `added[:added_size]`, and merge it and `suffixes[:size]` into `merged`; return the number of positions.
+
+    oldest, alive, slots: see `merge_some`. One kernel, because each call by the maintainer takes the GIL from drafting.
+    """
+    sort_positions(text, added, added_size, depth)
+    places = np.empty(added_size, np.int64)
+    find_places(text, suffixes, size, added, 0, places, added_size, depth)
+    most = size + added_size
+    return merge_some(suffixes, size, added, places, added_size, 0, 0, merged, 0, oldest, alive, slots, most)[2]
+
+
 @kernel(Int, Int, Int, Int, Int, returns=Int)
 def usable_positions(ring, first, size, slots, positions):  # type: ignore[no-untyped-def]
     """Write those of `size` slots from `first` on that follow a token; return their number.
