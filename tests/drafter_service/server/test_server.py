@@ -96,7 +96,7 @@ def test_a_signal_stops_the_service(socket_address, number):
         process.send_signal(number)
         output, errors = process.communicate(timeout=30)
         assert process.returncode == 0
-        assert "stopped:" in output
+        assert "stopped;" in output
         assert "rror" not in errors
         eventually(lambda: client.lost)
 

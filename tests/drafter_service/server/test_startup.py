@@ -65,7 +65,7 @@ async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socke
     assert lines == ["compiling kernels, 40 %", socket_address]
     os.kill(os.getpid(), signal.SIGTERM)
     stopped = await task
-    assert stopped.summary.startswith("stopped: ")
+    assert stopped.summary.startswith("stopped; ")
 
 
 @run
