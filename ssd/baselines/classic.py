@@ -78,7 +78,7 @@ class ClassicDrafter(CorpusDrafter):
         """Draft at most `limit` tokens for the sequence of a row, and record them as its last draft."""
         state, view = self._sequences.state[row], self.corpus.view
         draft = np.empty(limit, np.uint32)
-        size, length, votes, counted = most_frequent_continuation(
+        size, length, count, counted = most_frequent_continuation(
             view.arrays[0],
             view.arrays[2],
             int(state[TEXT]),
@@ -90,7 +90,7 @@ class ClassicDrafter(CorpusDrafter):
         draft = draft[:size]
         self._sequences.record_draft(row, draft)
         accept_prob = np.ones(size, np.float32)
-        accept_prob[:1] = votes / max(1, counted)
+        accept_prob[:1] = count / max(1, counted)
         return Path(draft, accept_prob, match_length=length)
 
 
@@ -161,20 +161,20 @@ def most_frequent_continuation(tiers, ring, context, end, longest, most, draft):
         hashes[index] = _continuation_hash(tiers[tier, TIER_TEXT], positions[index], limit)
     text = tiers[0, TIER_TEXT]
     by_hash = np.argsort(hashes)
-    best, best_votes, best_age = 0, 0, slots
+    best, best_count, best_age = 0, 0, slots
     index = 0
     while index < counted:
-        value, votes, newest, age = hashes[by_hash[index]], 0, 0, slots
+        value, count, newest, age = hashes[by_hash[index]], 0, 0, slots
         while index < counted and hashes[by_hash[index]] == value:
             position = positions[by_hash[index]]
             if (ring[RING_HEAD] - 1 - position) % slots < age:
                 newest, age = position, (ring[RING_HEAD] - 1 - position) % slots
-            votes += 1
+            count += 1
             index += 1
-        if votes > best_votes or (votes == best_votes and age < best_age):
-            best, best_votes, best_age = newest, votes, age
+        if count > best_count or (count == best_count and age < best_age):
+            best, best_count, best_age = newest, count, age
     drafted = 0
     while drafted < limit and peek(text, best + drafted) != SEPARATOR:
         draft[drafted] = peek(text, best + drafted)
         drafted += 1
-    return drafted, length, best_votes, counted
+    return drafted, length, best_count, counted

@@ -25,11 +25,11 @@ class Counted(NamedTuple):
 
     tokens: np.ndarray
     """uint32 [CONSIDERED]."""
-    votes: np.ndarray
+    samples: np.ndarray
     """int64 [CONSIDERED, ROWS]: number of samples that the token follows."""
     masks: np.ndarray
     """int32 [CONSIDERED, ROWS]: mask of these samples."""
-    alive: np.ndarray
+    agreeing: np.ndarray
     """int64 [ROWS]: number of samples that agree with the path to the node."""
     newest: np.ndarray
     """uint32 [ROWS]: the token that follows the newest of these samples; the separator if a request ends there."""
@@ -59,72 +59,72 @@ def new_counted() -> Counted:
 
 
 @inline
-def _kind_of(counted, kinds, token):  # type: ignore[no-untyped-def]
-    """Return the index of a token among the `kinds` counted ones; a new one is appended if there is room."""
-    for kind in range(kinds):
-        if counted.tokens[kind] == token:
-            return kind
-    if kinds < CONSIDERED:
-        counted.tokens[kinds] = token
+def _index_of(counted, count, token):  # type: ignore[no-untyped-def]
+    """Return the index of a token among the `count` counted ones; a new one is appended if there is room."""
+    for index in range(count):
+        if counted.tokens[index] == token:
+            return index
+    if count < CONSIDERED:
+        counted.tokens[count] = token
         for row in range(ROWS):
-            counted.votes[kinds, row] = 0
-            counted.masks[kinds, row] = 0
-    return kinds
+            counted.samples[count, row] = 0
+            counted.masks[count, row] = 0
+    return count
 
 
 @inline
 def _read_pointers(counted, node, depth, pointers):  # type: ignore[no-untyped-def]
     """Record the tokens that the pointers predict at `depth`; return the number of different ones."""
-    kinds = 0
+    count = 0
     for source in OWN_FIRST:
         counted.predicted[source] = SEPARATOR
         if pointers[source] != 0 and node[MISSES + source] <= DROPPED_MISSES:
             token = peek(pointers[source], depth)
             counted.predicted[source] = token
             if token != SEPARATOR:
-                kinds = max(kinds, _kind_of(counted, kinds, token) + 1)
-    return kinds
+                count = max(count, _index_of(counted, count, token) + 1)
+    return count
 
 
 @inline
-def _read_next_tokens(counted, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
+def _read_next_tokens(counted, row, evidence, search, level, mask, ahead):  # type: ignore[no-untyped-def]
     """Read the token that follows each sample in `mask`, and record the newest sample."""
     newest_age, newest = OLDEST, SEPARATOR
     while mask != 0:
         index = lowest_bit(mask)
         mask &= mask - np.uint32(1)
-        token = peek(evidence.addresses[piece, level, index], ahead)
+        token = peek(evidence.addresses[search, level, index], ahead)
         counted.following[index] = token
-        if evidence.ages[piece, level, index] < newest_age:
-            newest_age, newest = evidence.ages[piece, level, index], token
+        if evidence.ages[search, level, index] < newest_age:
+            newest_age, newest = evidence.ages[search, level, index], token
     counted.newest_ages[row], counted.newest[row] = newest_age, newest
 
 
 @inline
-def _count_level(counted, kinds, row, evidence, piece, level, mask, ahead):  # type: ignore[no-untyped-def]
+def _count_level(counted, count, row, evidence, search, level, mask, ahead):  # type: ignore[no-untyped-def]
     """Count the tokens that follow the samples in `mask`.
 
     Returns the number of different tokens so far, and whether most samples are at the end of their request.
     """
-    sampled = evidence.counts[piece, level]
+    sampled = evidence.counts[search, level]
     if sampled < SAMPLES:
         mask &= (np.uint32(1) << np.uint32(sampled)) - np.uint32(1)
-    alive, ended = count_bits(mask), 0
-    counted.alive[row] = alive
-    _read_next_tokens(counted, row, evidence, piece, level, mask, ahead)
+    agreeing, ended = count_bits(mask), 0
+    counted.agreeing[row] = agreeing
+    _read_next_tokens(counted, row, evidence, search, level, mask, ahead)
     while mask != 0:
         token = counted.following[lowest_bit(mask)]
         alike = mask & equal_words(counted.following.ctypes.data, token)
         mask &= ~alike
-        votes = count_bits(alike)
+        samples = count_bits(alike)
         if token == SEPARATOR:
-            ended = votes
+            ended = samples
             continue
-        kind = _kind_of(counted, kinds, token)
-        if kind < CONSIDERED:
-            kinds = max(kinds, kind + 1)
-            counted.votes[kind, row], counted.masks[kind, row] = votes, np.int32(alike)
-    return kinds, 2 * ended > alive
+        index = _index_of(counted, count, token)
+        if index < CONSIDERED:
+            count = max(count, index + 1)
+            counted.samples[index, row], counted.masks[index, row] = samples, np.int32(alike)
+    return count, 2 * ended > agreeing
 
 
 @outline
@@ -133,28 +133,28 @@ def count_continuations(counted, node, depth, evidence, pointers):  # type: igno
 
     Returns the number of different ones, and whether most requests end there, which makes it 0.
     """
-    kinds = _read_pointers(counted, node, depth, pointers)
+    count = _read_pointers(counted, node, depth, pointers)
     ends = False
     for source in OWN_FIRST:
-        piece = node[EVIDENCE + source]
+        search = node[EVIDENCE + source]
         for level in range(LEVELS):
             row = source * LEVELS + level
-            mask, ahead = np.uint32(node[MASKS + row]), depth - evidence.found_at[piece]
-            kinds, ended = _count_level(counted, kinds, row, evidence, piece, level, mask, ahead)
+            mask, ahead = np.uint32(node[MASKS + row]), depth - evidence.found_at[search]
+            count, ended = _count_level(counted, count, row, evidence, search, level, mask, ahead)
             ends = ends or ended
-    return (0 if ends else kinds), ends
+    return (0 if ends else count), ends
 
 
 @inline
-def _score(counted, kind):  # type: ignore[no-untyped-def]
+def _score(counted, index):  # type: ignore[no-untyped-def]
     """Return a rough score of a token: the sum of its shares, plus 1 if a pointer predicts it."""
     score = (
         1.0
-        if counted.tokens[kind] == counted.predicted[GLOBAL] or counted.tokens[kind] == counted.predicted[LOCAL]
+        if counted.tokens[index] == counted.predicted[GLOBAL] or counted.tokens[index] == counted.predicted[LOCAL]
         else 0.0
     )
     for row in range(ROWS):
-        score += counted.votes[kind, row] / max(1, counted.alive[row])
+        score += counted.samples[index, row] / max(1, counted.agreeing[row])
     return score
 
 
@@ -163,27 +163,27 @@ def _swap(counted, one, other):  # type: ignore[no-untyped-def]
     counted.tokens[one], counted.tokens[other] = counted.tokens[other], counted.tokens[one]
     counted.scores[one], counted.scores[other] = counted.scores[other], counted.scores[one]
     for row in range(ROWS):
-        counted.votes[one, row], counted.votes[other, row] = counted.votes[other, row], counted.votes[one, row]
+        counted.samples[one, row], counted.samples[other, row] = counted.samples[other, row], counted.samples[one, row]
         counted.masks[one, row], counted.masks[other, row] = counted.masks[other, row], counted.masks[one, row]
 
 
 @outline
-def keep_best(counted, kinds, least, most):  # type: ignore[no-untyped-def]
+def keep_best(counted, count, least, most):  # type: ignore[no-untyped-def]
     """Move the `most` tokens with the highest scores of at least `least` to the front; return their number."""
     kept = 0
-    for kind in range(kinds):
-        counted.scores[kind] = _score(counted, kind)
-        if counted.scores[kind] >= least:
-            if kind != kept:
-                _swap(counted, kept, kind)
+    for index in range(count):
+        counted.scores[index] = _score(counted, index)
+        if counted.scores[index] >= least:
+            if index != kept:
+                _swap(counted, kept, index)
             kept += 1
     if kept <= most:
         return kept
     for place in range(most):
         best = place
-        for kind in range(place + 1, kept):
-            if counted.scores[kind] > counted.scores[best]:
-                best = kind
+        for index in range(place + 1, kept):
+            if counted.scores[index] > counted.scores[best]:
+                best = index
         if best != place:
             _swap(counted, place, best)
     return most

@@ -41,31 +41,31 @@ class SearchedText(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The evidence found so far. A piece is one search and has up to LEVELS levels, longest match first."""
+    """The evidence found so far. A search is one search and has up to LEVELS levels, longest match first."""
 
     found_at: np.ndarray
-    """int64 [pieces]: number of draft tokens that were part of the searched context."""
+    """int64 [searches]: number of draft tokens that were part of the searched context."""
     lengths: np.ndarray
-    """int64 [pieces, LEVELS]: tokens matched."""
+    """int64 [searches, LEVELS]: tokens matched."""
     totals: np.ndarray
-    """int64 [pieces, LEVELS]: number of occurrences."""
+    """int64 [searches, LEVELS]: number of occurrences."""
     counts: np.ndarray
-    """int64 [pieces, LEVELS]: number of samples, 0 where there is no such level."""
+    """int64 [searches, LEVELS]: number of samples, 0 where there is no such level."""
     addresses: np.ndarray
-    """int64 [pieces, LEVELS, SAMPLES]: address of the token that follows each sample."""
+    """int64 [searches, LEVELS, SAMPLES]: address of the token that follows each sample."""
     ages: np.ndarray
-    """int64 [pieces, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
+    """int64 [searches, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
 
 
-def new_evidence(pieces: int) -> Evidence:
-    """Allocate the arrays for `pieces` searches."""
+def new_evidence(searches: int) -> Evidence:
+    """Allocate the arrays for `searches` searches."""
     return Evidence(
-        np.zeros(pieces, np.int64),
-        np.zeros((pieces, LEVELS), np.int64),
-        np.zeros((pieces, LEVELS), np.int64),
-        np.zeros((pieces, LEVELS), np.int64),
-        np.empty((pieces, LEVELS, SAMPLES), np.int64),
-        np.empty((pieces, LEVELS, SAMPLES), np.int64),
+        np.zeros(searches, np.int64),
+        np.zeros((searches, LEVELS), np.int64),
+        np.zeros((searches, LEVELS), np.int64),
+        np.zeros((searches, LEVELS), np.int64),
+        np.empty((searches, LEVELS, SAMPLES), np.int64),
+        np.empty((searches, LEVELS, SAMPLES), np.int64),
     )
 
 
@@ -98,17 +98,17 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
 
 
 @inline
-def gather(evidence, piece, source, context, end, depth):  # type: ignore[no-untyped-def]
+def gather(evidence, search, source, context, end, depth):  # type: ignore[no-untyped-def]
     """Search a source for the text before `end` of `context`, and write the levels of evidence."""
     place_spans(source.tiers, source.spans, context, end, depth)
-    gather_placed(evidence, piece, source, context, end)
+    gather_placed(evidence, search, source, context, end)
 
 
 @outline
-def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-untyped-def]
+def gather_placed(evidence, search, source, context, end):  # type: ignore[no-untyped-def]
     """Do the work of `gather` after the spans are placed."""
     for level in range(LEVELS):
-        evidence.counts[piece, level] = 0
+        evidence.counts[search, level] = 0
     level, before = 0, 0
     for _ in range(ROUNDS):
         length = widen(source.tiers, source.spans, context, end)
@@ -119,14 +119,14 @@ def gather_placed(evidence, piece, source, context, end):  # type: ignore[no-unt
             total += source.spans[tier, END] - source.spans[tier, FIRST]
         if total < GROWTH * before:
             continue
-        count = sample(source, total, evidence.addresses[piece, level], evidence.ages[piece, level])
+        count = sample(source, total, evidence.addresses[search, level], evidence.ages[search, level])
         # The sequence's own text is left out.
         total = total * count // min(total, SAMPLES)
         if count == 0 or total < GROWTH * before:
             continue
-        evidence.counts[piece, level] = count
-        evidence.lengths[piece, level] = length
-        evidence.totals[piece, level] = total
+        evidence.counts[search, level] = count
+        evidence.lengths[search, level] = length
+        evidence.totals[search, level] = total
         before = total
         level += 1
         if level == LEVELS:

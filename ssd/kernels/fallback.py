@@ -143,11 +143,11 @@ def uncount_output(slots, epoch, tokens, first):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _is_among(candidates, kinds, token):  # type: ignore[no-untyped-def]
-    """Return whether a token is one of the first `kinds` candidates."""
+def _is_among(candidates, candidate_count, token):  # type: ignore[no-untyped-def]
+    """Return whether a token is one of the first `candidate_count` candidates."""
     is_among = False
-    for kind in range(kinds):
-        is_among = is_among or np.uint32(candidates[kind, 0]) == token
+    for index in range(candidate_count):
+        is_among = is_among or np.uint32(candidates[index, 0]) == token
     return is_among
 
 
@@ -161,7 +161,7 @@ def _total(fallback, first):  # type: ignore[no-untyped-def]
 
 
 @outline
-def learn_missed(model, candidates, kinds, text, end, token, is_counted):  # type: ignore[no-untyped-def]
+def learn_missed(model, candidates, candidate_count, text, end, token, is_counted):  # type: ignore[no-untyped-def]
     """Learn from a token that the target produced after the text before `end`, and that no candidate had predicted.
 
     is_counted: whether other sequences may be offered the token.
@@ -176,7 +176,7 @@ def learn_missed(model, candidates, kinds, text, end, token, is_counted):  # typ
             if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
                 break
             known = fallback.slots[slot, SLOT_TOKEN]
-            if _is_among(candidates, kinds, known):
+            if _is_among(candidates, candidate_count, known):
                 continue
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1
@@ -200,11 +200,11 @@ def _keep(found, count, token, prob):  # type: ignore[no-untyped-def]
 
 
 @outline
-def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # type: ignore[no-untyped-def]
+def find_fallbacks(found, model, candidates, candidate_count, text, end, left, least):  # type: ignore[no-untyped-def]
     """Write a node's fallback candidates into `found`, a `Found`; return their number.
 
-    kinds: number of the node's other candidates. text, end: the text that ends at the node. left: probability that
-    none of the other candidates is right. least: minimum probability.
+    candidate_count: number of the node's other candidates. text, end: the text that ends at the node. left:
+    probability that none of the other candidates is right. least: minimum probability.
     """
     fallback, count = model.fallback, 0
     for context in range(FALLBACK_CONTEXTS - 1, -1, -1):
@@ -216,7 +216,7 @@ def find_fallbacks(found, model, candidates, kinds, text, end, left, least):  # 
             if _is_empty(fallback, slot) or rank == FALLBACK_RANKS:
                 break
             token = fallback.slots[slot, SLOT_TOKEN]
-            if _is_among(candidates, kinds, token):
+            if _is_among(candidates, candidate_count, token):
                 continue
             cell = fallback_cell(context, rank, np.int64(fallback.slots[slot, SLOT_TIMES]), total)
             rank += 1

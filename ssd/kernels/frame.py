@@ -168,14 +168,14 @@ def open_counters(frame):  # type: ignore[no-untyped-def]
 @inline
 def open_evidence(frame):  # type: ignore[no-untyped-def]
     """Return the arrays for the evidence of a draft."""
-    pieces = SOURCES * frame[TABLES + 6]
+    searches = SOURCES * frame[TABLES + 6]
     return Evidence(
-        longs(frame[EVIDENCE_AT], (pieces,)),
-        longs(frame[EVIDENCE_AT + 1], (pieces, LEVELS)),
-        longs(frame[EVIDENCE_AT + 2], (pieces, LEVELS)),
-        longs(frame[EVIDENCE_AT + 3], (pieces, LEVELS)),
-        longs(frame[EVIDENCE_AT + 4], (pieces, LEVELS, SAMPLES)),
-        longs(frame[EVIDENCE_AT + 5], (pieces, LEVELS, SAMPLES)),
+        longs(frame[EVIDENCE_AT], (searches,)),
+        longs(frame[EVIDENCE_AT + 1], (searches, LEVELS)),
+        longs(frame[EVIDENCE_AT + 2], (searches, LEVELS)),
+        longs(frame[EVIDENCE_AT + 3], (searches, LEVELS)),
+        longs(frame[EVIDENCE_AT + 4], (searches, LEVELS, SAMPLES)),
+        longs(frame[EVIDENCE_AT + 5], (searches, LEVELS, SAMPLES)),
     )
 
 

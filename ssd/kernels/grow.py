@@ -38,7 +38,7 @@ from ssd.sequences.tables import (
     TOKEN,
 )
 
-FALLBACK_KIND = -1
+FALLBACK_INDEX = -1
 """Index of candidates that are not among those of the evidence."""
 MIN_SCORE = np.float32(0.25)
 """Minimum score of a considered token, as a fraction of the threshold."""
@@ -71,8 +71,8 @@ class Frontier(NamedTuple):
     """Candidates that may be added to the draft, in descending order of path probability."""
 
     parents: np.ndarray
-    kinds: np.ndarray
-    """int64: index among the candidates of the parent, or FALLBACK_KIND."""
+    indices: np.ndarray
+    """int64: index among the candidates of the parent, or FALLBACK_INDEX."""
     tokens: np.ndarray
     """uint32."""
     probs: np.ndarray
@@ -81,8 +81,8 @@ class Frontier(NamedTuple):
 
 def new_frontier(nodes: int) -> Frontier:
     """Allocate the arrays for `nodes` candidates."""
-    parents, kinds = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    return Frontier(parents, kinds, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
+    parents, indices = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
+    return Frontier(parents, indices, np.zeros(nodes, np.uint32), np.zeros((nodes, 2), np.float32))
 
 
 @inline
@@ -130,15 +130,15 @@ def _set_no_evidence(node):  # type: ignore[no-untyped-def]
 def _add_node(growing, child, frontier, written, text, size, pointers):  # type: ignore[no-untyped-def]
     """Add the first candidate of the frontier as node `child`, and write its path after the text."""
     nodes, node, probs = growing.nodes, growing.nodes[child], frontier.probs[0]
-    parent, kind, token = frontier.parents[0], frontier.kinds[0], frontier.tokens[0]
+    parent, index, token = frontier.parents[0], frontier.indices[0], frontier.tokens[0]
     depth = nodes[parent, DEPTH]
     node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
     # Before the pointers are read: one near the text's end predicts tokens of the path.
     _write_path(nodes, child, written, text, size)
-    if kind == FALLBACK_KIND:
+    if index == FALLBACK_INDEX:
         _set_no_evidence(node)
     else:
-        _set_evidence(node, growing.candidates[parent, kind], depth, pointers)
+        _set_evidence(node, growing.candidates[parent, index], depth, pointers)
     growing.probs[child, PROB], growing.probs[child, PATH_PROB] = probs[PROB], probs[PATH_PROB]
     for source in range(SOURCES):
         node[EVIDENCE + source] = nodes[parent, EVIDENCE + source]
@@ -162,37 +162,37 @@ def _is_unmatched(node, source):  # type: ignore[no-untyped-def]
 
 
 @outline
-def search_again(node, piece, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
-    """Search the sources without agreeing samples for the context and the path; return the next free piece."""
+def search_again(node, search, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
+    """Search the sources without agreeing samples for the context and the path; return the next search's number."""
     for source in range(SOURCES):
         if not _is_unmatched(node, source):
             continue
         end = size + node[DEPTH]
         if source == LOCAL:
-            gather(evidence, piece, own, text, end, depth)
+            gather(evidence, search, own, text, end, depth)
         else:
-            gather(evidence, piece, shared, text, end, depth)
-        evidence.found_at[piece] = node[DEPTH]
-        node[EVIDENCE + source] = piece
+            gather(evidence, search, shared, text, end, depth)
+        evidence.found_at[search] = node[DEPTH]
+        node[EVIDENCE + source] = search
         for level in range(LEVELS):
             node[MASKS + source * LEVELS + level] = -1
-        piece += 1
-    return piece
+        search += 1
+    return search
 
 
 @inline
 def _move(frontier, place, to):  # type: ignore[no-untyped-def]
     """Copy a candidate to another place of the frontier."""
-    frontier.parents[to], frontier.kinds[to], frontier.tokens[to] = (
+    frontier.parents[to], frontier.indices[to], frontier.tokens[to] = (
         frontier.parents[place],
-        frontier.kinds[place],
+        frontier.indices[place],
         frontier.tokens[place],
     )
     frontier.probs[to] = frontier.probs[place]
 
 
 @inline
-def _queue(frontier, queued, room, parent, kind, token, prob, path_prob):  # type: ignore[no-untyped-def]
+def _queue(frontier, queued, room, parent, index, token, prob, path_prob):  # type: ignore[no-untyped-def]
     """Insert a candidate into the frontier, and keep the first `room` there; return their number.
 
     queued: the number before.
@@ -204,28 +204,28 @@ def _queue(frontier, queued, room, parent, kind, token, prob, path_prob):  # typ
         place -= 1
     if place >= room:
         return queued
-    frontier.parents[place], frontier.kinds[place], frontier.tokens[place] = parent, kind, token
+    frontier.parents[place], frontier.indices[place], frontier.tokens[place] = parent, index, token
     frontier.probs[place, PROB], frontier.probs[place, PATH_PROB] = prob, path_prob
     return min(queued + 1, room)
 
 
 @inline
-def _queue_children(frontier, queued, room, node, path_prob, candidates, estimates, kinds, total, threshold):  # type: ignore[no-untyped-def]
+def _queue_children(frontier, queued, room, node, path_prob, candidates, estimates, candidate_count, total, threshold):  # type: ignore[no-untyped-def]
     """Insert the candidates of a node that reach the threshold into the frontier; return its size.
 
     path_prob: that of the node. total: the sum of the candidates' probabilities.
     """
-    for kind in range(kinds):
-        prob = estimates[kind, FINAL] / max(np.float32(1.0), total)
+    for index in range(candidate_count):
+        prob = estimates[index, FINAL] / max(np.float32(1.0), total)
         if path_prob * prob >= threshold:
-            token = np.uint32(candidates[kind, 0])
-            queued = _queue(frontier, queued, room, node, kind, token, prob, path_prob * prob)
+            token = np.uint32(candidates[index, 0])
+            queued = _queue(frontier, queued, room, node, index, token, prob, path_prob * prob)
     return queued
 
 
 @outline
 def _queue_fallbacks(  # type: ignore[no-untyped-def]
-    found, frontier, queued, room, node, path_prob, candidates, kinds, total, threshold, model, text, end
+    found, frontier, queued, room, node, path_prob, candidates, candidate_count, total, threshold, model, text, end
 ):
     """Insert a node's fallback candidates into the frontier; return its size.
 
@@ -236,11 +236,11 @@ def _queue_fallbacks(  # type: ignore[no-untyped-def]
     # This rules out most nodes of a path.
     if left * path_prob < least:
         return queued
-    for place in range(find_fallbacks(found, model, candidates, kinds, text, end, left, least / path_prob)):
+    for place in range(find_fallbacks(found, model, candidates, candidate_count, text, end, left, least / path_prob)):
         prob = found.probs[place]
         # They were reduced if their sum exceeded what is left.
         if path_prob * prob >= threshold:
-            queued = _queue(frontier, queued, room, node, FALLBACK_KIND, found.tokens[place], prob, path_prob * prob)
+            queued = _queue(frontier, queued, room, node, FALLBACK_INDEX, found.tokens[place], prob, path_prob * prob)
     return queued
 
 
@@ -253,7 +253,7 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
     """
     counted, levels, frontier, found = scratch
     most = KEPT if limits.is_tree else KEPT_FOR_PATH
-    queued, piece, node, count = 0, SOURCES, 0, 1
+    queued, search, node, count = 0, SOURCES, 0, 1
     while True:
         at = np.int64(growing.nodes[node, DEPTH])
         candidates, estimates = growing.candidates[node], growing.estimates[node]
@@ -261,26 +261,26 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         is_explored = path_prob >= EXPLORED * limits.threshold
         if is_explored:
             fetch_slots(model.fallback, text, size + at)
-        kinds, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
+        candidate_count, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
         before = peek(text, size + at - 1)
-        fetch_cells(counted, kinds, before, model.logits)
-        kinds = keep_best(counted, kinds, MIN_SCORE * limits.threshold / path_prob, most)
-        growing.nodes[node, CANDIDATES] = kinds
+        fetch_cells(counted, candidate_count, before, model.logits)
+        candidate_count = keep_best(counted, candidate_count, MIN_SCORE * limits.threshold / path_prob, most)
+        growing.nodes[node, CANDIDATES] = candidate_count
         total = estimate(
             growing.nodes[node], candidates, estimates, at, before,
-            evidence, counted, levels, kinds, model.logits, model.weights,
+            evidence, counted, levels, candidate_count, model.logits, model.weights,
         )  # fmt: skip
         if not limits.is_tree:
             queued = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
         if at < limits.depth:
             queued = _queue_children(
-                frontier, queued, room, node, path_prob, candidates, estimates, kinds, total, limits.threshold
+                frontier, queued, room, node, path_prob, candidates, estimates, candidate_count, total, limits.threshold
             )
             if is_explored and not is_end:
                 queued = _queue_fallbacks(
                     found, frontier, queued, room, node, path_prob,
-                    candidates, kinds, total, limits.threshold, model, text, size + at,
+                    candidates, candidate_count, total, limits.threshold, model, text, size + at,
                 )  # fmt: skip
         if queued == 0:
             return count
@@ -295,4 +295,4 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         for place in range(queued):
             _move(frontier, place + 1, place)
         if growing.probs[node, PATH_PROB] >= EXPLORED * limits.threshold:
-            piece = search_again(growing.nodes[node], piece, evidence, own, shared, text, size, depth)
+            search = search_again(growing.nodes[node], search, evidence, own, shared, text, size, depth)

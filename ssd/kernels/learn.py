@@ -64,9 +64,9 @@ def _child_of(nodes, count, node, token):  # type: ignore[no-untyped-def]
 @inline
 def fetch_updated_cells(growing, node, cells, logits):  # type: ignore[no-untyped-def]
     """Prefetch the cells of tokens and pairs that are updated at a node: 8 bytes each, and 4 for their logits."""
-    for kind in range(growing.nodes[node, CANDIDATES]):
+    for at in range(growing.nodes[node, CANDIDATES]):
         for index in range(TOKEN_INPUT, TABLE_INPUTS):
-            cell = np.int64(growing.candidates[node, kind, CELLS + index])
+            cell = np.int64(growing.candidates[node, at, CELLS + index])
             prefetch(cells.ctypes.data + 8 * cell)
             prefetch(logits.ctypes.data + 4 * cell)
 
@@ -76,10 +76,10 @@ def learn_node(node, candidates, estimates, token, model):  # type: ignore[no-un
     """Learn from the candidates of a node; return whether one of them was `token`."""
     was_right = False
     weights = model.weights[node[WEIGHT_SET]]
-    for kind in range(node[CANDIDATES]):
-        is_right = np.uint32(candidates[kind, 0]) == token
+    for at in range(node[CANDIDATES]):
+        is_right = np.uint32(candidates[at, 0]) == token
         outcome = np.float32(1.0) if is_right else np.float32(0.0)
-        learn_candidate(candidates[kind], estimates[kind], outcome, model.cells, model.logits, weights)
+        learn_candidate(candidates[at], estimates[at], outcome, model.cells, model.logits, weights)
         was_right = was_right or is_right
     return was_right
 
@@ -101,8 +101,8 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
         token, candidates = tokens[index], growing.candidates[node]
         fetch_updated_cells(growing, node, model.cells, model.logits)
         if not learn_node(growing.nodes[node], candidates, growing.estimates[node], token, model):
-            kinds = growing.nodes[node, CANDIDATES]
-            learn_missed(model, candidates, kinds, text, size + index, token, sequence[IS_SHARED] != 0)
+            candidate_count = growing.nodes[node, CANDIDATES]
+            learn_missed(model, candidates, candidate_count, text, size + index, token, sequence[IS_SHARED] != 0)
         node = _child_of(growing.nodes, count, node, token)
         if node == NO_NODE:
             return

@@ -99,11 +99,11 @@ def bucket(table, number):  # type: ignore[no-untyped-def]
 
 
 def _share_buckets() -> np.ndarray:
-    """Return the bucket of `votes` (row) among `alive` samples (column): 0 for none, 12 for all, others between."""
-    votes, alive = np.ogrid[: SAMPLES + 1, : SAMPLES + 1]
-    share = votes * (np.float32(1.0) / np.maximum(alive, 1).astype(np.float32)).astype(np.float64)
+    """Return the bucket of `samples` (row) among `agreeing` ones (column): 0 for none, 12 for all, others between."""
+    samples, agreeing = np.ogrid[: SAMPLES + 1, : SAMPLES + 1]
+    share = samples * (np.float32(1.0) / np.maximum(agreeing, 1).astype(np.float32)).astype(np.float64)
     middle = 1 + np.minimum(SHARE_BUCKETS - 3, (share * (SHARE_BUCKETS - 2)).astype(np.int32))
-    return np.where(votes == 0, 0, np.where(share >= 1.0, SHARE_BUCKETS - 1, middle)).astype(np.int8)
+    return np.where(samples == 0, 0, np.where(share >= 1.0, SHARE_BUCKETS - 1, middle)).astype(np.int8)
 
 
 SHARE_BUCKET = _share_buckets()
@@ -163,9 +163,9 @@ def match_cells(row, length, count):  # type: ignore[no-untyped-def]
 
 
 @inline
-def match_cell(cells, votes, alive, is_newest):  # type: ignore[no-untyped-def]
-    """Return the cell for `votes` of `alive` samples, given the first of its cells."""
-    return cells + SHARE_BUCKET[votes, alive] * 2 + is_newest
+def match_cell(cells, samples, agreeing, is_newest):  # type: ignore[no-untyped-def]
+    """Return the cell for `samples` of `agreeing` samples, given the first of its cells."""
+    return cells + SHARE_BUCKET[samples, agreeing] * 2 + is_newest
 
 
 @inline

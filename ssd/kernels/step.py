@@ -107,11 +107,11 @@ def point_to_own(tiers, sequence):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _newest_sample(evidence, piece):  # type: ignore[no-untyped-def]
-    """Return the newest sample of a piece's longest match."""
+def _newest_sample(evidence, search):  # type: ignore[no-untyped-def]
+    """Return the newest sample of a search's longest match."""
     best = 0
-    for index in range(1, evidence.counts[piece, 0]):
-        if evidence.ages[piece, 0, index] < evidence.ages[piece, 0, best]:
+    for index in range(1, evidence.counts[search, 0]):
+        if evidence.ages[search, 0, index] < evidence.ages[search, 0, best]:
             best = index
     return best
 
@@ -138,7 +138,7 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
 
 @inline
 def add_root(growing):  # type: ignore[no-untyped-def]
-    """Make node 0 the root of a new draft, with the first pieces of evidence."""
+    """Make node 0 the root of a new draft, with the first searches."""
     root = growing.nodes[0]
     root[TOKEN], root[PARENT], root[DEPTH] = 0, -1, 0
     for source in range(SOURCES):

@@ -33,8 +33,8 @@ their number, or NOT_ESTIMATED for a last node, after which nothing may be draft
 FALLBACK = 2
 """SOURCE of fallback candidates, as in `ssd.types.Source`."""
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
-"""RUNS and MISSES of both sources' pointers; the piece of evidence of each source; for each level of that evidence a
-mask of the samples that agree with the path."""
+"""RUNS and MISSES of both sources' pointers; the search that found each source's evidence; for each level of that
+evidence a mask of the samples that agree with the path."""
 NODE_COLUMNS = MASKS + ROWS
 NOT_ESTIMATED = -1
 
