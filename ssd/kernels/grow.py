@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
-from ssd.kernels.candidates import count_continuations, keep_best
-from ssd.kernels.estimate import estimate, fetch_cells
-from ssd.kernels.evidence import gather
-from ssd.kernels.fallback import fetch_slots, find_fallbacks
+from ssd.kernels.candidates import Counted, count_continuations, keep_best
+from ssd.kernels.estimate import Levels, estimate, fetch_cells
+from ssd.kernels.evidence import SearchedText, gather
+from ssd.kernels.fallback import Found, fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
@@ -56,17 +56,6 @@ class Growing(NamedTuple):
     estimates: np.ndarray
 
 
-class Limits(NamedTuple):
-    """Limits of a draft."""
-
-    threshold: np.float32
-    """Minimum path probability of a node that is worth verifying."""
-    tokens: np.int64
-    depth: int
-    is_tree: bool
-    """Whether a node may have several children."""
-
-
 class Frontier(NamedTuple):
     """Candidates that may be added to the draft, in descending order of path probability."""
 
@@ -77,6 +66,55 @@ class Frontier(NamedTuple):
     """uint32."""
     probs: np.ndarray
     """float32 [room, 2]: columns PROB and PATH_PROB."""
+
+
+class Context(NamedTuple):
+    """The text that a draft continues, and the texts that are searched for matches of it."""
+
+    text: int
+    """Address of the sequence's own text; a path is written after it."""
+    size: int
+    """Number of its tokens."""
+    depth: int
+    """Maximum match length in tokens."""
+    own: SearchedText
+    shared: SearchedText
+    pointers: np.ndarray
+    """int64 [SOURCES]: addresses of the pointers' next tokens, 0 for none."""
+
+
+class Scratch(NamedTuple):
+    """Arrays for one node at a time, and the frontier."""
+
+    counted: Counted
+    levels: Levels
+    frontier: Frontier
+    found: Found
+
+
+class Parent(NamedTuple):
+    """A node of the draft whose candidates are estimated."""
+
+    node: int
+    depth: np.int64
+    path_prob: np.float32
+    candidates: np.ndarray
+    estimates: np.ndarray
+    count: np.int64
+    """Number of its candidates, those of `ssd.kernels.fallback` apart."""
+    total: np.float32
+    """Sum of their probabilities."""
+
+
+class Limits(NamedTuple):
+    """Limits of a draft."""
+
+    threshold: np.float32
+    """Minimum path probability of a node that is worth verifying."""
+    tokens: np.int64
+    depth: int
+    is_tree: bool
+    """Whether a node may have several children."""
 
 
 def new_frontier(nodes: int) -> Frontier:
@@ -127,14 +165,17 @@ def _set_no_evidence(node):  # type: ignore[no-untyped-def]
 
 
 @outline
-def _add_node(growing, child, frontier, written, text, size, pointers):  # type: ignore[no-untyped-def]
-    """Add the first candidate of the frontier as node `child`, and write its path after the text."""
-    nodes, node, probs = growing.nodes, growing.nodes[child], frontier.probs[0]
+def _add_node(growing, child, frontier, written, context):  # type: ignore[no-untyped-def]
+    """Add the first candidate of the frontier as node `child`, and write its path after the text.
+
+    written: the node whose path was written last.
+    """
+    nodes, node, probs, pointers = growing.nodes, growing.nodes[child], frontier.probs[0], context.pointers
     parent, index, token = frontier.parents[0], frontier.indices[0], frontier.tokens[0]
     depth = nodes[parent, DEPTH]
     node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
     # Before the pointers are read: one near the text's end predicts tokens of the path.
-    _write_path(nodes, child, written, text, size)
+    _write_path(nodes, child, written, context.text, context.size)
     if index == FALLBACK_INDEX:
         _set_no_evidence(node)
     else:
@@ -162,16 +203,16 @@ def _is_unmatched(node, source):  # type: ignore[no-untyped-def]
 
 
 @outline
-def search_again(node, search, evidence, own, shared, text, size, depth):  # type: ignore[no-untyped-def]
+def _search_again(node, search, evidence, context):  # type: ignore[no-untyped-def]
     """Search the sources without agreeing samples for the context and the path; return the next search's number."""
     for source in range(SOURCES):
         if not _is_unmatched(node, source):
             continue
-        end = size + node[DEPTH]
+        end = context.size + node[DEPTH]
         if source == LOCAL:
-            gather(evidence, search, own, text, end, depth)
+            gather(evidence, search, context.own, context.text, end, context.depth)
         else:
-            gather(evidence, search, shared, text, end, depth)
+            gather(evidence, search, context.shared, context.text, end, context.depth)
         evidence.found_at[search] = node[DEPTH]
         node[EVIDENCE + source] = search
         for level in range(LEVELS):
@@ -210,81 +251,83 @@ def _queue(frontier, queued, room, parent, index, token, prob, path_prob):  # ty
 
 
 @inline
-def _queue_children(frontier, queued, room, node, path_prob, candidates, estimates, candidate_count, total, threshold):  # type: ignore[no-untyped-def]
-    """Insert the candidates of a node that reach the threshold into the frontier; return its size.
-
-    path_prob: that of the node. total: the sum of the candidates' probabilities.
-    """
-    for index in range(candidate_count):
-        prob = estimates[index, FINAL] / max(np.float32(1.0), total)
-        if path_prob * prob >= threshold:
-            token = np.uint32(candidates[index, 0])
-            queued = _queue(frontier, queued, room, node, index, token, prob, path_prob * prob)
+def _queue_children(frontier, queued, room, parent, threshold):  # type: ignore[no-untyped-def]
+    """Insert the candidates of a node that reach the threshold into the frontier; return its size."""
+    for index in range(parent.count):
+        prob = parent.estimates[index, FINAL] / max(np.float32(1.0), parent.total)
+        path_prob = parent.path_prob * prob
+        if path_prob >= threshold:
+            token = np.uint32(parent.candidates[index, 0])
+            queued = _queue(frontier, queued, room, parent.node, index, token, prob, path_prob)
     return queued
 
 
 @outline
-def _queue_fallbacks(  # type: ignore[no-untyped-def]
-    found, frontier, queued, room, node, path_prob, candidates, candidate_count, total, threshold, model, text, end
-):
-    """Insert a node's fallback candidates into the frontier; return its size.
-
-    The parameters are those of `_queue_children` and `find_fallbacks`.
-    """
-    left = np.float32(1.0) - total
+def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, context):  # type: ignore[no-untyped-def]
+    """Insert a node's fallback candidates into the frontier; return its size. found: a `Found`, scratch."""
+    left = np.float32(1.0) - parent.total
     least = threshold if queued < room else frontier.probs[room - 1, PATH_PROB]
     # This rules out most nodes of a path.
-    if left * path_prob < least:
+    if left * parent.path_prob < least:
         return queued
-    for place in range(find_fallbacks(found, model, candidates, candidate_count, text, end, left, least / path_prob)):
+    end = context.size + parent.depth
+    count = find_fallbacks(
+        found, model, parent.candidates, parent.count, context.text, end, left, least / parent.path_prob
+    )
+    for place in range(count):
         prob = found.probs[place]
+        path_prob = parent.path_prob * prob
         # They were reduced if their sum exceeded what is left.
-        if path_prob * prob >= threshold:
-            queued = _queue(frontier, queued, room, node, FALLBACK_INDEX, found.tokens[place], prob, path_prob * prob)
+        if path_prob >= threshold:
+            queued = _queue(frontier, queued, room, parent.node, FALLBACK_INDEX, found.tokens[place], prob, path_prob)
     return queued
 
 
 @outline
-def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, limits, model):  # type: ignore[no-untyped-def]
-    """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included.
+def _estimate_candidates(growing, node, evidence, scratch, context, limits, model):  # type: ignore[no-untyped-def]
+    """Find the candidates of a node and estimate their probabilities.
 
-    scratch: a `Counted`, a `Levels`, a `Frontier` and a `Found`. text, size: the sequence's own text; a path is written
-    after it. depth: maximum match length in tokens.
+    Returns a `Parent`, and whether most requests end at the node.
     """
-    counted, levels, frontier, found = scratch
+    counted = scratch.counted
+    depth, path_prob = np.int64(growing.nodes[node, DEPTH]), growing.probs[node, PATH_PROB]
+    candidates, estimates = growing.candidates[node], growing.estimates[node]
+    count, is_end = count_continuations(counted, growing.nodes[node], depth, evidence, context.pointers)
+    before = peek(context.text, context.size + depth - 1)
+    fetch_cells(counted, count, before, model.logits)
     most = KEPT if limits.is_tree else KEPT_FOR_PATH
+    count = keep_best(counted, count, MIN_SCORE * limits.threshold / path_prob, most)
+    growing.nodes[node, CANDIDATES] = count
+    total = estimate(
+        growing.nodes[node], candidates, estimates, depth, before,
+        evidence, counted, scratch.levels, count, model.logits, model.weights,
+    )  # fmt: skip
+    return Parent(node, depth, path_prob, candidates, estimates, count, total), is_end
+
+
+@outline
+def grow(growing, evidence, scratch, context, limits, model):  # type: ignore[no-untyped-def]
+    """Grow a draft from a root whose evidence is gathered; return the number of nodes, the root included."""
+    frontier = scratch.frontier
     queued, search, node, count = 0, SOURCES, 0, 1
     while True:
-        at = np.int64(growing.nodes[node, DEPTH])
-        candidates, estimates = growing.candidates[node], growing.estimates[node]
-        path_prob = growing.probs[node, PATH_PROB]
-        is_explored = path_prob >= EXPLORED * limits.threshold
+        depth = np.int64(growing.nodes[node, DEPTH])
+        is_explored = growing.probs[node, PATH_PROB] >= EXPLORED * limits.threshold
         if is_explored:
-            fetch_slots(model.fallback, text, size + at)
-        candidate_count, is_end = count_continuations(counted, growing.nodes[node], at, evidence, pointers)
-        before = peek(text, size + at - 1)
-        fetch_cells(counted, candidate_count, before, model.logits)
-        candidate_count = keep_best(counted, candidate_count, MIN_SCORE * limits.threshold / path_prob, most)
-        growing.nodes[node, CANDIDATES] = candidate_count
-        total = estimate(
-            growing.nodes[node], candidates, estimates, at, before,
-            evidence, counted, levels, candidate_count, model.logits, model.weights,
-        )  # fmt: skip
+            fetch_slots(model.fallback, context.text, context.size + depth)
+        parent, is_end = _estimate_candidates(growing, node, evidence, scratch, context, limits, model)
         if not limits.is_tree:
             queued = 0
         room = limits.tokens + 1 - count if limits.is_tree else np.int64(1)
-        if at < limits.depth:
-            queued = _queue_children(
-                frontier, queued, room, node, path_prob, candidates, estimates, candidate_count, total, limits.threshold
-            )
+        if depth < limits.depth:
+            queued = _queue_children(frontier, queued, room, parent, limits.threshold)
             if is_explored and not is_end:
                 queued = _queue_fallbacks(
-                    found, frontier, queued, room, node, path_prob,
-                    candidates, candidate_count, total, limits.threshold, model, text, size + at,
-                )  # fmt: skip
+                    scratch.found, frontier, queued, room, parent, limits.threshold, model, context
+                )
         if queued == 0:
             return count
-        _add_node(growing, count, frontier, node, text, size, pointers)
+        _add_node(growing, count, frontier, node, context)
         node = count
         count += 1
         if count > limits.tokens:
@@ -295,4 +338,4 @@ def grow(growing, evidence, scratch, pointers, own, shared, text, size, depth, l
         for place in range(queued):
             _move(frontier, place + 1, place)
         if growing.probs[node, PATH_PROB] >= EXPLORED * limits.threshold:
-            search = search_again(growing.nodes[node], search, evidence, own, shared, text, size, depth)
+            search = _search_again(growing.nodes[node], search, evidence, context)

@@ -19,7 +19,7 @@ from ssd.kernels.frame import (
     open_own,
     open_tables,
 )
-from ssd.kernels.grow import Growing, Limits, grow
+from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
 from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.kernels.learn import learn, record, update_pace
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
@@ -224,7 +224,7 @@ def step(  # type: ignore[no-untyped-def]
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(state, rows, limits, tiers, depth)
     evidence = open_evidence(frame)
-    scratch = (open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
+    scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
     threshold = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0
@@ -244,20 +244,8 @@ def step(  # type: ignore[no-untyped-def]
         gather_placed(evidence, GLOBAL, shared, text, size)
         add_root(growing)
         set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
-        limits_here = Limits(threshold, limit, max_draft, is_tree)
-        count = grow(
-            growing,
-            evidence,
-            scratch,
-            own.pointers,
-            local,
-            shared,
-            text,
-            size,
-            depth,
-            limits_here,
-            model,
-        )
+        context = Context(text, size, depth, local, shared, own.pointers)
+        count = grow(growing, evidence, scratch, context, Limits(threshold, limit, max_draft, is_tree), model)
         sequence[NODES] = count
         at = write_draft(growing.nodes, growing.probs, count, at, drafted_tokens, parents, drafted_prob, sources)
     drafted_offsets[len(rows)] = at
