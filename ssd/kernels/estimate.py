@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.corpus.ring import SEPARATOR
+from ssd.kernels.candidates import Counted
 from ssd.kernels.jit import bit_length, inline, outline, prefetch
 from ssd.kernels.probabilities import (
     BLEND_INPUT,
@@ -38,6 +39,7 @@ from ssd.kernels.probabilities import (
 from ssd.sequences.tables import (
     CANDIDATE_MASKS,
     CELLS,
+    DEPTH,
     EVIDENCE,
     FOUND_AGE,
     FOUND_IN,
@@ -66,6 +68,21 @@ class Levels(NamedTuple):
     """int64 [ROWS]: first cell for their length and count."""
     per_sample: np.ndarray
     """float32 [ROWS]: 1 / (samples that agree with the path + different)."""
+
+
+class Mixture(NamedTuple):
+    """Candidates of a node, and what their probabilities are computed from."""
+
+    candidates: np.ndarray
+    estimates: np.ndarray
+    """Rows of the node in the tables of `ssd.sequences.tables`."""
+    count: int
+    """Number of candidates."""
+    counted: Counted
+    levels: Levels
+    logits: np.ndarray
+    weights: np.ndarray
+    """Weights of the node's set, float32 [INPUTS]."""
 
 
 def new_levels() -> Levels:
@@ -127,97 +144,101 @@ def fetch_cells(counted, count, before, logits):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_match(row, candidates, estimates, count, counted, levels, logits, weight):  # type: ignore[no-untyped-def]
+def _add_match(mixture, row):  # type: ignore[no-untyped-def]
     """Add the inputs of a row of the evidence, and record where candidates were found."""
+    counted, levels = mixture.counted, mixture.levels
     cells, agreeing, newest, length = levels.cells[row], counted.agreeing[row], counted.newest[row], levels.lengths[row]
-    age = bit_length(max(0, counted.newest_ages[row]))
-    for index in range(count):
-        candidate, samples = candidates[index], counted.samples[index, row]
+    age, weight = bit_length(max(0, counted.newest_ages[row])), mixture.weights[row]
+    for index in range(mixture.count):
+        candidate, samples = mixture.candidates[index], counted.samples[index, row]
         cell = match_cell(cells, samples, agreeing, 1 if newest == counted.tokens[index] else 0)
         candidate[CELLS + row] = cell
-        estimates[index, MIXED] += weight * logits[cell]
+        mixture.estimates[index, MIXED] += weight * mixture.logits[cell]
         if samples > 0 and length > candidate[FOUND_LENGTH]:
             candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = row, length, age
 
 
 @inline
-def _add_pointer(source, candidates, estimates, count, node, counted, logits, weight):  # type: ignore[no-untyped-def]
+def _add_pointer(mixture, source, node):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's pointer."""
-    run, misses, predicted = node[RUNS + source], node[MISSES + source], counted.predicted[source]
-    for index in range(count):
-        cell = pointer_cell(source, run, misses, 1 if predicted == counted.tokens[index] else 0)
-        candidates[index, CELLS + ROWS + source] = cell
-        estimates[index, MIXED] += weight * logits[cell]
+    run, misses, predicted = node[RUNS + source], node[MISSES + source], mixture.counted.predicted[source]
+    weight = mixture.weights[ROWS + source]
+    for index in range(mixture.count):
+        cell = pointer_cell(source, run, misses, 1 if predicted == mixture.counted.tokens[index] else 0)
+        mixture.candidates[index, CELLS + ROWS + source] = cell
+        mixture.estimates[index, MIXED] += weight * mixture.logits[cell]
 
 
 @inline
-def _add_blend(source, estimates, count, counted, levels, weight):  # type: ignore[no-untyped-def]
+def _add_blend(mixture, source):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's blend."""
-    for index in range(count):
+    weight = mixture.weights[BLEND_INPUT + source]
+    for index in range(mixture.count):
         blended = np.float32(0.0)
-        if levels.longest[source] > 0:
-            blended = fast_logit(_blend(index, source, counted, levels))
-        estimates[index, BLENDS + source] = blended
-        estimates[index, MIXED] += weight * blended
+        if mixture.levels.longest[source] > 0:
+            blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels))
+        mixture.estimates[index, BLENDS + source] = blended
+        mixture.estimates[index, MIXED] += weight * blended
 
 
 @inline
-def _add_cell(place, cells, index, candidates, estimates, logits, weight):  # type: ignore[no-untyped-def]
-    """Add the input of one of the cells of a token or a pair of tokens, chosen by the mixture so far."""
-    cell = cells + token_share(fast_sigmoid(estimates[index, MIXED]))
-    candidates[index, CELLS + place] = cell
-    estimates[index, MIXED] += weight * logits[cell]
+def _add_cell(mixture, place, cells, index, weight):  # type: ignore[no-untyped-def]
+    """Add the input `place` of a candidate: one of the cells of a token or a pair, chosen by the mixture so far."""
+    cell = cells + token_share(fast_sigmoid(mixture.estimates[index, MIXED]))
+    mixture.candidates[index, CELLS + place] = cell
+    mixture.estimates[index, MIXED] += weight * mixture.logits[cell]
 
 
 @inline
-def _mix(node, candidates, estimates, count, counted, levels, logits, weights, before):  # type: ignore[no-untyped-def]
+def _mix(mixture, node, before):  # type: ignore[no-untyped-def]
     """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `estimates`.
 
     Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
     """
-    for index in range(count):
-        candidate = candidates[index]
+    counted = mixture.counted
+    for index in range(mixture.count):
+        candidate = mixture.candidates[index]
         candidate[CELLS : CELLS + TOKEN_INPUT] = NO_CELL
         candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
-        estimates[index, MIXED] = 0.0
+        mixture.estimates[index, MIXED] = 0.0
     for row in range(ROWS):
-        if levels.totals[row] > 0:
-            _add_match(row, candidates, estimates, count, counted, levels, logits, weights[row])
+        if mixture.levels.totals[row] > 0:
+            _add_match(mixture, row)
     for source in range(SOURCES):
         if counted.predicted[source] != SEPARATOR:
-            _add_pointer(source, candidates, estimates, count, node, counted, logits, weights[ROWS + source])
+            _add_pointer(mixture, source, node)
     for source in range(SOURCES):
-        _add_blend(source, estimates, count, counted, levels, weights[BLEND_INPUT + source])
-    token_weight, pair_weight = weights[TOKEN_INPUT], weights[PAIR_INPUT]
-    for index in range(count):
-        _add_cell(TOKEN_INPUT, token_cells(counted.tokens[index]), index, candidates, estimates, logits, token_weight)
-    for index in range(count):
-        _add_cell(
-            PAIR_INPUT, pair_cells(before, counted.tokens[index]), index, candidates, estimates, logits, pair_weight
-        )
+        _add_blend(mixture, source)
+    token_weight, pair_weight = mixture.weights[TOKEN_INPUT], mixture.weights[PAIR_INPUT]
+    for index in range(mixture.count):
+        _add_cell(mixture, TOKEN_INPUT, token_cells(counted.tokens[index]), index, token_weight)
+    for index in range(mixture.count):
+        _add_cell(mixture, PAIR_INPUT, pair_cells(before, counted.tokens[index]), index, pair_weight)
 
 
 @inline
-def _correct(candidates, estimates, count, levels, logits, depth):  # type: ignore[no-untyped-def]
+def _correct(mixture, depth):  # type: ignore[no-untyped-def]
     """Compute the candidates' probabilities: the mixtures, corrected by the last table; return their sum."""
-    sources = (1 if levels.longest[LOCAL] > 0 else 0) + (2 if levels.longest[GLOBAL] > 0 else 0)
+    longest, estimates, logits = mixture.levels.longest, mixture.estimates, mixture.logits
+    sources = (1 if longest[LOCAL] > 0 else 0) + (2 if longest[GLOBAL] > 0 else 0)
     total = np.float32(0.0)
-    for index in range(count):
+    for index in range(mixture.count):
         value = estimates[index, MIXED]
         estimates[index, MIXED] = fast_sigmoid(value)
         cell, part = final_cell(depth, sources, value)
-        candidates[index, CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
+        mixture.candidates[index, CELLS + TABLE_INPUTS] = cell if part < 0.5 else cell + 1
         estimates[index, FINAL] = fast_sigmoid((1.0 - part) * logits[cell] + part * logits[cell + 1])
         total += estimates[index, FINAL]
     return total
 
 
 @outline
-def estimate(node, candidates, estimates, depth, before, evidence, counted, levels, count, logits, weights):  # type: ignore[no-untyped-def]
+def estimate(node, candidates, estimates, count, before, evidence, counted, levels, model):  # type: ignore[no-untyped-def]
     """Write the probabilities of the first `count` candidates of a node, and their inputs.
 
     before: the token at the node. Returns the sum of the probabilities.
     """
+    depth = np.int64(node[DEPTH])
     summarize_levels(levels, node, depth, evidence, counted, count)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
     weight_set = local * SET_LENGTHS + shared
@@ -226,5 +247,6 @@ def estimate(node, candidates, estimates, depth, before, evidence, counted, leve
         candidates[index, 0] = np.int32(counted.tokens[index])
         for row in range(ROWS):
             candidates[index, CANDIDATE_MASKS + row] = counted.masks[index, row]
-    _mix(node, candidates, estimates, count, counted, levels, logits, weights[weight_set], before)
-    return _correct(candidates, estimates, count, levels, logits, depth)
+    mixture = Mixture(candidates, estimates, count, counted, levels, model.logits, model.weights[weight_set])
+    _mix(mixture, node, before)
+    return _correct(mixture, depth)

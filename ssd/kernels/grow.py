@@ -299,9 +299,8 @@ def _estimate_candidates(growing, node, evidence, scratch, context, limits, mode
     count = keep_best(counted, count, MIN_SCORE * limits.threshold / path_prob, most)
     growing.nodes[node, CANDIDATES] = count
     total = estimate(
-        growing.nodes[node], candidates, estimates, depth, before,
-        evidence, counted, scratch.levels, count, model.logits, model.weights,
-    )  # fmt: skip
+        growing.nodes[node], candidates, estimates, count, before, evidence, counted, scratch.levels, model
+    )
     return Parent(node, depth, path_prob, candidates, estimates, count, total), is_end
 
 
