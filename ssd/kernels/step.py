@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import types
 
@@ -54,31 +56,58 @@ DONE, NEEDS_ROOM, BAD_ARRAYS, BAD_VERIFIED, BAD_TOKEN = range(5)
 """Results of a step; all but DONE have no effect."""
 
 
+class Batch(NamedTuple):
+    """Sequences and their progress, B sequences and T tokens."""
+
+    rows: np.ndarray
+    """int64 [B]: the sequences' rows in the tables."""
+    tokens: np.ndarray
+    offsets: np.ndarray
+    verified: np.ndarray
+    limits: np.ndarray
+    """`max_draft` of `ssd.types.Progress`; the other arrays have the names of its fields."""
+    steps: np.ndarray
+    """Empty if each sequence took one step."""
+
+
+class Drafted(NamedTuple):
+    """The arrays of a `ssd.types.DraftBatch`, which are written."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    accept_prob: np.ndarray
+    sources: np.ndarray
+    offsets: np.ndarray
+
+
 @inline
-def _arrays_fit(count, tokens, offsets, verified, limits, steps):  # type: ignore[no-untyped-def]
-    """Return whether the arrays of `count` sequences fit together, as `Progress.check_arrays` requires."""
-    if len(offsets) != count + 1 or len(verified) != count or len(limits) != count or len(steps) not in (0, count):
+def _arrays_fit(batch):  # type: ignore[no-untyped-def]
+    """Return whether the arrays fit together, as `Progress.check_arrays` requires."""
+    count, offsets = len(batch.rows), batch.offsets
+    if len(offsets) != count + 1 or len(batch.verified) != count:
+        return False
+    if len(batch.limits) != count or len(batch.steps) not in (0, count):
         return False
     for index in range(count):
         if offsets[index] > offsets[index + 1]:
             return False
-    return offsets[0] == 0 and offsets[count] == len(tokens)
+    return offsets[0] == 0 and offsets[count] == len(batch.tokens)
 
 
 @inline
-def check(state, rows, tokens, offsets, verified, limits, steps, max_draft):  # type: ignore[no-untyped-def]
+def check(state, batch, max_draft):  # type: ignore[no-untyped-def]
     """Return the result of checking a step, and the index of the sequence with a problem."""
-    if not _arrays_fit(len(rows), tokens, offsets, verified, limits, steps):
+    if not _arrays_fit(batch):
         return BAD_ARRAYS, 0
-    for token in tokens:
+    for token in batch.tokens:
         if token == SEPARATOR:
             return BAD_TOKEN, 0
-    for index in range(len(rows)):
-        sequence = state[rows[index]]
-        if verified[index] > max(0, sequence[NODES] - 1):
+    for index in range(len(batch.rows)):
+        sequence = state[batch.rows[index]]
+        if batch.verified[index] > max(0, sequence[NODES] - 1):
             return BAD_VERIFIED, index
-        committed = np.int64(offsets[index + 1]) - np.int64(offsets[index])
-        if sequence[SIZE] + committed + min(np.int64(limits[index]), max_draft) + 2 > sequence[ROOM]:
+        committed = np.int64(batch.offsets[index + 1]) - np.int64(batch.offsets[index])
+        if sequence[SIZE] + committed + min(np.int64(batch.limits[index]), max_draft) + 2 > sequence[ROOM]:
             return NEEDS_ROOM, index
     return DONE, 0
 
@@ -149,54 +178,77 @@ def add_root(growing):  # type: ignore[no-untyped-def]
 
 
 @inline
-def commit_all(tables, model, counters, rows, tokens, offsets, verified, steps, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
+def _growing(tables, row):  # type: ignore[no-untyped-def]
+    """Return the draft of the sequence of a row."""
+    return Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.estimates[row])
+
+
+@inline
+def commit_all(tables, model, counters, batch, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
     """Learn from the committed tokens of each sequence, count them, and append them to its text."""
-    for index in range(len(rows)):
-        row = rows[index]
-        sequence = tables.state[row]
-        first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
-        taken = max(np.int64(1), np.int64(steps[index])) if len(steps) else np.int64(1)
+    for index in range(len(batch.rows)):
+        row = batch.rows[index]
+        sequence, verified = tables.state[row], np.int64(batch.verified[index])
+        first, end = np.int64(batch.offsets[index]), np.int64(batch.offsets[index + 1])
+        taken = max(np.int64(1), np.int64(batch.steps[index])) if len(batch.steps) else np.int64(1)
         if end > first:
-            growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.estimates[row])
+            growing = _growing(tables, row)
             if sequence[NODES] > 0:
-                learn(growing, sequence, tokens[first:end], model, on_path)
-                update_pace(model.pace, cost, np.int64(verified[index]), (end - first) / taken)
-            record(counters, growing, on_path, np.int64(verified[index]), end - first, taken)
+                learn(growing, sequence, batch.tokens[first:end], model, on_path)
+                update_pace(model.pace, cost, verified, (end - first) / taken)
+            record(counters, growing, on_path, verified, end - first, taken)
         for position in range(first, end):
-            advance_pointers(sequence, tokens[position], ring)
-            commit(sequence, tokens[position], depth)
+            advance_pointers(sequence, batch.tokens[position], ring)
+            commit(sequence, batch.tokens[position], depth)
         sequence[NODES] = 0
 
 
 @inline
-def search_shared(state, rows, limits, tiers, depth):  # type: ignore[no-untyped-def]
+def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
     """Search the shared tiers for every sequence's context; return the spans, int64 [B, tiers, SPAN_COLUMNS]."""
-    spans = np.empty((len(rows), len(tiers), SPAN_COLUMNS), np.int64)
-    contexts = np.empty((len(rows), 2), np.int64)
-    for index in range(len(rows)):
-        sequence = state[rows[index]]
-        contexts[index, 0], contexts[index, 1] = sequence[TEXT], sequence[SIZE] if limits[index] > 0 else 0
+    spans = np.empty((len(batch.rows), len(tiers), SPAN_COLUMNS), np.int64)
+    contexts = np.empty((len(batch.rows), 2), np.int64)
+    for index in range(len(batch.rows)):
+        sequence = state[batch.rows[index]]
+        contexts[index, 0], contexts[index, 1] = sequence[TEXT], sequence[SIZE] if batch.limits[index] > 0 else 0
     place_all(tiers, spans, contexts, depth)
     return spans
 
 
 @inline
-def write_draft(nodes, probs, count, at, drafted_tokens, parents, drafted_prob, sources):  # type: ignore[no-untyped-def]
-    """Write a draft of `count` nodes into the arrays of a `DraftBatch` from `at` on; return its end."""
+def draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits, model):  # type: ignore[no-untyped-def]
+    """Draft for a sequence with a context; return the number of nodes, the root included.
+
+    own: an `Own`. shared: a `SearchedText` whose spans are placed.
+    """
+    text, size = sequence[TEXT], sequence[SIZE]
+    point_to_own(own.tiers, sequence)
+    place_spans(own.tiers, own.spans, text, size, depth)
+    local = SearchedText(own.tiers, own.spans, NO_LIVE_TIER, shared.owners, 0, size, 0)
+    gather_placed(evidence, LOCAL, local, text, size)
+    gather_placed(evidence, GLOBAL, shared, text, size)
+    add_root(growing)
+    set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
+    return grow(growing, evidence, scratch, Context(text, size, depth, local, shared, own.pointers), limits, model)
+
+
+@inline
+def write_draft(growing, count, drafted, at):  # type: ignore[no-untyped-def]
+    """Write a draft of `count` nodes into a batch of drafts from `at` on; return its end."""
     for node in range(1, count):
-        drafted_tokens[at] = np.uint32(nodes[node, TOKEN])
-        parents[at] = nodes[node, PARENT] - 1
-        drafted_prob[at] = probs[node, PROB]
-        sources[at] = nodes[node, SOURCE]
+        drafted.tokens[at] = np.uint32(growing.nodes[node, TOKEN])
+        drafted.parents[at] = growing.nodes[node, PARENT] - 1
+        drafted.accept_prob[at] = growing.probs[node, PROB]
+        drafted.sources[at] = growing.nodes[node, SOURCE]
         at += 1
     return at
 
 
-_Batch = (Longs, *[Tokens] * 5)
-_Drafts = (TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, Bytes, TokensOut)
+_BATCH = (Longs, *[Tokens] * 5)
+_DRAFTED = (TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, Bytes, TokensOut)
 
 
-@kernel(Longs, Longs, *_Batch, *_Drafts, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
+@kernel(Longs, Longs, *_BATCH, *_DRAFTED, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
 def step(  # type: ignore[no-untyped-def]
     frame, view, rows, tokens, offsets, verified, limits, steps,
     drafted_tokens, parents, drafted_prob, sources, drafted_offsets, cost, depth, max_draft, is_tree,
@@ -210,43 +262,32 @@ def step(  # type: ignore[no-untyped-def]
     of draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
+    batch = Batch(rows, tokens, offsets, verified, limits, steps)
+    drafted = Drafted(drafted_tokens, parents, drafted_prob, sources, drafted_offsets)
     tables = open_tables(frame)
-    state = tables.state
-    problem, at = check(state, rows, tokens, offsets, verified, limits, steps, max_draft)
+    problem, at = check(tables.state, batch, max_draft)
     if problem != DONE:
         return problem, at
-    model = open_model(frame)
-    own = open_own(frame)
+    model, own = open_model(frame), open_own(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
-    commit_all(
-        tables, model, open_counters(frame), rows, tokens, offsets, verified, steps, ring, cost, depth, own.on_path
-    )
+    commit_all(tables, model, open_counters(frame), batch, ring, cost, depth, own.on_path)
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
-    spans = search_shared(state, rows, limits, tiers, depth)
+    spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)
     scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
     threshold = np.float32(cost * model.pace[0] / model.pace[1])
     newest = (ring.head - 1) % ring.slots
     at = 0
     for index in range(len(rows)):
-        drafted_offsets[index] = at
-        row, limit = rows[index], min(np.int64(limits[index]), max_draft)
-        sequence = state[row]
-        text, size = sequence[TEXT], sequence[SIZE]
-        if limit == 0 or size == 0:
+        drafted.offsets[index] = at
+        sequence, limit = tables.state[rows[index]], min(np.int64(limits[index]), max_draft)
+        if limit == 0 or sequence[SIZE] == 0:
             continue
-        growing = Growing(tables.nodes[row], tables.probs[row], tables.candidates[row], tables.estimates[row])
-        point_to_own(own.tiers, sequence)
-        local = SearchedText(own.tiers, own.spans, NO_LIVE_TIER, owners, 0, size, 0)
+        growing = _growing(tables, rows[index])
         shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
-        place_spans(own.tiers, own.spans, text, size, depth)
-        gather_placed(evidence, LOCAL, local, text, size)
-        gather_placed(evidence, GLOBAL, shared, text, size)
-        add_root(growing)
-        set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
-        context = Context(text, size, depth, local, shared, own.pointers)
-        count = grow(growing, evidence, scratch, context, Limits(threshold, limit, max_draft, is_tree), model)
+        limits_here = Limits(threshold, limit, max_draft, is_tree)
+        count = draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits_here, model)
         sequence[NODES] = count
-        at = write_draft(growing.nodes, growing.probs, count, at, drafted_tokens, parents, drafted_prob, sources)
-    drafted_offsets[len(rows)] = at
+        at = write_draft(growing, count, drafted, at)
+    drafted.offsets[len(rows)] = at
     return DONE, at
