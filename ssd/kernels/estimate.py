@@ -76,7 +76,7 @@ class Mixture(NamedTuple):
     candidates: np.ndarray
     estimates: np.ndarray
     """Rows of the node in the tables of `ssd.sequences.tables`."""
-    count: int
+    candidate_count: int
     """Number of candidates."""
     counted: Counted
     levels: Levels
@@ -149,7 +149,7 @@ def _add_match(mixture, row):  # type: ignore[no-untyped-def]
     counted, levels = mixture.counted, mixture.levels
     cells, agreeing, newest, length = levels.cells[row], counted.agreeing[row], counted.newest[row], levels.lengths[row]
     age, weight = bit_length(max(0, counted.newest_ages[row])), mixture.weights[row]
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         candidate, samples = mixture.candidates[index], counted.samples[index, row]
         cell = match_cell(cells, samples, agreeing, 1 if newest == counted.tokens[index] else 0)
         candidate[CELLS + row] = cell
@@ -163,7 +163,7 @@ def _add_pointer(mixture, source, node):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's pointer."""
     run, misses, predicted = node[RUNS + source], node[MISSES + source], mixture.counted.predicted[source]
     weight = mixture.weights[ROWS + source]
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         cell = pointer_cell(source, run, misses, 1 if predicted == mixture.counted.tokens[index] else 0)
         mixture.candidates[index, CELLS + ROWS + source] = cell
         mixture.estimates[index, MIXED] += weight * mixture.logits[cell]
@@ -173,7 +173,7 @@ def _add_pointer(mixture, source, node):  # type: ignore[no-untyped-def]
 def _add_blend(mixture, source):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's blend."""
     weight = mixture.weights[BLEND_INPUT + source]
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         blended = np.float32(0.0)
         if mixture.levels.longest[source] > 0:
             blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels))
@@ -196,7 +196,7 @@ def _mix(mixture, node, before):  # type: ignore[no-untyped-def]
     Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
     """
     counted = mixture.counted
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         candidate = mixture.candidates[index]
         candidate[CELLS : CELLS + TOKEN_INPUT] = NO_CELL
         candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = -1, 0, 0
@@ -210,9 +210,9 @@ def _mix(mixture, node, before):  # type: ignore[no-untyped-def]
     for source in range(SOURCES):
         _add_blend(mixture, source)
     token_weight, pair_weight = mixture.weights[TOKEN_INPUT], mixture.weights[PAIR_INPUT]
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         _add_cell(mixture, TOKEN_INPUT, token_cells(counted.tokens[index]), index, token_weight)
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         _add_cell(mixture, PAIR_INPUT, pair_cells(before, counted.tokens[index]), index, pair_weight)
 
 
@@ -222,7 +222,7 @@ def _correct(mixture, depth):  # type: ignore[no-untyped-def]
     longest, estimates, logits = mixture.levels.longest, mixture.estimates, mixture.logits
     sources = (1 if longest[LOCAL] > 0 else 0) + (2 if longest[GLOBAL] > 0 else 0)
     total = np.float32(0.0)
-    for index in range(mixture.count):
+    for index in range(mixture.candidate_count):
         value = estimates[index, MIXED]
         estimates[index, MIXED] = fast_sigmoid(value)
         cell, part = final_cell(depth, sources, value)

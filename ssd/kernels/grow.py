@@ -100,7 +100,7 @@ class Parent(NamedTuple):
     path_prob: np.float32
     candidates: np.ndarray
     estimates: np.ndarray
-    count: np.int64
+    candidate_count: np.int64
     """Number of its candidates, those of `ssd.kernels.fallback` apart."""
     total: np.float32
     """Sum of their probabilities."""
@@ -253,7 +253,7 @@ def _queue(frontier, queued, room, parent, index, token, prob, path_prob):  # ty
 @inline
 def _queue_children(frontier, queued, room, parent, threshold):  # type: ignore[no-untyped-def]
     """Insert the candidates of a node that reach the threshold into the frontier; return its size."""
-    for index in range(parent.count):
+    for index in range(parent.candidate_count):
         prob = parent.estimates[index, FINAL] / max(np.float32(1.0), parent.total)
         path_prob = parent.path_prob * prob
         if path_prob >= threshold:
@@ -272,7 +272,7 @@ def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, co
         return queued
     end = context.size + parent.depth
     count = find_fallbacks(
-        found, model, parent.candidates, parent.count, context.text, end, left, least / parent.path_prob
+        found, model, parent.candidates, parent.candidate_count, context.text, end, left, least / parent.path_prob
     )
     for place in range(count):
         prob = found.probs[place]
