@@ -13,7 +13,9 @@ with the target's tokens for requests in either mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -114,8 +116,7 @@ class CombinedDrafter:
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
-        for part in self.parts:
-            part.drafter.start(sequence)
+        self._call_all(lambda drafter, _: drafter.start(sequence))
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
@@ -145,22 +146,28 @@ class CombinedDrafter:
             merged = self._merged.get(each.sequence_id)
             if merged is not None and merged.found is not None and each.plan.produces:
                 self._mix.learn(merged.tree, merged.found, each.tokens)
-        for number, part in enumerate(self.parts):
-            own = [self._own_result(each, number, part.drafter.needs) for each in result.results]
-            part.drafter.observe(replace(result, results=own))
+        results = [
+            replace(result, results=[self._own_result(each, number, part.drafter.needs) for each in result.results])
+            for number, part in enumerate(self.parts)
+        ]
         for each in result.results:
             self._merged.pop(each.sequence_id, None)
+        self._call_all(lambda drafter, number: drafter.observe(results[number]))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
         self._merged.pop(sequence.sequence_id, None)
-        for part in self.parts:
-            part.drafter.finish(sequence, learn)
+        self._call_all(lambda drafter, _: drafter.finish(sequence, learn))
 
     def close(self) -> None:
         """See `Drafter.close`."""
-        for part in self.parts:
-            part.drafter.close()
+        self._call_all(lambda drafter, _: drafter.close())
+
+    def _call_all(self, call: Callable[[Drafter, int], None]) -> None:
+        """Call a function with each drafter and its number, even if it raises for one of them; then raise that."""
+        with ExitStack() as calls:
+            for number, part in reversed([*enumerate(self.parts)]):  # An exit stack calls the last one first.
+                calls.callback(call, part.drafter, number)
 
     def _draft(self, part: Part, plan: StepPlan) -> Drafts:
         """Return the drafts of one drafter, for the requests that allow it."""

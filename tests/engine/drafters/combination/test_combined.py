@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.combination.combined import CombinedDrafter, Part
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
@@ -13,7 +14,10 @@ from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
@@ -126,3 +130,46 @@ def test_a_drafter_without_requests_is_not_asked(model):
     completions = engine.generate(submitted)
     assert not calls
     assert all(each.drafted for each in completions)
+
+
+class Calls(Drafter):
+    """Records the names of its calls; raises in all of them if it is faulty."""
+
+    needs = TargetOutputs()
+
+    def __init__(self, is_faulty):
+        self.names = []
+        self.is_faulty = is_faulty
+
+    def called(self, name):
+        self.names.append(name)
+        if self.is_faulty:
+            raise ValueError(name)
+
+    def start(self, sequence):
+        self.called("start")
+
+    def observe(self, result):
+        self.called("observe")
+
+    def finish(self, sequence, learn):
+        self.called("finish")
+
+    def close(self):
+        self.called("close")
+
+
+def test_a_faulty_drafter_keeps_no_call_from_the_others():
+    parts = [Part(str(index), Calls(is_faulty=index == 1), False) for index in range(3)]
+    combined = CombinedDrafter(parts, has_trees=False)
+    sequence = Sequence(0, Request(np.array([1], np.uint32)), 9)
+    calls = {
+        "start": (sequence,),
+        "observe": (StepResult(StepPlan([]), []),),
+        "finish": (sequence, True),
+        "close": (),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(ValueError, match=name):
+            getattr(combined, name)(*arguments)
+    assert [part.drafter.names for part in combined.parts] == [[*calls]] * 3
