@@ -245,6 +245,16 @@ def test_namespaces_are_few():
     host.session.close()
 
 
+def test_the_namespace_that_was_not_used_for_longest_makes_room():
+    host = SimulatedHost()
+    names = [str(number) for number in range(MAX_NAMESPACES)]
+    for name in [*names, names[0], "next"]:
+        host.add(name, LOOP, RequestOptions(salt=name))
+        host.end(name)
+    assert [salt for _, salt in host.session._namespaces._open] == [*names[2:], names[0], "next"]
+    host.session.close()
+
+
 def test_sessions_of_two_users_differ():
     ids = {
         RequestOptions(user=user, session=session).session_id

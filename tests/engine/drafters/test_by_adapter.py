@@ -154,3 +154,24 @@ def test_the_least_recently_used_drafter_without_sequences_is_replaced():
     assert [("close",) in drafter.calls for drafter in made] == [False, True, False, False]
     joint.close()
     assert all(("close",) in drafter.calls for drafter in made)
+
+
+def test_the_drafter_that_was_not_used_for_longest_is_replaced():
+    made, closed = [], Event()
+
+    class Closing(Labeled):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def make(name):
+        made.append(Closing(name))
+        return made[-1]
+
+    joint = AdapterDrafters(Labeled(0), make, most=2)
+    for sequence_id, name in enumerate("abac"):
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
+        joint.finish(sequence_id, np.array([], np.uint32))
+    assert closed.wait(60)
+    assert [drafter.label for drafter in made if ("close",) in drafter.calls] == ["b"]
+    joint.close()

@@ -3,6 +3,7 @@
 `test_conformance.py` has the tests with the host's own classes.
 """
 
+import gc
 import subprocess
 import sys
 import tomllib
@@ -257,6 +258,13 @@ def test_the_end_of_a_request_that_the_host_has_dropped_is_recorded(session, dra
     assert "a" in session
     drafts.finish("a")
     assert "a" not in session
+
+
+def test_a_request_that_the_host_drops_without_reporting_it_ends_when_another_begins(session, drafts):
+    drafts.nodes([Request()], [[]])
+    gc.collect()
+    drafts.nodes([Request(rid="b")], [[]])
+    assert ("a" in session, "b" in session) == (False, True)
 
 
 def test_a_request_of_the_same_id_is_a_new_one(session, drafts):

@@ -119,6 +119,16 @@ def test_the_padding_of_new_requests_is_not_counted(scheduler):
     assert scheduler._session.counters.verified == 0
 
 
+def test_a_request_that_the_host_schedules_anew_continues(scheduler):
+    """The V2 model runner gets preempted requests as new ones."""
+    scheduler.add_request(Request("a", PROMPT))
+    output = scheduler.step()
+    assert [data.req_id for data in output.scheduled_new_reqs] == ["a"]
+    scheduler._record_scheduled(scheduler._session, output)
+    assert scheduler._session._sequences == 1
+    scheduler.run()
+
+
 def test_requests_in_the_middle_of_their_prompt_or_of_a_step_have_no_draft(scheduler):
     request = Request("a", PROMPT, is_prefill_chunk=True)
     scheduler.add_request(request)

@@ -97,6 +97,14 @@ def test_a_text_ends_where_the_host_ends_it_later(drafts, steps, options, wanted
     assert drafts._texts == drafts._given == {}
 
 
+def test_nothing_is_kept_of_a_request_that_is_aborted_with_a_draft(drafts):
+    drafts.update(output(("a", [])))
+    after_step(drafts, [3])
+    assert drafts._given
+    drafts.update(output(ended={"a": (End.ABORTED, len(LOOP) + 1)}))
+    assert drafts._texts == drafts._given == {}
+
+
 def test_tokens_after_the_end_that_the_scheduler_reports_are_cut(drafts, monkeypatch):
     told = []
     monkeypatch.setattr(drafts.session, "finish", lambda *given: told.append(given))
