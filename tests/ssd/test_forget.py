@@ -72,20 +72,20 @@ def no_memory(_):
     raise MemoryError
 
 
-def test_a_request_is_forgotten_after_a_failure(monkeypatch):
-    corpus = Corpus(100_000, DEPTH)
+@pytest.mark.parametrize("failing", ["forget", "add"])
+def test_a_request_is_forgotten_after_a_failure(failing, monkeypatch):
+    corpus, later = Corpus(100_000, DEPTH), SECRET + np.uint32(100)
     fill(corpus, [SECRET], "mine")
-    corpus.append(SECRET, "theirs")
+    corpus.append(later, "theirs")
     corpus.forget("mine")
     with monkeypatch.context() as patch:
-        patch.setattr(corpus._index, "forget", no_memory)
+        patch.setattr(corpus._index, failing, no_memory)
         with pytest.raises(MemoryError):
             corpus.refresh()
-    corpus.forget("theirs")
     corpus.refresh()
-    assert corpus.times.forgotten == 2
-    assert corpus.waiting == corpus.requests == 0
+    assert (corpus.times.forgotten, corpus.requests, corpus.waiting) == (1, 1, 0)
     assert_forgotten(corpus)
+    assert draft_after(corpus, later[:20])
 
 
 def test_all_pieces_of_a_long_request_are_forgotten():

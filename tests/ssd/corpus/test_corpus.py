@@ -22,6 +22,7 @@ from ssd.types import ROOT
 from tests import naive
 from tests.replay import progress_of
 from tests.ssd.addresses import uint32_at
+from tests.ssd.corpora import some_requests
 from tests.strategies import ALPHABETS, array, examples
 
 CAPACITY = 300
@@ -315,6 +316,21 @@ def test_the_maintainer_can_be_started_again():
     assert refreshed.wait(10)
     corpus.close()
     assert draft_after(corpus, [1, 2]) == [3]
+
+
+def test_the_maintainer_finishes_a_merge_without_further_changes():
+    corpus, done = new_corpus(), threading.Event()
+    for request in some_requests(40, size=20):
+        corpus.append(request)
+        corpus.refresh()
+        if corpus.is_merging:
+            break
+    assert corpus.is_merging
+    corpus.times.on_refresh = lambda _: None if corpus.is_merging else done.set()
+    corpus.maintain(0.001)
+    corpus.append(array([1]))
+    assert done.wait(60)
+    corpus.close()
 
 
 def test_the_maintainer_continues_after_a_failed_merge(monkeypatch, caplog):

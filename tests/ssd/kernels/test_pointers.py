@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -138,3 +139,28 @@ def predictions_of(nodes, source):
         None if missed == ABSENT else (run, missed)
         for run, missed in nodes[:, [RUNS + source, MISSES + source]].tolist()
     ]
+
+
+def test_a_pointer_to_overwritten_text_is_dropped():
+    copied, newer = np.arange(100, 160), np.arange(1000, 9000)
+    with drafter_of([copied], capacity=4096) as drafter:
+        drafter.start(1, array(copied[:20]), learn=False)
+        assert drafter.draft(progress_of({1: []}, 4)).tokens.tolist() == copied[20:24].tolist()
+        assert pointers_of(drafter)[GLOBAL].place == 20
+        while drafter.corpus.view.arrays[2][1] < 70_000:
+            drafter.corpus.append(array(newer))
+            drafter.corpus.refresh()
+        # The slots of the copied text contain another request now.
+        assert drafter.draft(progress_of({1: copied[20:22]}, 4, cost=1e-6)).tokens.tolist() == []
+        assert pointers_of(drafter)[GLOBAL].place is None
+
+
+def test_no_pointer_is_set_to_a_running_request():
+    output = list(range(100, 120))
+    with drafter_of([list(range(50, 80))]) as drafter:
+        drafter.start(1, array(output[:10]), learn=False)
+        drafter.start(2, array([1, 2]))
+        drafter.draft(progress_of({2: output}, 0))
+        drafter.corpus.refresh()
+        assert drafter.draft(progress_of({1: []}, 4)).tokens.tolist() == output[10:14]
+        assert pointers_of(drafter)[GLOBAL] == Pointer()
