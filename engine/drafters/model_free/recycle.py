@@ -1,7 +1,7 @@
 """Token Recycling (Luo et al., 2024): draft from the successors that the target found likely when it last saw a token.
 
 A table has the k most likely successors of each token, from the target's logits after the token's last verified
-occurrence, accepted or not, in any request. The original grows a fixed tree from it. Here the tree is grown best-first
+occurrence, accepted or not, in any request that may be learned. The original grows a fixed tree from it. Here the tree is grown best-first
 by `path_prob`: the share of a successor among the k is its score, and `AcceptanceTable` converts scores to
 probabilities. No weights and no text are stored.
 """
@@ -54,14 +54,17 @@ class RecycleDrafter(Drafter):
         return Drafts(DraftBatch(*drafted, source, offsets_of(lengths)))
 
     def observe(self, result: StepResult) -> None:
-        """Learn which successors were the target's tokens, then the successors of all verified tokens."""
+        """Learn which successors were the target's tokens, then the successors of all verified tokens.
+
+        Of requests that may not be learned, the table keeps nothing: other requests would be drafted from it.
+        """
         producing = [each for each in result.results if len(each.tokens)]
         for is_sampled in (False, True):
             own = [each for each in producing if each.plan.sequence.request.sampling.is_sampled == is_sampled]
             if own:
                 self._calibrate(is_sampled, own)
-        if producing:
-            self._update(producing)
+        if remembered := [each for each in producing if each.plan.sequence.request.learn]:
+            self._update(remembered)
 
     def _calibrate(self, is_sampled: bool, results: SequenceOf[SequenceResult]) -> None:
         """Compare the successors of each token before a committed one with it, whether they were drafted or not."""

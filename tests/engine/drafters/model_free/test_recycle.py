@@ -171,3 +171,11 @@ def test_successors_are_shared_between_requests(model):
 
 def test_small_vocabularies_have_fewer_successors():
     assert RecycleDrafter(3, has_trees=True).needs.top_k == 3
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_only_requests_that_may_be_learned_change_the_table(model, learn):
+    drafter = RecycleDrafter(model.config.vocab_size, has_trees=True)
+    prompt = np.array([5, 6, 7], np.uint32)
+    build_engine(model, CONFIG, drafter).generate([Request(prompt, SamplingParams(max_tokens=5), learn=learn)])
+    assert (drafter._successors != EMPTY).any() == learn
