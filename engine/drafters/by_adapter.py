@@ -43,11 +43,17 @@ class AdapterDrafters:
         return getattr(self._base, "corpus", None)
 
     def start(
-        self, sequence_id: int, prompt: np.ndarray, *, hints: np.ndarray | None = None, adapter: str | None = None
+        self,
+        sequence_id: int,
+        prompt: np.ndarray,
+        *,
+        hints: np.ndarray | None = None,
+        adapter: str | None = None,
+        learn: bool = True,
     ) -> None:
-        """See `ssd.types.Drafter.start`. hints: as in `Request`. adapter: name of the request's adapter."""
+        """See `ssd.types.Drafter.start`. hints, learn: as in `Request`. adapter: name of the request's adapter."""
         owner = self._base if adapter is None else self._drafter_of(adapter)
-        owner.start(sequence_id, prompt, **({} if hints is None else {"hints": hints}))
+        owner.start(sequence_id, prompt, hints=hints, learn=learn)
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:

@@ -18,7 +18,7 @@ class Labeled:
         self.label = label
         self.calls = []
 
-    def start(self, sequence_id, prompt, *, hints=None):
+    def start(self, sequence_id, prompt, *, hints=None, learn=True):
         self.calls.append(("start", sequence_id, hints))
 
     def draft(self, progress):

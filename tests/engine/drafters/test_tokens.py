@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.drafters.by_adapter import AdapterDrafters
 from engine.drafters.tokens import TokenDrafter, adapt, innermost
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request, SamplingParams
@@ -220,3 +221,23 @@ def test_what_was_verified_of_a_path_follows_from_the_committed_tokens(committed
     run_step(drafter, plan, committed)
     drafter.propose(plan_of(sequence))
     assert drafter.inner.calls[-1][:4] == ("draft", [0], committed, [verified])
+
+
+@pytest.mark.parametrize("wrap", [lambda drafter: drafter, lambda drafter: AdapterDrafters(drafter, None)])
+@pytest.mark.parametrize("learn", [False, True])
+def test_running_requests_that_may_not_be_learned_are_not_drafted_for_others(wrap, learn):
+    drafter = TokenDrafter(wrap(SuffixDrafter()))
+    running, other = (
+        Sequence(number, Request(PROMPT + number, SamplingParams(max_tokens=20), learn=may_learn), 23)
+        for number, may_learn in enumerate((learn, True))
+    )
+    for sequence in (running, other):
+        drafter.start(sequence)
+    drafter.propose(plan_of(running, other))
+    for token in range(21, 30):
+        run_step(drafter, plan_of(running), [token])
+        drafter.propose(plan_of(running))
+    drafter.inner.corpus.refresh()
+    run_step(drafter, plan_of(other), [21, 22, 23])
+    assert (24 in drafter.propose(plan_of(other)).batch.tokens) == learn
+    drafter.close()
