@@ -1,9 +1,9 @@
 """Token Recycling (Luo et al., 2024): draft from the successors that the target found likely when it last saw a token.
 
 A table has the k most likely successors of each token, from the target's logits after the token's last verified
-occurrence, accepted or not, in any request that may be learned. The original grows a fixed tree from it. Here the tree is grown best-first
-by `path_prob`: the share of a successor among the k is its score, and `AcceptanceTable` converts scores to
-probabilities. No weights and no text are stored.
+occurrence, accepted or not, in any request that may be learned. The original grows a fixed tree from it. Here the tree
+is grown best-first by `path_prob`: the share of a successor among the k is its score, and `AcceptanceTable` converts
+scores to probabilities. No weights and no text are stored.
 """
 
 from __future__ import annotations
