@@ -114,7 +114,8 @@ def _ages(namespace: NamespaceReport) -> list[str]:
     known = table_rows.ages(namespace)
     if not known:
         return []
-    note = f"Half of the accepted tokens come from text of an age up to {units.count(namespace.age.median_tokens)}."
+    median = units.count(namespace.age.median_tokens)
+    note = f"Half of the accepted tokens come from text of an age up to {median}, in tokens learned since."
     plot = plots.shares(known, "Acceptance by age of the text", "age (tokens learned since)", "age {}", 6)
     return [panel("By age of the text", note, plot, _tally_table("tokens since", known))]
 
