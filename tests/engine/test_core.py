@@ -213,9 +213,9 @@ def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_dr
             assert completion.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("max_draft", [0, 6])
+@pytest.mark.parametrize("max_draft", [0, 4, 5, 6])
 def test_outputs_end_with_the_end_token(model, max_draft):
-    """An output ends with the first end token, even in the middle of a draft."""
+    """An output ends with the first end token, also in the middle of a draft."""
     request = requests(1)[0]
     [full] = outputs(build_engine(model, CONFIG, NoDrafter()), [request])
     end = full[len(full) // 2]
@@ -225,10 +225,24 @@ def test_outputs_end_with_the_end_token(model, max_draft):
     engine = build_engine(model, config, drafter)
     executors = Executors(engine._executor, engine.scheduler.pages)
     ending = Engine(replace(model.config, eos_token_ids=(end,)), config, executors, drafter)
-    [completion] = ending.generate([request])
+    [completion] = ending.generate([replace(request, sampling=replace(request.sampling, logprobs=0))])
     assert completion.tokens.tolist() == full[: first + 1]
     assert completion.finish_reason is FinishReason.STOP
-    assert completion.accepted <= len(completion.tokens)
+    # Each step adds one token to the accepted ones, except the last if the output ends within its draft.
+    assert completion.steps - 1 <= len(completion.tokens) - completion.accepted <= completion.steps
+    assert len(completion.logprobs.tokens) == len(completion.tokens)
+
+
+def test_prompts_with_log_probabilities_are_computed_again(model):
+    prompt = np.arange(1, 60, dtype=np.uint32)
+    engine = build_engine(model, CONFIG, NoDrafter())
+    scored, first, second = (
+        engine.generate([Request(prompt, SamplingParams(max_tokens=2, prompt_logprobs=count))])[0]
+        for count in (0, None, 0)
+    )
+    assert (first.cached_tokens > 0, second.cached_tokens) == (True, 0)
+    assert len(second.prompt_logprobs.tokens) == len(prompt) - 1
+    np.testing.assert_allclose(second.prompt_logprobs.tokens, scored.prompt_logprobs.tokens, atol=1e-5)
 
 
 def test_outputs_depend_on_the_seed_only(model):
