@@ -239,6 +239,16 @@ def test_tokens_of_a_private_sequence_are_not_counted():
     assert not corpus.fallback.arrays.slots.any()
 
 
+@pytest.mark.parametrize(("tokens", "is_counted"), [([1, SECRET], True), ([1, 2, SECRET], False)])
+def test_tokens_after_the_last_node_of_a_full_draft_are_not_counted(tokens, is_counted):
+    corpus = Corpus(CAPACITY, 32)
+    with drafter_on(corpus) as drafter:
+        drafter.start(1, array([1, 2, 3] * 20))
+        assert drafter.draft(progress_of({1: []}, limit=2)).tokens.tolist() == [1, 2]
+        drafter.draft(progress_of({1: tokens}, limit=0, verified=2))
+        assert (SECRET in counted_tokens(corpus)) == is_counted
+
+
 class Clock:
     """A clock that a test sets."""
 
