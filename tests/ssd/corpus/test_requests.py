@@ -64,14 +64,17 @@ def test_a_log_stays_small_when_it_drops_as_it_grows(kept):
 )
 def test_removal_agrees_with_a_list(requests, name, before):
     log, first, spans, kept = RequestLog(), 0, [], []
+    forgets = [Forget(name=name), Forget(before=float(before))]
     for size, request_name, time in requests:
         log.add(first, request_name, float(time))
-        if request_name == name or time < before:
+        is_removed = request_name == name or time < before
+        assert any(forget.covers(request_name, float(time)) for forget in forgets) == is_removed
+        if is_removed:
             spans.append([first, first + size])
         else:
             kept.append(first)
         first += size
-    removed = log.remove([Forget(name=name), Forget(before=float(before))], first)
+    removed = log.remove(forgets, first)
     assert removed.tolist() == spans
     assert log.rows["first"].tolist() == kept
     assert removed.dtype == np.int64

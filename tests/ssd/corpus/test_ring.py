@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd.corpus import ring as ring_module
@@ -28,6 +28,8 @@ def with_pads(ring):
 
 
 @given(st.lists(st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=12))
+@example([(PAD - 1, 0), (1, 0)])
+@example([(CAPACITY - PAD, 0), (1, 0)])
 @examples(100)
 def test_each_end_repeats_the_other_after_any_writes(steps):
     ring = Ring(CAPACITY)

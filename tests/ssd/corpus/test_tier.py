@@ -3,6 +3,8 @@
 import sys
 import threading
 
+import pytest
+
 from ssd.corpus.tier import Tier, empty_suffix_array
 
 
@@ -18,6 +20,27 @@ def test_a_suffix_array_is_waited_for_until_there_are_no_references():
     del read
     assert tier.wait_until_unread(0)
     assert tier.wait_until_unread()
+
+
+@pytest.mark.parametrize("change", [Tier.next_buffer, Tier.release, lambda tier: tier.replace(empty_suffix_array())])
+def test_changes_wait_until_the_previous_suffix_array_has_no_readers(change):
+    tier, done = Tier(4), threading.Event()
+    tier.next_buffer().array[:2] = (3, 1)
+    tier.publish(2)
+    read = tier.newest
+    tier.publish(0)
+
+    def change_it():
+        change(tier)
+        done.set()
+
+    changing = threading.Thread(target=change_it, daemon=True)
+    changing.start()
+    assert not done.wait(0.05)
+    assert read.positions.tolist() == [3, 1]
+    del read
+    changing.join(10)
+    assert done.is_set()
 
 
 def test_the_last_reference_may_end_at_any_moment_of_a_wait():

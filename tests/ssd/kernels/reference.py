@@ -109,10 +109,13 @@ class DraftReference:
         predicted = {source: self._predicted(node, source, path) for source in (GLOBAL, LOCAL)}
         candidates = self._candidates(levels, predicted)
         least = MIN_SCORE * self.threshold / path_prob
-        scores = sorted((each.score for each in candidates if each.score >= least and not is_end), reverse=True)
-        by_token = {each.token: each for each in candidates}
+        found = [each for each in candidates if each.score >= least and not is_end]
+        by_token = {each.token: each for each in found}
         kept = [by_token[token] for token in tokens]
-        best = scores[: KEPT if self.is_tree else KEPT_FOR_PATH]
+        most = KEPT if self.is_tree else KEPT_FOR_PATH
+        # Of more, any of those with the same score may be left out.
+        assert len(found) > most or kept == found, "candidates are not in the order in which they were found"
+        best = sorted((each.score for each in found), reverse=True)[:most]
         np.testing.assert_allclose(sorted((each.score for each in kept), reverse=True), best)
         return NodeReference(kept, self._estimate(kept, levels, predicted, node, text, len(path)))
 

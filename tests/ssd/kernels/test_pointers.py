@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ssd.kernels.candidates import DROPPED_MISSES
@@ -98,6 +98,7 @@ def continued(text, pointers, own, count, token):
 
 
 @given(copies(), st.sampled_from(["path", "tree"]))
+@example(([list(range(50))], list(range(8)), [(5, 60), (20, 60), (2, 61)]), "path")  # so many are right that misses end
 @examples(200)
 def test_pointers_and_their_predictions_on_a_draft_are_those_of_a_slow_reference(world, shape):
     requests, prompt, steps = world
