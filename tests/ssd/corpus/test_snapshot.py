@@ -250,6 +250,7 @@ def rewrite(path, **changed):
         ("order", 7, 0),
         ("order", -1, 0xFFFF_FFFF),
         ("text", -1, 5),
+        ("requests.first", 1, 0),
         ("requests.first", 3, 0),
         ("requests.first", -1, 20200),
         ("requests.first", 0, -1),
@@ -405,6 +406,21 @@ def test_saves_of_the_same_file_do_not_disturb_each_other(path):
 def test_the_error_names_a_missing_folder(path):
     with pytest.raises(SnapshotError, match="cannot be written: No such file"):
         save(built([]), path.parent / "nowhere" / "corpus.snapshot")
+
+
+def test_a_kept_error_does_not_keep_the_text(tmp_path):
+    corpus = built(some_requests(20))
+    with pytest.raises(SnapshotError) as error:
+        save(corpus, tmp_path / "missing" / "corpus.snapshot")
+    corpus.append(some_requests(1)[0], "mine")
+    corpus.forget_older_than(-1)
+    # Text is erased once nothing refers to it.
+    refreshing = threading.Thread(target=corpus.refresh, daemon=True)
+    refreshing.start()
+    refreshing.join(30)
+    assert error.value.__traceback__ is not None
+    assert not refreshing.is_alive()
+    assert corpus.requests == 0
 
 
 def test_snapshots_can_be_saved_during_appending_and_drafting(path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL, MEAN, MIXED, TABLE_INPUTS
+from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL, MEAN, MIXED, SEEN, TABLE_INPUTS
 from ssd.sequences.tables import CANDIDATES, CELLS, DEPTH, LENGTH, NOT_ESTIMATED, SOURCE, WEIGHT_SET
 from tests.replay import branches, drafter_of, progress_of
 from tests.ssd.kernels.reference import DraftReference, learn
@@ -43,6 +43,8 @@ def randomize(learned, seed):
     learned.cells[:FALLBACK_CELLS, MEAN] = rng.uniform(0.02, 0.98, FALLBACK_CELLS)
     means = learned.cells[:FALLBACK_CELLS, MEAN].astype(np.float64)
     learned.logits[:FALLBACK_CELLS] = np.log(means / (1 - means))
+    # Around the limits of the number of outcomes.
+    learned.cells[:FALLBACK_CELLS, SEEN] = rng.choice([0.5, 59.5, 249.5, 499.5], FALLBACK_CELLS)
     learned.weights[:] = rng.uniform(0, 0.5, learned.weights.shape)
 
 
