@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.types import Progress
+from ssd.types import DraftBatch, Path, Progress
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -65,3 +65,10 @@ def test_counts_have_one_element_per_sequence(field, size):
     progress = progress_of({1: [5], 2: [6]}, limit=4)
     with pytest.raises(ValueError, match=rf"^{field} has {size} elements, not 2: one per sequence$"):
         replace(progress, **{field: array([0] * size)}).check_arrays()
+
+
+def test_drafts_are_scattered_among_sequences_without_any():
+    paths = [Path(array([5, 6]), np.ones(2, np.float32)), Path(array([7]), np.ones(1, np.float32))]
+    batch = DraftBatch.from_paths(paths).scatter(np.array([1, 3]), 5)
+    assert [batch.tokens_of(index).tolist() for index in range(5)] == [[], [5, 6], [], [7], []]
+    assert [batch.parents_of(index).tolist() for index in range(5)] == [[], [-1, 0], [], [-1], []]
