@@ -139,7 +139,7 @@ class Index:
 
     def forget(self, forgets: Sequence[Forget]) -> None:
         """Remove requests from all tiers, and their text from the ring. Waits until the text has no readers."""
-        spans = self.log.remove(forgets, self.ring.head)
+        spans = self.log.spans_of(forgets, self.ring.head)
         if len(spans) == 0:
             return
         # The oldest request may be partly overwritten.
@@ -156,6 +156,8 @@ class Index:
         self._base.release()
         for first, end in spans.tolist():
             self.ring.erase(first, end)
+        # Last, so that the next call repeats all of it if there was not enough memory.
+        self.log.remove(forgets)
         self.times.forgotten += len(spans)
 
     def restore(self, text: np.ndarray, positions: np.ndarray, covered: int, rows: np.ndarray) -> None:

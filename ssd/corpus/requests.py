@@ -93,21 +93,24 @@ class RequestLog:
         begun = bisect_right(self._table["first"], position, self._start, self._end)
         self._start = max(self._start, begun - 1)
 
-    def remove(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
+    def spans_of(self, forgets: Sequence[Forget], head: int) -> np.ndarray:
+        """Return the first and last + 1 position of each request that any of the commands applies to, int64 [N, 2].
+
+        head: end of the newest request.
+        """
+        ends = np.append(self.rows["first"], head)[1:]
+        return np.stack((self.rows["first"], ends), axis=1)[self._among(forgets)]
+
+    def remove(self, forgets: Sequence[Forget]) -> None:
         """Remove the requests that any of the commands applies to.
 
-        head: end of the newest request. Returns the first and last + 1 position of each removed request, int64 [N, 2].
+        Without its row, a removed request's separators belong to the span of the request before it.
         """
-        rows = self.rows
-        removed = np.zeros(len(rows), np.bool_)
-        for forget in forgets:
-            removed |= forget.among(rows)
-        ends = np.append(rows["first"], head)[1:]
-        spans = np.stack((rows["first"], ends), axis=1)[removed]
-        # Without its row, a removed request's separators belong to the span of the request before it.
-        if len(spans):
-            self.replace(rows[~removed])
-        return spans
+        self.replace(self.rows[~self._among(forgets)])
+
+    def _among(self, forgets: Sequence[Forget]) -> np.ndarray:
+        """Return which rows any of the commands applies to, bool [N]."""
+        return np.any([forget.among(self.rows) for forget in forgets], axis=0)
 
     @property
     def nbytes(self) -> int:

@@ -68,11 +68,11 @@ def test_waiting_text_is_forgotten_and_later_text_is_not():
     assert corpus.times.forgotten == 1
 
 
-def no_memory(_):
+def no_memory(*_):
     raise MemoryError
 
 
-@pytest.mark.parametrize("failing", ["forget", "add"])
+@pytest.mark.parametrize("failing", ["forget", "_finish_merge", "add"])
 def test_a_request_is_forgotten_after_a_failure(failing, monkeypatch):
     corpus, later = Corpus(100_000, DEPTH), SECRET + np.uint32(100)
     fill(corpus, [SECRET], "mine")

@@ -24,19 +24,23 @@ def test_request_ids_are_hashed():
 
 def test_requests_without_an_id_are_not_forgotten_by_id():
     assert not Forget(name=NO_NAME).covers(NO_NAME, 0.0)
-    assert len(log_of((0, NO_NAME, 0.0)).remove([Forget(name=NO_NAME)], 10)) == 0
+    assert len(log_of((0, NO_NAME, 0.0)).spans_of([Forget(name=NO_NAME)], 10)) == 0
 
 
 def test_a_request_ends_where_the_next_begins():
     log = log_of((0, 1, 0.0), (5, 2, 1.0), (9, 1, 2.0))
-    assert log.remove([Forget(name=1)], 20).tolist() == [[0, 5], [9, 20]]
+    forgets = [Forget(name=1)]
+    assert log.spans_of(forgets, 20).tolist() == [[0, 5], [9, 20]]
+    log.remove(forgets)
     assert log.rows["first"].tolist() == [5]
 
 
 def test_old_requests_are_removed_by_their_time():
     log = log_of((0, 1, 10.0), (5, 2, 11.0), (9, 3, 12.0))
-    assert log.remove([Forget(before=11.0)], 20).tolist() == [[0, 5]]
-    assert log.remove([Forget(before=11.0)], 20).tolist() == []
+    forgets = [Forget(before=11.0)]
+    assert log.spans_of(forgets, 20).tolist() == [[0, 5]]
+    log.remove(forgets)
+    assert log.spans_of(forgets, 20).tolist() == []
 
 
 def test_requests_before_a_position_are_dropped():
@@ -74,7 +78,8 @@ def test_removal_agrees_with_a_list(requests, name, before):
         else:
             kept.append(first)
         first += size
-    removed = log.remove(forgets, first)
+    removed = log.spans_of(forgets, first)
     assert removed.tolist() == spans
-    assert log.rows["first"].tolist() == kept
     assert removed.dtype == np.int64
+    log.remove(forgets)
+    assert log.rows["first"].tolist() == kept
