@@ -168,7 +168,7 @@ def _block(engine: Any, timed: Timed) -> dict[str, list[float]]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="the folder with another commit")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="folder with the commit to compare with")
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
@@ -176,7 +176,7 @@ def main() -> None:
     if arguments.run:
         run(arguments.tokens)
     elif arguments.against is None:
-        parser.error("give the folder with another commit as --against")
+        parser.error("--against is required: the folder with the commit to compare with")
     else:
         print(json.dumps(compare(arguments.against, arguments.tokens, arguments.rounds)))
 

@@ -216,7 +216,8 @@ class Engine:
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
         ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
-        be read or its grammar cannot continue. An exception, also one of `observe`, cancels the other requests.
+        be read or its grammar cannot continue. After an exception, also one that `observe` raises, all requests are
+        cancelled.
         """
         requests = list(requests)
         for request in requests:

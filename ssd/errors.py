@@ -14,8 +14,8 @@ class UserError(Exception):
 def missing_extra(feature: str, extra: str) -> UserError:
     """Return the error for packages that are not installed.
 
-    feature: what needs which packages, such as "the shared log needs redis-py". extra: the extra of this distribution
-    that contains them.
+    feature: the feature and the packages that it needs, such as "the shared log needs redis-py". extra: the extra of
+    this distribution that contains them.
     """
     return UserError(f"{feature}; run in the source folder of ssd-drafter: pip install '.[{extra}]'")
 

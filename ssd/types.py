@@ -50,7 +50,8 @@ class Progress:
     max_draft: np.ndarray
     """uint32 [B]: maximum number of draft tokens that the caller can use now."""
     cost: float | None = None
-    """Current cost of verifying one more token, as a fraction of a step, in (0, 1]; None: as configured."""
+    """Current cost of verifying one more token per sequence, as a fraction of a step, in (0, 1]; None: as
+    configured."""
     steps: np.ndarray | None = None
     """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""

@@ -29,7 +29,7 @@ def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> A
                 port = server.add_secure_port(address.text, credentials)
     except RuntimeError:
         raise UserError(
-            f"cannot listen at {address.text}: is the port in use or reserved, or the host not this one?"
+            f"cannot listen at {address.text}: is the port in use or reserved, or the host not on this machine?"
         ) from None
     return address.at_port(port)
 

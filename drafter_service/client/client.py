@@ -79,7 +79,7 @@ class DrafterClient:
         """Connect to the service at `address`, and reconnect after each loss.
 
         deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
-        for one named after the model. host: name and version of the engine for the service's report, such as
+        for the default namespace of the model. host: name and version of the engine for the service's report, such as
         "vllm/0.32.0". access: TLS files and bearer token. draft_shape: shape of the drafts that the engine verifies;
         None: as the service is configured. shadow: withhold all drafts; the service reports what they would have
         gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
@@ -236,7 +236,7 @@ class DrafterClient:
                 )
         except grpc.RpcError as problem:
             reason = self._connection.end_of(problem).reason
-            raise UserError(f"{request_id!r} is not forgotten by the drafter at {self.address}: {reason}") from None
+            raise UserError(f"the drafter at {self.address} did not forget {request_id!r}: {reason}") from None
 
     def close(self) -> None:
         """Let the service process all sent requests, then end the stream, within 4 s. `on_lost` may call this.

@@ -136,7 +136,7 @@ class Counters:
 def hello_message(
     model: ModelIdentity | None, namespace: str, host: str = "", draft_shape: DraftShape | None = None
 ) -> pb.Hello:
-    """Return the first message of a stream: the versions of host and client, the served model, and what it verifies."""
+    """Return the first message of a stream: versions of host and client, the served model, and the shape of drafts."""
     return pb.Hello(
         protocol=PROTOCOL,
         client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),

@@ -12,7 +12,8 @@ HEALTH_INTERVAL_S = 0.2
 RECONNECT_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 """Connect again quickly while the service is starting."""
 TABLE_WIDTH = 1000
-"""Columns for the list of namespaces: names are not cut in narrower terminals, since other commands need them."""
+"""Width of the list of namespaces in characters: names are not cut in narrow terminals, because other commands need
+them."""
 
 
 @click.command()

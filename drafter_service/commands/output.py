@@ -10,7 +10,10 @@ from ssd.errors import UserError
 
 
 def check_writable(path: Path) -> None:
-    """Raise UserError if a file cannot be written, before a command works for minutes. Its contents do not change."""
+    """Raise UserError if a file cannot be written. Its contents do not change.
+
+    Commands that work for minutes call this before they begin.
+    """
     is_new = not path.exists()
     try:
         path.open("a").close()

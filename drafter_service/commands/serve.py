@@ -50,7 +50,7 @@ FLAGS = {
 @click.option(
     "--draft-shape",
     type=click.Choice(["path", "tree"]),
-    help="Shape of drafts, where engines do not report what they verify.  [default: path]",
+    help="Shape of drafts for engines that do not report which shape they verify.  [default: path]",
 )
 @click.option(
     "--cost",

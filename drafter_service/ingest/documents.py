@@ -141,5 +141,5 @@ class Faults:
 
     @property
     def summary(self) -> str:
-        """Each reason with the first place, in one line; "" without faults."""
+        """All reasons in one line, each with the first place where it occurred; "" without faults."""
         return "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in self.by_reason.items())

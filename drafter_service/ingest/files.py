@@ -118,7 +118,7 @@ def _files_of(source: str) -> list[File]:
     except Exception as problem:  # Object stores raise exceptions of many types.
         raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
     if not infos:
-        raise UserError(f"{source}: there is no such file, or none in it; give a path, a folder, a glob or a URL")
+        raise UserError(f"{source}: there is no such file, or no file in it; give a path, a folder, a glob or a URL")
     return [_file(fs, info) for info in infos]
 
 

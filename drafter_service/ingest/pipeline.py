@@ -57,8 +57,8 @@ def load(
 ) -> Summary:
     """Learn all files. `watch` is called after each batch.
 
-    Raises UserError; committed documents stay learned. It is an error if files that no earlier load has read hold no
-    document.
+    Raises UserError, also if there are files that no earlier load has read, but no documents in them. Documents that
+    were committed before an error stay learned.
     """
     began = time.perf_counter()
     kinds: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def load(
     if documents == 0:
         check_readable(reading, 1)
         if kinds or reading.faults.count:
-            reasons = reading.faults.summary or "the files hold no documents"
+            reasons = reading.faults.summary or "the files contain no documents"
             raise UserError(f"nothing was learned: {reasons}; docs/operations.md lists the accepted formats")
     learned = sink.finish()
     resume.write()

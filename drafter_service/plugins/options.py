@@ -13,7 +13,8 @@ EXTRAS = {"ssd_private": bool, "ssd_session": str, "ssd_max_draft": int, "hints"
 
 
 PADDED_COST = 0.001
-"""Cost of verifying one more token in hosts that pad shorter drafts: nearly none, whatever the host's hardware."""
+"""Cost of verifying one more token, as a fraction of a step, in hosts that pad shorter drafts to a fixed length: nearly
+none, because they verify padding instead."""
 
 
 class End(Enum):

@@ -141,8 +141,8 @@ def _summary(namespaces: Iterable[Namespace]) -> str:
     stats = [namespace.stats for namespace in namespaces]
     steps, committed = sum(each.steps for each in stats), sum(each.committed for each in stats)
     return (
-        f"stopped; tokens committed: {committed:,}, drafted: {sum(each.verified for each in stats):,}, "
-        f"accepted: {sum(each.accepted for each in stats):,}, per step: {committed / max(1, steps):.2f}"
+        f"stopped; tokens: {committed:,} committed, {sum(each.verified for each in stats):,} drafted, "
+        f"{sum(each.accepted for each in stats):,} accepted, {committed / max(1, steps):.2f} per step"
     )
 
 

@@ -7,14 +7,14 @@ CLOSED = ("Socket closed", "Connection reset by peer")
 
 
 def system_error(details: str) -> str:
-    """Return the last part of the text of a gRPC error: that of the operating system, such as "Connection refused"."""
+    """Return the operating system's error, such as "Connection refused", which ends the text of a gRPC error."""
     return details.rpartition(": ")[2].rstrip("]")
 
 
 def absence(address: str, reason: str) -> str:
-    """Return a message that no drafter answers at an address, for a reason, and what to do."""
+    """Return a message that no drafter answers at an address, with the reason and what to do."""
     if "denied" in reason:
-        return f"you may not use {address} ({reason}); ask its owner, or see serve --socket-mode"
+        return f"you may not use {address} ({reason}); ask its owner, or see `ssd-drafter serve --socket-mode`"
     if any(error in reason for error in CLOSED):
         return f"no drafter answers at {address} ({reason}); if it uses TLS, give its CA with --ca or `ClientAccess`"
     return f"no drafter answers at {address} ({reason}); {start_one(address)}"

@@ -58,7 +58,7 @@ def _grammar(service: Service, body: ChatRequest, form: ToolFormat) -> Grammar |
 
     None if outputs are not constrained. Raises UserError.
     """
-    own = body.grammar  # Refuses a schema that cannot be used by its own name.
+    own = body.grammar  # Before tools are read, so that an error of the schema names its field.
     answer = None if body.response_format is None else body.response_format.definition
     if not body.must_call and answer is None:
         return own

@@ -130,7 +130,7 @@ def from_http(problem: HTTPException) -> ApiError:
     if isinstance(problem.__cause__, UnicodeDecodeError):
         return ApiError(400, "the body is not UTF-8")
     if isinstance(problem.__cause__, RecursionError):
-        return ApiError(400, "the body is nested too deep")
+        return ApiError(400, "the body is nested too deeply")
     return ApiError(problem.status_code, str(problem.detail))
 
 

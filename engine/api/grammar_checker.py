@@ -185,7 +185,7 @@ def refusal(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, bool]:
             "use smaller repetitions, fewer alternatives, or fewer schemas that are combined"
         ), True
     if status in ENDED_BY_GRAMMAR:
-        return f"{grammar.kind}: it cannot be used: llguidance crashes; it may be nested too deep", True
+        return f"{grammar.kind}: it cannot be used: llguidance crashes; it may be nested too deeply", True
     if status:
         return f"{grammar.kind}: the grammar could not be checked: compiling it ended with status {status}", False
     return reason, True

@@ -23,11 +23,11 @@ class JsonSchema(Body):
 
 
 def _text_of(schema: dict[str, Any] | str) -> str:
-    """Return a JSON schema as text. Raises UserError if it is nested too deep."""
+    """Return a JSON schema as text. Raises UserError if it is nested too deeply."""
     try:
         return schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError:
-        raise UserError("json_schema: it is nested too deep") from None
+        raise UserError("json_schema: it is nested too deeply") from None
 
 
 class OutputFormat(Body):

@@ -46,7 +46,7 @@ def load(options: EngineOptions) -> Decoder:
     for flag, is_given in (("--lora", bool(options.loras)), ("--draft-shape tree", options.draft_shape == "tree")):
         if is_given and options.config.in_flight:
             raise UserError(
-                f"--in-flight 1 cannot be combined with {flag}, whose steps are not launched ahead; leave it out"
+                f"--in-flight 1 cannot be combined with {flag}, whose steps are not launched ahead; leave one out"
             )
     count = options.tensor_parallel
     if count > 1:

@@ -35,6 +35,7 @@ DEPTH = "depth"
 SNAPSHOT_PATH = "path"
 """Option of `rest`: the snapshot of its corpus."""
 MAKE_SNAPSHOT = "ssd-drafter warm --tokenizer MODEL --from FILES --snapshot SNAPSHOT"
+"""Command that makes a snapshot, for error messages."""
 GIVEN_BY_FLAGS = {"draft_shape": "--draft-shape", "max_draft": "--max-draft"}
 """Fields of `DrafterConfig` that have their own flag."""
 

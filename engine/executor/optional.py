@@ -27,6 +27,6 @@ def flashinfer() -> Any:
         import flashinfer
     except (ImportError, OSError) as problem:
         raise missing_extra(
-            f"FlashInfer cannot be imported ({problem}); give --attention plain, or install it", "gpu"
+            f"FlashInfer cannot be imported ({problem}); give --attention plain or install FlashInfer", "gpu"
         ) from None
     return flashinfer

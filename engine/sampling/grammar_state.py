@@ -274,7 +274,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise missing_extra(f"{grammar.kind} needs the library llguidance", "grammar") from None
+            raise missing_extra(f"{grammar.kind} needs the library llguidance on the server", "grammar") from None
         if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
         limits = llguidance.LLParserLimits(

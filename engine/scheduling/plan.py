@@ -97,7 +97,8 @@ class StepPlan:
     entries: list[SequencePlan]
     """One per sequence, in the order of their arrival."""
     cost: float | None = None
-    """Cost of verifying one more draft token, as a fraction of the step; None if it is not measured."""
+    """Cost of verifying one more draft token, as a fraction of the step's time per sequence; None if it is not
+    measured."""
     seconds: float | None = None
     """Expected duration of the step without drafts; None if it is not measured."""
     q: Tensor | None = None

@@ -23,7 +23,7 @@ PAD = 128
 
 MIN_CAPACITY = 4096
 MAX_SLOTS = (1 << 32) - 1 - 2 * PAD
-"""Maximum number of slots of a ring; they are 32-bit numbers."""
+"""Maximum number of slots of a ring; slots are 32-bit numbers."""
 MAX_CAPACITY = MAX_SLOTS // 17 * 16
 """Maximum capacity of a corpus in tokens, whose ring has 1 / 16 more slots (`ssd.corpus.index.GAP_PART`)."""
 

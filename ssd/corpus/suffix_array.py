@@ -196,7 +196,8 @@ def merge_some(suffixes, size, added, places, added_size, done, copied, merged, 
 def merge_unsorted(text, suffixes, size, added, added_size, merged, oldest, alive, slots, depth):  # type: ignore[no-untyped-def]
     """Sort `added[:added_size]`, and merge it and `suffixes[:size]` into `merged`; return the number of positions.
 
-    oldest, alive, slots: see `merge_some`. One kernel, because each call by the maintainer takes the GIL from drafting.
+    oldest, alive, slots: see `merge_some`. This is one kernel, because the maintainer takes the GIL after each kernel,
+    which delays drafts.
     """
     sort_positions(text, added, added_size, depth)
     places = np.empty(added_size, np.int64)

@@ -41,7 +41,7 @@ class SearchedText(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """The evidence found so far. A search is one search and has up to LEVELS levels, longest match first."""
+    """The evidence found so far. Each search finds up to LEVELS levels, longest match first."""
 
     found_at: np.ndarray
     """int64 [searches]: number of draft tokens that were part of the searched context."""

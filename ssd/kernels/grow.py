@@ -101,7 +101,7 @@ class Parent(NamedTuple):
     candidates: np.ndarray
     estimates: np.ndarray
     candidate_count: np.int64
-    """Number of its candidates, those of `ssd.kernels.fallback` apart."""
+    """Number of its candidates, without those of `ssd.kernels.fallback`."""
     total: np.float32
     """Sum of their probabilities."""
 
@@ -174,7 +174,7 @@ def _add_node(growing, child, frontier, written, context):  # type: ignore[no-un
     parent, index, token = frontier.parents[0], frontier.indices[0], frontier.tokens[0]
     depth = nodes[parent, DEPTH]
     node[TOKEN], node[PARENT], node[DEPTH] = np.int32(token), parent, depth + 1
-    # Before the pointers are read: one near the text's end predicts tokens of the path.
+    # Before the pointers are read, because a pointer near the text's end predicts tokens of the path.
     _write_path(nodes, child, written, context.text, context.size)
     if index == FALLBACK_INDEX:
         _set_no_evidence(node)
@@ -264,7 +264,7 @@ def _queue_children(frontier, queued, room, parent, threshold):  # type: ignore[
 
 @outline
 def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, context):  # type: ignore[no-untyped-def]
-    """Insert a node's fallback candidates into the frontier; return its size. found: a `Found`, scratch."""
+    """Insert a node's fallback candidates into the frontier; return its size. found: a `Found`, as scratch."""
     left = np.float32(1.0) - parent.total
     least = threshold if queued < room else frontier.probs[room - 1, PATH_PROB]
     # This rules out most nodes of a path.

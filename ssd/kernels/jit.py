@@ -62,7 +62,7 @@ NO_CACHE_FOLDER = (
 
 
 class _ReadableCache(InTreeCacheLocator):  # type: ignore[misc]
-    """Kernels that another user compiled beside the modules. numba's own locators need folders that can be written."""
+    """Kernels that another user compiled beside the modules. numba's own locators need writable folders."""
 
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _ReadableCache | None:
@@ -70,17 +70,17 @@ class _ReadableCache(InTreeCacheLocator):  # type: ignore[misc]
         return cls(py_func, py_file) if py_func.__module__.split(".")[0] in PACKAGES else None
 
     def ensure_cache_path(self) -> None:
-        """Raise UserError. numba calls this to save a kernel that is not in the cache, for this processor at least."""
+        """Raise UserError. numba calls this to save a kernel, because the cache has none for this kind of processor."""
         raise UserError(NO_CACHE_FOLDER)
 
 
-CacheImpl._locator_classes.append(_ReadableCache)  # It is tried last.
+CacheImpl._locator_classes.append(_ReadableCache)  # numba tries it last.
 
 
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk.
 
-    Raises UserError if the function is not in the cache, and there is no folder to save it.
+    Raises UserError if the function is not in the cache, and no folder for the cache is writable.
     """
     decorate = njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
 

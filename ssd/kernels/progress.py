@@ -16,7 +16,7 @@ takes a seventh of the time."""
 ENGINE_WORK = 175
 """Work of compiling the kernels of the engine with an embedded drafter: 161 functions."""
 UNREPORTED_S = 2.0
-"""Time of compiling that is not mentioned, in seconds."""
+"""Total time of compiling, in seconds, below which nothing is logged."""
 LAST = 99
 """Largest reported progress in percent: more functions than expected may be compiled."""
 STEP = 10
@@ -24,9 +24,9 @@ STEP = 10
 
 
 _watched = 0
-"""Number of running `watched_compilation`."""
+"""Number of contexts of `watched_compilation` that are open."""
 _unwatched_s = 0.0
-"""Time of compiling outside of them in this process."""
+"""Time of compiling outside of these contexts in this process, in seconds."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def watched_compilation(report: Callable[[int], None], work: int = DRAFTER_WORK)
 
 
 def log_compilation(seconds: float) -> None:
-    """Add the time of compiling one kernel; log one line when this takes long and no progress is reported."""
+    """Add the time of compiling one kernel. If no progress is reported, log one line when the total is long."""
     global _unwatched_s
     before = _unwatched_s
     if not _watched:

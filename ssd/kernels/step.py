@@ -167,7 +167,7 @@ def set_pointers(sequence, evidence, ring, root, pointers):  # type: ignore[no-u
 
 @inline
 def add_root(growing):  # type: ignore[no-untyped-def]
-    """Make node 0 the root of a new draft, with the first searches."""
+    """Make node 0 the root of a new draft, with the evidence of the first searches."""
     root = growing.nodes[0]
     root[TOKEN], root[PARENT], root[DEPTH] = 0, -1, 0
     for source in range(SOURCES):

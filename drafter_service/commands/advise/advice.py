@@ -218,7 +218,10 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
     if best.output_tokens >= MIN_RELIABLE_TOKENS:
         return verdict
     size = units.counted(best.output_tokens, "output token")
-    return f"{verdict} This is not reliable, because the log is short ({size}); give at least {MIN_RELIABLE_TOKENS:,}."
+    return (
+        f"{verdict} This is not reliable, because the log has only {size}; "
+        f"give a log with at least {MIN_RELIABLE_TOKENS:,}."
+    )
 
 
 def _growth(replay: Replay) -> list[tuple[int, float]]:
@@ -320,7 +323,7 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
     if facts.faults.count:
         notes.append(f"records that could not be read: {facts.faults.count:,}")
     if facts.backwards and traffic.has_times:
-        notes.append(f"requests that are earlier than the one before, and were sorted by time: {facts.backwards:,}")
+        notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
         notes.append(f"requests with the id of an earlier one, though ids should be unique: {facts.repeated_names:,}")
     if not traffic.prompt_lengths.any():

@@ -60,8 +60,7 @@ def advise(
 ) -> None:
     """Replay a log with the drafter, and say whether drafting is worthwhile. Nothing leaves this machine.
 
-    Prints a verdict and a comparison of settings, and writes a page with charts to advice.html, or to the file that
-    --out names.
+    Prints a verdict and a comparison of settings, and writes a page with charts to the file given as --out.
     """
     import tempfile
 

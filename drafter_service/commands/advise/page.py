@@ -73,7 +73,7 @@ def _by_concurrency(advice: Advice) -> str:
 
 
 def sample_of(advice: Advice) -> str:
-    """Return words for the part of the log on which the rows of `rows_of` were measured."""
+    """Return a phrase for the part of the log that the rows of `rows_of` were measured on."""
     return f"the first {units.counted(advice.speedups[0].output_tokens, 'output token')} of this log"
 
 

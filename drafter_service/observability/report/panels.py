@@ -115,7 +115,7 @@ def _ages(namespace: NamespaceReport) -> list[str]:
     if not known:
         return []
     median = units.count(namespace.age.median_tokens)
-    note = f"Half of the accepted tokens come from text of an age up to {median}, in tokens learned since."
+    note = f"Median age of the text that accepted tokens come from, in tokens learned since: {median}."
     plot = plots.shares(known, "Acceptance by age of the text", "age (tokens learned since)", "age {}", 6)
     return [panel("By age of the text", note, plot, _tally_table("tokens since", known))]
 

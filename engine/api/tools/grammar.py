@@ -26,7 +26,7 @@ def tool_grammar(
     token_ids: ids of the tokens that the tokenizer has for markers of the format. answer: JSON schema of outputs that
     are allowed in place of calls.
 
-    Raises UserError for a schema that is nested too deep.
+    Raises UserError for a schema that is nested too deeply.
     """
 
     def literal(text: str) -> str:
@@ -59,4 +59,4 @@ def _schema(definition: dict[str, Any], name: str) -> str:
     try:
         return json.dumps(definition | {"x-guidance": style})
     except RecursionError:
-        raise UserError(f"{name} is nested too deep") from None
+        raise UserError(f"{name} is nested too deeply") from None

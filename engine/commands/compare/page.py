@@ -39,22 +39,22 @@ COST_TOKENS = (1, 2, 4, 8, 16)
 NOTES = {
     "K": "the draft depth; drafts have at most {max_draft} tokens.",
     "tokens per step": "measured while all draft tokens are verified, without the steps that compute a prompt.",
-    "outside loops": "tokens per step, for steps that start outside of loops, at temperature 0.",
+    "outside loops": "tokens per step, for steps that do not start in a loop of the output, at temperature 0.",
     "speed-up here": "measured with the token budget, as users run it: fewer tokens are drafted and verified where "
     "that is faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier "
     "ones.",
     "best K": "the depth with the most tokens/s, computed from acceptance and durations here. 0: do not draft. "
-    "4+: 4 was the largest depth that was measured, and a larger --depth may be better.",
+    "4+: 4 is the largest depth that was measured; give a larger --depth.",
     "accepted (%)": "share of the steps that accept the draft token at depth 1, 2, ...",
-    "ms per step": "median duration without drafting.",
+    "ms per step": "median duration of a step, without the time of drafting.",
     "ms per drafted": "time of drafting per verified draft token of a request.",
 }
-"""What columns mean, where their headings do not say it."""
+"""Meanings of the columns whose headings do not say enough."""
 
 
 def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
-    """Return sentences that say what the columns mean that `width` characters have room for, how the figures were
-    measured, and why drafters were skipped."""
+    """Return sentences that explain the columns that fit into `width` characters, how the figures were measured, and
+    why drafters were skipped."""
     shown = {heading for each in comparison.conditions for heading in table_of(comparison, each, width)[0]}
     sentences = [f"{name}: {note.format(**comparison.settings)}" for name, note in NOTES.items() if name in shown]
     costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
@@ -68,8 +68,8 @@ def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
 
 
 def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) -> tuple[list[str], list[list[str]]]:
-    """Return the column headings and the rows of a condition, without columns that are empty or that `width` characters
-    have no room for."""
+    """Return the column headings and the rows of a condition, without columns that are empty or do not fit into `width`
+    characters."""
     rows = [_cells(result, comparison) for result in comparison.of(condition)]
     for name, reason in comparison.skipped.items():
         cells = {"drafter": name, "outputs": reason.partition(":")[0]}

@@ -57,7 +57,7 @@ class Result:
     accept_by_position: list[float]
     drafted_by_position: list[float]
     step_ms: float
-    """Median duration of a step without drafting."""
+    """Median duration of a step, without the time of drafting."""
     drafting_ms: float
     """Median time that drafting adds to a step."""
     identical: bool | None

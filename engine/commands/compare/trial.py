@@ -70,7 +70,7 @@ class Counted(NamedTuple):
     outputs: Sequence[Output]
     """Outputs with their steps."""
     step_s: float
-    """Median duration of a step without drafting, in seconds."""
+    """Median duration of a step, without the time of drafting, in seconds."""
     drafting_s: float
     """Median duration of drafting in a step, in seconds."""
 

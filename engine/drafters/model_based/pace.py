@@ -35,7 +35,7 @@ class Pace:
         self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
 
     def should_draft_deeper(self, plan: StepPlan, pool: DraftPool, nodes: np.ndarray) -> bool:
-        """Whether expanding `nodes`, indices in the pool, increases the expected number of tokens per second."""
+        """Return whether expanding `nodes`, indices in the pool, increases the expected number of tokens per second."""
         assert plan.seconds is not None
         path_prob = pool.nodes.path_prob
         gain = float(path_prob[nodes].sum()) * self._accepted / self._tried

@@ -56,7 +56,7 @@ class RecycleDrafter(Drafter):
     def observe(self, result: StepResult) -> None:
         """Learn which successors were the target's tokens, then the successors of all verified tokens.
 
-        Of requests that may not be learned, the table keeps nothing: other requests would be drafted from it.
+        The table keeps nothing of requests that may not be learned, because drafts of other requests come from it.
         """
         producing = [each for each in result.results if len(each.tokens)]
         for is_sampled in (False, True):

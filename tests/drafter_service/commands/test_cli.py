@@ -343,7 +343,7 @@ def test_options_apply_and_interrupting_stops_the_server():
             assert {*drafts.tokens[drafts.parents == ROOT].tolist()} == {3, 4}
             assert drafted(stream.exchange(batch=batch({1: ()}, limit=9, cost=1.0))) == []
             out, errors = stop(process, signal.SIGINT)
-            assert re.fullmatch(r"stopped; tokens committed: 0, drafted: 0, accepted: 0, per step: 0\.00\n", out)
+            assert re.fullmatch(r"stopped; tokens: 0 committed, 0 drafted, 0 accepted, 0\.00 per step\n", out)
             assert [json.loads(line)["event"] for line in errors.splitlines()] == ["namespace loaded"]
             # The stream was ended without an error.
             stream.end()

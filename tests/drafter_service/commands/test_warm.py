@@ -130,7 +130,7 @@ def test_loads_that_learn_nothing_fail(tmp_path):
     with pytest.raises(UserError, match=r"nothing was learned: no output in any known field \(.*a.jsonl:1\)"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match="nothing was learned: the files hold no documents"):
+    with pytest.raises(UserError, match="nothing was learned: the files contain no documents"):
         invoke("--from", tmp_path / "empty.jsonl", "--snapshot", tmp_path / "c")
     assert not (tmp_path / "c").exists()
 

@@ -50,7 +50,7 @@ def test_unsupported_fields_are_refused_by_name():
         (b"{}", "model and {prompt} are missing", "model"),
         (b'{"model": "stdlib-7m"}', "{prompt} is missing", "{prompt}"),
         (b'{"model": "caf\xe9"}', "the body is not UTF-8", None),
-        (b"[" * 100_000, "the body is nested too deep", None),
+        (b"[" * 100_000, "the body is nested too deeply", None),
         (b"[1", "the body is not JSON: Expecting ',' delimiter", None),
     ],
 )

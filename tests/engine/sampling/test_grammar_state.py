@@ -223,7 +223,7 @@ def test_masks_that_take_long_end_the_output(compiler, monkeypatch):
 
 def test_without_the_library_requests_are_told_what_to_install(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match=r"choice needs the library llguidance; .* pip install '\.\[grammar\]'"):
+    with pytest.raises(UserError, match=r"choice needs the library llguidance on the .* pip install '\.\[grammar\]'"):
         GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(GRAMMARS[2])
 
 

@@ -38,7 +38,7 @@ def test_repeated_outputs_pay(tmp_path):
     assert [group.requests for group in advice.groups] == [20, 20]
     assert sum(group.share for group in advice.sizes) == pytest.approx(1)
     assert advice.other_users is None
-    assert "not reliable, because the log is short (2,400 output tokens)" in advice.verdict
+    assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
 
 
 def test_verdicts_on_enough_text_have_no_caveat(tmp_path):
