@@ -34,7 +34,7 @@ class DrafterConfig:
     """Maximum number of sessions whose index is kept between two turns."""
     idle_tokens: int = 4_000_000
     """Maximum number of tokens of these sessions together, 8 to 24 bytes each; the longest idle are dropped first."""
-    refresh_interval_s: float = 0.005
+    refresh_interval_s: float = 0.01
     """Seconds between two updates of the index with finished requests."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Settings of other drafters by name, those of the engine and third-party ones; the drafters of `ssd` read none."""
