@@ -62,6 +62,8 @@ class Corpus:
         self._appended = self._indexed = 0
         self._read = 0
         """Tokens read from the inbox since the last complete refresh, including those that are forgotten at once."""
+        self._has_failed = False
+        """Whether the last refresh was not completed."""
         self._count_lock = threading.Lock()
         self.learned = LearnedTables()
         self.fallback = FallbackTable(clock())
@@ -187,9 +189,14 @@ class Corpus:
     def refresh(self) -> None:
         """Apply all queued changes now: index what was appended, and erase what was forgotten."""
         with self._refresh_lock:
-            if not (self._live_changes or self._inbox or self._forgets or self._waiting or self._index.is_merging):
+            has_changes = self._live_changes or self._inbox or self._forgets or self._waiting
+            if not (has_changes or self._index.is_merging or self._has_failed):
                 return
             began = time.perf_counter()
+            if self._has_failed:
+                # The last view may have suffix arrays that the steps below wait for.
+                self._index.publish()
+            self._has_failed = True
             self._apply_live_changes()
             self._read_inbox()
             self._forget()
@@ -197,6 +204,7 @@ class Corpus:
             self._indexed, self._read = self._indexed + self._read, 0
             self._index.live.merge()
             self._index.step()
+            self._has_failed = False
             self.times.add(time.perf_counter() - began)
 
     def state(self) -> State:

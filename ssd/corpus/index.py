@@ -8,7 +8,8 @@ text is sorted from scratch instead. One thread at a time may change an index; a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,11 +130,15 @@ class Index:
         while waiting:
             self._add_some(waiting)
 
+    def publish(self) -> None:
+        """Publish a view of all changes."""
+        self.view = self._make_view()
+
     def step(self) -> None:
         """Do a slice of the merge in progress, and publish a view of all changes since the last step."""
         if self._merge is not None and self._merge.step():
             self._adopt()
-        self.view = self._make_view()
+        self.publish()
         if self._is_removing and self._base.wait_until_unread(READERS_WAIT_S):
             self._remove_old()
 
@@ -151,7 +156,7 @@ class Index:
                 marked[slots] = 1
         for tier in (self._base, self._recent):
             tier.publish(_keep(tier, marked))
-        self.view = self._make_view()
+        self.publish()
         # Every view holds the base tier, so the text has no readers after this.
         self._base.release()
         for first, end in spans.tolist():
@@ -182,25 +187,30 @@ class Index:
         part = self.gap // 4
         for first in range(covered, len(text), part):
             self._write_known(text[first : first + part])
-        self.view = self._make_view()
+        self.publish()
 
     def _add_some(self, waiting: deque[Text]) -> None:
         """Write texts into the ring and merge their positions into the recent tier."""
         most = self.gap // 4
         texts, size = [], 0
-        while waiting and size + len(waiting[0].tokens) < most:
-            texts.append(waiting.popleft())
-            size += len(texts[-1].tokens) + 1
+        for text in waiting:
+            if size + len(text.tokens) >= most:
+                break
+            texts.append(text)
+            size += len(text.tokens) + 1
+        rest = []
         if not texts:
             # One piece of a very long request; the next piece repeats its end, so that matches cross the cut.
-            long = waiting.popleft()
-            waiting.appendleft(long._replace(tokens=long.tokens[most - 1 - self.depth :]))
+            long = waiting[0]
             texts, size = [long._replace(tokens=long.tokens[: most - 1])], most
+            rest = [long._replace(tokens=long.tokens[most - 1 - self.depth :])]
         self._reserve(size)
-        first = self.ring.head
-        for text in texts:
-            self._write(text)
-        self._index_from(first)
+        with self._written(texts) as first:
+            add_sorted(self._recent, self.ring, first, self.depth)
+        for _ in texts:
+            waiting.popleft()
+        waiting.extendleft(rest)
+        self._publish_recent()
         self.times.merges += 1
 
     def _write_known(self, tokens: np.ndarray) -> None:
@@ -208,13 +218,27 @@ class Index:
         self._reserve(len(tokens))
         first = self.ring.head
         self.ring.write(tokens)
-        self._index_from(first)
+        add_sorted(self._recent, self.ring, first, self.depth)
+        self._publish_recent()
 
-    def _write(self, text: Text) -> None:
-        self.log.add(self.ring.head, text.name, text.time)
-        self.ring.write(text.tokens)
-        self.ring.write(END)
-        self.log.drop_before(self.ring.head - self.ring.capacity)
+    @contextmanager
+    def _written(self, texts: Sequence[Text]) -> Iterator[int]:
+        """Write texts into the ring and enter a context that must index them; it has the position of the first one.
+
+        If the context raises an exception, the texts are removed again, so that the next refresh can repeat all of it.
+        """
+        first = self.ring.head
+        try:
+            for text in texts:
+                self.log.add(self.ring.head, text.name, text.time)
+                self.ring.write(text.tokens)
+                self.ring.write(END)
+                self.log.drop_before(self.ring.head - self.ring.capacity)
+            yield first
+        except BaseException:
+            self.ring.head = first
+            self.log.drop_from(first)
+            raise
 
     def _reserve(self, size: int) -> None:
         """Make room for `size` tokens in the ring and the recent tier."""
@@ -223,31 +247,29 @@ class Index:
                 self._start_merge(self._due())
             self._finish_merge()
 
-    def _index_from(self, first: int) -> None:
-        """Index the text from position `first` on."""
-        add_sorted(self._recent, self.ring, first, self.depth)
-        self.view = self._make_view()
+    def _publish_recent(self) -> None:
+        """Publish a view of the recent tier; start to merge it when it is a quarter full."""
+        self.publish()
         if not self.is_merging and len(self._recent.newest) >= self.gap // 4:
             self._start_merge(self._due())
 
     def _build(self, waiting: deque[Text]) -> None:
         """Sort the whole corpus and all waiting texts from scratch."""
         texts = _newest(waiting, self.capacity)
-        waiting.clear()
         self._finish_merge()
         oldest = self._due(sum(len(text.tokens) + 1 for text in texts))
         if oldest > self._oldest:
             self._start_merge(oldest)
             self._finish_merge()
-        for text in texts:
-            self._write(text)
         ring, first, into = self.ring, self._readable_from(oldest), self._base.next_buffer().address
-        size = usable_positions(ring.address, first % ring.capacity, ring.head - first, ring.capacity, into)
-        sort_in_threads(ring.address, into, size, self.depth)
-        self._base.publish(size)
+        with self._written(texts):
+            size = usable_positions(ring.address, first % ring.capacity, ring.head - first, ring.capacity, into)
+            sort_in_threads(ring.address, into, size, self.depth)
+            self._base.publish(size)
+        waiting.clear()
         self._recent.replace(empty_suffix_array())
         self._covered = ring.head
-        self.view = self._make_view()
+        self.publish()
         self._base.release()
         self.times.merges += 1
         self.times.full_builds += 1
@@ -261,9 +283,10 @@ class Index:
         return oldest + self.depth if oldest > 0 else 0
 
     def _start_merge(self, oldest: int) -> None:
-        self._frozen = self._recent.newest
+        added = self._recent.newest
+        self._merge = Merge(self._base, added, self.ring, self._readable_from(oldest), self.depth)
+        self._frozen = added
         self._recent, self._other_recent = self._other_recent, self._recent
-        self._merge = Merge(self._base, self._frozen, self.ring, self._readable_from(oldest), self.depth)
         self._merged = oldest, self.ring.head
 
     def _finish_merge(self) -> None:
@@ -281,7 +304,7 @@ class Index:
         self._oldest, self._covered = self._merged
         self._is_removing = True
         self.times.base_merges += 1
-        self.view = self._make_view()
+        self.publish()
 
     def _remove_old(self) -> None:
         """Allow text before the oldest position to be overwritten; waits until it has no readers."""

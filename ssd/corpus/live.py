@@ -100,14 +100,12 @@ class LiveTier:
             return False
         buffer = self.tier.next_buffer()
         self._free_removed()
-        self._removed, self._freed = self._freed, []
         kept = self.tier.newest.positions
-        if self._removed:
-            self.owners[self._removed] = NO_OWNER
+        if self._freed:
+            self.owners[self._freed] = NO_OWNER
             kept = kept[self.owners[kept >> BLOCK_BITS] != NO_OWNER]
         added = np.concatenate([*self._new, np.empty(0, np.uint32)]).astype(np.uint32)
         added = added[self.owners[added >> BLOCK_BITS] != NO_OWNER]
-        self._new = []
         everything = 1 << 40
         size = merge_unsorted(
             self.address,
@@ -122,6 +120,8 @@ class LiveTier:
             self._depth,
         )
         self.tier.publish(size)
+        # Last, so that the next call repeats all of it if there was not enough memory.
+        self._removed, self._freed, self._new = self._freed, [], []
         return True
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,6 +86,10 @@ class RequestLog:
         table = np.empty(max(MIN_ROOM, 2 * len(rows)), ROW)
         table[: len(rows)] = rows
         self._table, self._start, self._end = table, 0, len(rows)
+
+    def drop_from(self, position: int) -> None:
+        """Drop requests that were written from `position` on."""
+        self._end = bisect_left(self._table["first"], position, self._start, self._end)
 
     def drop_before(self, position: int) -> None:
         """Drop requests whose text ends at `position` or before."""

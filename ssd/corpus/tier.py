@@ -56,9 +56,8 @@ class Tier:
         # A lock and not an event: the garbage collector may call `release` in this thread, even while it waits.
         reading = threading.Lock()
         reading.acquire()
-        self._reading = reading
-        self._retired = weakref.ref(self.newest, lambda _: reading.release())
-        self.newest = newest
+        retired = weakref.ref(self.newest, lambda _: reading.release())
+        self._reading, self._retired, self.newest = reading, retired, newest
 
     def wait_until_unread(self, timeout_s: float | None = None) -> bool:
         """Wait until there are no references to the previous suffix array; return False after the timeout."""

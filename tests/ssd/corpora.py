@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
+import pytest
+
+from ssd.corpus import index, merge, ring
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import PAD, SEPARATOR
 from ssd.corpus.view import FROZEN
@@ -11,6 +16,17 @@ from ssd.types import Drafter
 from tests.replay import progress_of
 
 DEPTH = 8
+
+
+@contextmanager
+def tiny_slices() -> Iterator[None]:
+    """Return a context in which corpora may be tiny and are merged in tiny slices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "MIN_CAPACITY", 2 * PAD)
+        patch.setattr(index, "MIN_GAP", 128)
+        patch.setattr(merge, "PLACES_AT_ONCE", 7)
+        patch.setattr(merge, "COPIED_AT_ONCE", 50)
+        yield
 
 
 def some_requests(count: int, seed: int = 0, size: int = 100, ids: int = 50) -> list[np.ndarray]:

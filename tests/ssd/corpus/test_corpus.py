@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from ssd import DrafterConfig, SuffixDrafter
 from ssd.config import MAX_MATCH_DEPTH
-from ssd.corpus import index, merge, ring
 from ssd.corpus.corpus import MAINTAINER_NICENESS, Corpus
 from ssd.corpus.ring import PAD
 from ssd.types import ROOT
 from tests import naive
 from tests.replay import progress_of
 from tests.ssd.addresses import uint32_at
-from tests.ssd.corpora import some_requests
+from tests.ssd.corpora import some_requests, tiny_slices
 from tests.strategies import ALPHABETS, array, examples
 
 CAPACITY = 300
@@ -32,13 +31,7 @@ CONFIG = DrafterConfig(match_depth=DEPTH, max_draft=8, cost=0.001)
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny_parts():
-    """Use small sizes and tiny slices."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (ring, index):
-            patch.setattr(module, "MIN_CAPACITY", 2 * PAD, raising=False)
-        patch.setattr(index, "MIN_GAP", 128)
-        patch.setattr(merge, "PLACES_AT_ONCE", 7)
-        patch.setattr(merge, "COPIED_AT_ONCE", 50)
+    with tiny_slices():
         yield
 
 
