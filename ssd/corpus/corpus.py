@@ -25,6 +25,7 @@ from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
 from ssd.corpus.ring import check_tokens
 from ssd.corpus.view import View
+from ssd.errors import UserError
 from ssd.kernels.fallback import FallbackTable
 from ssd.kernels.probabilities import LearnedTables
 
@@ -71,6 +72,8 @@ class Corpus:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._maintainer: threading.Thread | None = None
+        self._process = os.getpid()
+        """The process that the maintainer runs in."""
 
     @classmethod
     def from_config(cls, config: DrafterConfig, clock: Callable[[], float] = time.time) -> Corpus:
@@ -126,8 +129,9 @@ class Corpus:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
         request_id: a name to forget it by. time: when it finished, by the clock; None: now. Raises ValueError for
-        another dtype or shape, for the separator's id, and for a time that is not finite.
+        another dtype or shape, for the separator's id, and for a time that is not finite, and UserError as `maintain`.
         """
+        self._check_process()
         check_tokens(tokens)
         if time is not None and not math.isfinite(time):
             raise ValueError(f"time must be a finite number of seconds, not {time}")
@@ -155,8 +159,10 @@ class Corpus:
     def start_running(self, prefix: np.ndarray | None) -> int:
         """Register a running request; return its number in the live tier.
 
-        prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests.
+        prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests. Raises
+        UserError as `maintain`.
         """
+        self._check_process()
         owner = next(self._owners)
         with self._count_lock:
             self._running += 1
@@ -187,7 +193,11 @@ class Corpus:
         self.hide_running(owner)
 
     def refresh(self) -> None:
-        """Apply all queued changes now: index what was appended, and erase what was forgotten."""
+        """Apply all queued changes now: index what was appended, and erase what was forgotten.
+
+        Raises UserError as `maintain`.
+        """
+        self._check_process()
         with self._refresh_lock:
             has_changes = self._live_changes or self._inbox or self._forgets or self._waiting
             if not (has_changes or self._index.is_merging or self._has_failed):
@@ -218,7 +228,13 @@ class Corpus:
             self._index.restore(text, positions, covered, rows)
 
     def maintain(self, interval_s: float) -> None:
-        """Refresh in a background thread whenever there are changes, at most once per interval, until `close`."""
+        """Refresh in a background thread whenever there are changes, at most once per interval, until `close`.
+
+        In a forked child, methods that add text or refresh raise UserError then: the child has neither this thread nor
+        the readers that the index may wait for.
+        """
+        self._check_process()
+        self._process = os.getpid()
         self._stopping.clear()
         self._maintainer = threading.Thread(
             target=self._refresh_until_stopped, args=(interval_s,), name="ssd-maintainer", daemon=True
@@ -226,17 +242,30 @@ class Corpus:
         self._maintainer.start()
 
     def close(self) -> None:
-        """Stop the background thread; wait for its current refresh."""
+        """Stop the background thread; wait for its current refresh. Does nothing in a forked child."""
+        if self._maintainer is None or self._is_fork:
+            return
         self._stopping.set()
         self._wake.set()
-        if self._maintainer is not None:
-            self._maintainer.join()
-            self._maintainer = None
+        self._maintainer.join()
+        self._maintainer = None
 
     @property
     def nbytes(self) -> int:
         """Memory in bytes between merges, the learned tables included."""
         return self._index.nbytes + self.learned.nbytes + self.fallback.nbytes
+
+    @property
+    def _is_fork(self) -> bool:
+        """Whether the maintainer runs in another process, from which this one was forked."""
+        return self._maintainer is not None and os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._is_fork:
+            raise UserError(
+                f"this corpus is maintained in process {self._process}, from which this one was forked; "
+                "make drafters and corpora in each process"
+            )
 
     def _put(self, item: Text | Forget) -> None:
         self._inbox.append(item)
