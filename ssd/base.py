@@ -22,7 +22,7 @@ from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
-from ssd.types import PROPOSE_ID, DraftBatch, Progress, offsets_of
+from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_ROWS = np.empty(0, np.int64)
@@ -135,9 +135,10 @@ class CorpusDrafter(ABC):
         beginning, and it is searched like the prompt and never remembered. committed: uint32 [n], tokens that it has
         already produced elsewhere. session_id: turns of a conversation with the same id share an index: only the new
         part of a prompt is indexed and remembered. request_id: a name to forget the output by. learn: whether the
-        output may ever be offered to other sequences. Raises ValueError for an id in use, and for tokens as
-        `Corpus.append`.
+        output may ever be offered to other sequences. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and
+        for tokens as `Corpus.append`.
         """
+        check_sequence_id(sequence_id)
         self._check_is_new(sequence_id)
         prepared = self.prepare(
             prompt, hints=hints, committed=committed, session_id=session_id, request_id=request_id, learn=learn
@@ -175,7 +176,7 @@ class CorpusDrafter(ABC):
         else:
             if running is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
-            self.start(PROPOSE_ID, text, session_id=PROPOSE_SESSION, learn=False)
+            self.begin(PROPOSE_ID, self.prepare(text, session_id=PROPOSE_SESSION, learn=False))
         return self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=max(0, limit)))
 
     def finish(

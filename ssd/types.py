@@ -19,9 +19,15 @@ ROOT = -1
 """Parent of a draft token that follows the context directly."""
 
 PROPOSE_ID = (1 << 64) - 1
-"""Id of the sequence that `propose` keeps; no other sequence may have it."""
+"""Id of the sequence that `propose` keeps; `check_sequence_id` refuses it for others."""
 
 UINT32 = np.dtype(np.uint32)
+
+
+def check_sequence_id(sequence_id: int) -> None:
+    """Raise ValueError for an id outside 0 to 2^64 - 2."""
+    if not 0 <= sequence_id < PROPOSE_ID:
+        raise ValueError(f"a sequence id must be 0 to {PROPOSE_ID - 1}, not {sequence_id}")
 
 
 class Source(IntEnum):

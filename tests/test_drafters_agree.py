@@ -10,6 +10,7 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.types import PROPOSE_ID
 from tests.replay import accepted_path, progress_of, replay_one
 from tests.servers import served
 from tests.strategies import array
@@ -108,6 +109,16 @@ def test_ids_in_use_and_unknown_ones_are_refused(drafter):
     drafter.finish(1, array([]))
     with pytest.raises(ValueError, match="sequence 1 was not started"):
         drafter.finish(1, array([]))
+
+
+@pytest.mark.parametrize("sequence_id", [-1, PROPOSE_ID, PROPOSE_ID + 1])
+def test_ids_that_callers_may_not_use_are_refused(drafter, sequence_id):
+    drafter.propose([1, 2, 1])
+    with pytest.raises(ValueError, match=f"must be 0 to 18446744073709551614, not {sequence_id}"):
+        drafter.start(sequence_id, array([1]))
+    drafter.start(PROPOSE_ID - 1, array([1, 2, 1]))
+    assert drafter.draft(progress_of({PROPOSE_ID - 1: []}, limit=1)).tokens.tolist() == [2]
+    drafter.finish(PROPOSE_ID - 1, array([]), learn=False)
 
 
 def test_invalid_calls_are_refused_without_effect(drafter):

@@ -28,7 +28,7 @@ from drafter_service.transport.wire import WireError
 from ssd.config import DraftShape
 from ssd.corpus.ring import token_array
 from ssd.errors import UserError
-from ssd.types import PROPOSE_ID, DraftBatch, Progress
+from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id
 
 if TYPE_CHECKING:  # It imports numba.
     from drafter_service.observability.facts import ModelIdentity
@@ -146,16 +146,15 @@ class DrafterClient:
         hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
         prompt and never learned. session_id: shared by the turns of a conversation. request_id: a name by which to
         `forget` what the sequence produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be
-        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use, a token id that
-        is reserved or outside the model's vocabulary, and a name that is too long.
+        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use or outside 0 to
+        2^64 - 2, a token id that is reserved or outside the model's vocabulary, and a name that is too long.
         """
-        self._check_process()
-        with self._lock:
-            self._protocol.start(
+        check_sequence_id(sequence_id)
+        self._queue(
+            lambda: self._protocol.start(
                 sequence_id, prompt, hints=hints, session_id=session_id, request_id=request_id, learn=learn
             )
-            self._send()
-            self._watch()
+        )
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Send committed tokens and wait for drafts, at most until the deadline.
@@ -189,7 +188,7 @@ class DrafterClient:
             if before is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
             self._proposed = None
-            self.start(PROPOSE_ID, text, session_id="propose", learn=False)
+            self._queue(lambda: self._protocol.start(PROPOSE_ID, text, session_id="propose", learn=False))
         verified = verified if len(added) else 0
         drafts = self.draft(Progress.of_one(PROPOSE_ID, added, verified=verified, max_draft=limit))
         self._proposed = text, len(drafts.tokens)
@@ -202,11 +201,7 @@ class DrafterClient:
 
         Raises ValueError as `draft`.
         """
-        self._check_process()
-        with self._lock:
-            self._protocol.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn)
-            self._send()
-            self._watch()
+        self._queue(lambda: self._protocol.finish(sequence_id, tokens, verified=verified, steps=steps, learn=learn))
 
     def forget(self, request_id: str) -> None:
         """Forget text learned under a name; running sequences of this name are not learned.
@@ -283,6 +278,14 @@ class DrafterClient:
         """Raise UserError in a forked child, whose messages would mix with the parent's."""
         if self._is_fork:
             raise UserError(f"this client belongs to process {self._process}; make another one in each process")
+
+    def _queue(self, change: Callable[[], None]) -> None:
+        """Start or finish a sequence, and send the request if the stream allows it now."""
+        self._check_process()
+        with self._lock:
+            change()
+            self._send()
+            self._watch()
 
     def _await_welcome(self) -> None:
         self._decided.wait(CONNECT_TIMEOUT_S)

@@ -97,10 +97,10 @@ class Protocol:
         sequence_id: int,
         prompt: np.ndarray,
         *,
-        hints: np.ndarray | None,
-        session_id: str | None,
-        request_id: str | None,
-        learn: bool,
+        hints: np.ndarray | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        learn: bool = True,
     ) -> None:
         """Begin a sequence.
 
