@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ssd.config import check_cost
-from ssd.corpus.ring import check_tokens
+from ssd.corpus.ring import check_tokens, kind_of
 
 ROOT = -1
 """Parent of a draft token that follows the context directly."""
@@ -85,9 +85,10 @@ class Progress:
         if self.steps is not None:
             counts.append(self.steps)
         for array in (self.tokens, self.offsets, *counts):
-            if array.dtype != UINT32 or array.ndim != 1 or not array.flags.c_contiguous:
-                given = f"{array.dtype} {list(array.shape)}"
-                raise ValueError(f"{self._name_of(array)} must be a contiguous 1-D uint32 array, not {given}")
+            if getattr(array, "dtype", None) != UINT32 or array.ndim != 1 or not array.flags.c_contiguous:
+                raise ValueError(f"{self._name_of(array)} must be a contiguous 1-D uint32 array, not {kind_of(array)}")
+        if not isinstance(self.sequence_ids, np.ndarray):
+            raise ValueError(f"sequence_ids must be a 1-D uint64 array, not {kind_of(self.sequence_ids)}")
         sequences, bounds = len(self.sequence_ids), self.offsets.tolist()
         if len(bounds) != sequences + 1:
             raise ValueError(f"offsets has {len(bounds)} elements, not {sequences + 1}: one more than sequences")

@@ -33,13 +33,20 @@ def check_tokens(tokens: np.ndarray, vocab_size: int = 0) -> None:
 
     vocab_size: 0 if it is not known.
     """
-    if tokens.dtype != np.uint32 or tokens.ndim != 1:
-        raise ValueError(f"token ids must be a 1-D uint32 array, not {tokens.dtype} {list(tokens.shape)}")
+    if getattr(tokens, "dtype", None) != np.uint32 or tokens.ndim != 1:
+        raise ValueError(f"token ids must be a 1-D uint32 array, not {kind_of(tokens)}")
     largest = int(np.maximum.reduce(tokens, initial=0))
     if largest > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
     if vocab_size and largest >= vocab_size:
         raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
+
+
+def kind_of(given: object) -> str:
+    """Return dtype and shape of an array, such as "int64 [3]", or the type of another object; for messages."""
+    if isinstance(given, np.ndarray):
+        return f"{given.dtype} {list(given.shape)}"
+    return f"a {type(given).__name__}"
 
 
 def token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

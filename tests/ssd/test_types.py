@@ -39,6 +39,13 @@ def test_the_error_names_the_field_of_another_dtype(field, dtype):
         replace(progress, **{field: getattr(progress, field).astype(dtype)}).check_arrays()
 
 
+@pytest.mark.parametrize("field", ["sequence_ids", *UINT32_FIELDS])
+def test_lists_are_not_arrays(field):
+    progress = progress_of({1: [5], 2: [6]}, limit=4)
+    with pytest.raises(ValueError, match=rf"^{field} must be a .*array, not a list$"):
+        replace(progress, **{field: getattr(progress, field).tolist()}).check_arrays()
+
+
 @pytest.mark.parametrize("counts", [np.zeros(4, np.uint32)[::2], np.zeros((2, 1), np.uint32)], ids=["gaps", "table"])
 def test_the_error_names_the_field_of_another_layout(counts):
     with pytest.raises(ValueError, match=r"^verified must be a contiguous 1-D uint32 array, not "):

@@ -96,7 +96,15 @@ def test_the_largest_token_id_is_valid_and_the_separator_is_not():
 
 @pytest.mark.parametrize(
     "tokens",
-    [np.array([1, -1]), np.array([1.5]), np.array([], np.float64), np.array([[1]], np.uint32), np.array([1], ">u4")],
+    [
+        np.array([1, -1]),
+        np.array([1.5]),
+        np.array([], np.float64),
+        np.array([[1]], np.uint32),
+        np.array([1], ">u4"),
+        [1],
+        None,
+    ],
 )
 def test_only_1d_uint32_arrays_are_tokens(tokens):
     with pytest.raises(ValueError, match="a 1-D uint32 array"):
