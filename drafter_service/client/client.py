@@ -85,8 +85,10 @@ class DrafterClient:
         gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
         until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
         after such a loss once the service has answered several requests again. Raises UserError for an invalid address
-        and for unusable files.
+        and for unusable files, ValueError for a negative deadline and an unknown shape.
         """
+        if not deadline_s >= 0:
+            raise ValueError(f"deadline_s must be 0 s or more, not {deadline_s}")
         self.address = Address.parse(address).text
         self.transport = ""
         """Transport of the connection: "socket" for the step socket, "grpc", or "" while there is none."""

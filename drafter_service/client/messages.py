@@ -136,7 +136,12 @@ class Counters:
 def hello_message(
     model: ModelIdentity | None, namespace: str, host: str = "", draft_shape: DraftShape | None = None
 ) -> pb.Hello:
-    """Return the first message of a stream: versions of host and client, the served model, and the shape of drafts."""
+    """Return the first message of a stream: versions of host and client, the served model, and the shape of drafts.
+
+    Raises ValueError for an unknown shape.
+    """
+    if draft_shape not in SHAPE_CODES:
+        raise ValueError(f"draft_shape must be 'path', 'tree' or None, not {draft_shape!r}")
     return pb.Hello(
         protocol=PROTOCOL,
         client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),

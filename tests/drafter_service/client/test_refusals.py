@@ -5,6 +5,7 @@ import time
 import grpc
 import pytest
 
+from drafter_service.client import DrafterClient
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, draft_of
 from tests.drafter_service.raw import eventually
@@ -34,6 +35,12 @@ def test_a_refusal_is_final_and_reported_once(fake, connect, code, socket_addres
     assert client.lost == "not you"
     client.start(1, array([5]))
     assert draft_of(client, []) == []
+
+
+@pytest.mark.parametrize(("argument", "value"), [("deadline_s", -1.0), ("draft_shape", "list")])
+def test_arguments_outside_their_range_are_refused(socket_address, argument, value):
+    with pytest.raises(ValueError, match=f"^{argument} must be .*, not "):
+        DrafterClient(socket_address, **{argument: value})
 
 
 def test_a_refusal_after_a_lost_connection_is_final(fake, connect):
