@@ -23,14 +23,13 @@ def listen(server: grpc.aio.Server, address: Address, config: AccessConfig) -> A
     address.claim()
     try:
         with address.permissions(config.socket_permissions):
+            address.check_bindable()
             if credentials is None:
                 port = server.add_insecure_port(address.text)
             else:
                 port = server.add_secure_port(address.text, credentials)
     except RuntimeError:
-        raise UserError(
-            f"cannot listen at {address.text}: is the port in use or reserved, or the host not on this machine?"
-        ) from None
+        raise UserError(f"cannot listen at {address.text}; choose another address") from None
     return address.at_port(port)
 
 

@@ -98,6 +98,8 @@ class Link:
         details = shortened(str(error.details() or error.code().name), 300)
         if details.startswith(NOT_READY):
             return f"the drafter at {self.address} is {details}"
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return absence(self.address, "no answer in time")
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
             return absence(self.address, system_error(details))
         return f"the drafter at {self.address} refused: {details}"

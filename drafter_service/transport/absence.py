@@ -6,6 +6,10 @@ CLOSED = ("Socket closed", "Connection reset by peer")
 """Errors of a connection that was accepted and then closed, as a server with TLS does without a handshake."""
 
 
+UNRESOLVED = ("Domain name not found", "DNS server", "Name or service not known", "name resolution")
+"""Parts of the errors for names of hosts that do not resolve, by c-ares and by the operating system."""
+
+
 def system_error(details: str) -> str:
     """Return the operating system's error, such as "Connection refused", which ends the text of a gRPC error."""
     return details.rpartition(": ")[2].rstrip("]")
@@ -17,6 +21,8 @@ def absence(address: str, reason: str) -> str:
         return f"you may not use {address} ({reason}); ask its owner, or see `ssd-drafter serve --socket-mode`"
     if any(error in reason for error in CLOSED):
         return f"no drafter answers at {address} ({reason}); if it uses TLS, give its CA with --ca or `ClientAccess`"
+    if any(error in reason for error in UNRESOLVED):
+        return f"the host of {address} does not resolve ({reason}); check its name"
     return f"no drafter answers at {address} ({reason}); {start_one(address)}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ssd.errors import UserError
 
@@ -90,6 +91,34 @@ class Address:
         if _is_in_use(path):
             raise UserError(f"{path} is in use by another server; stop that one or choose another path")
         path.unlink()
+
+    def check_bindable(self) -> None:
+        """Raise UserError with the system's reason if no socket can be bound here; gRPC would only log the reason."""
+        try:
+            found = self._sockets()
+        except OSError as problem:
+            raise UserError(f"cannot listen at {self.text}: {problem.strerror or problem}; check the host") from None
+        reason = ""
+        for family, where in found:
+            try:
+                with socket.socket(family) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(where)
+            except OSError as problem:
+                reason = problem.strerror or str(problem)
+            else:
+                if self.socket_path is not None:
+                    self.socket_path.unlink()
+                return
+        raise UserError(f"cannot listen at {self.text}: {reason}; choose another address")
+
+    def _sockets(self) -> list[tuple[int, Any]]:
+        """Return the socket families and addresses of this address. Raises OSError if its host does not resolve."""
+        if self.socket_path is not None:
+            return [(socket.AF_UNIX, str(self.socket_path))]
+        host, _, port = self.text.rpartition(":")
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        return [(family, where) for family, _, _, _, where in found]
 
     @contextmanager
     def permissions(self, mode: int) -> Iterator[None]:

@@ -54,8 +54,28 @@ async def test_server_refuses_an_exposed_address():
 async def test_address_in_use_is_an_error():
     async with guarded() as service:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        with pytest.raises(UserError, match="cannot listen at"):
+        with pytest.raises(UserError, match=r"cannot listen at .*: Address already in use; choose another address"):
             listen(server, service.address, AccessConfig())
+
+
+@run
+async def test_every_spelling_of_an_address_can_be_bound(socket_address):
+    for text in (socket_address, "127.0.0.1:0", "localhost:0", "[::1]:0"):
+        listen(grpc.aio.server(), Address.parse(text), AccessConfig(allow_plaintext=True))
+
+
+def test_an_address_of_another_machine_cannot_be_bound():
+    with pytest.raises(UserError, match=r"cannot listen at .*: Cannot assign requested address; choose another"):
+        Address.parse("192.0.2.1:1").check_bindable()
+
+
+def test_the_host_of_an_address_must_resolve(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError, match=r"cannot listen at .*: Name or service not known; check the host"):
+        Address.parse("nowhere.example:1").check_bindable()
 
 
 @pytest.mark.parametrize("mode", ["0600", "0660", "0666"])

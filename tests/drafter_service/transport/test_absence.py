@@ -80,5 +80,10 @@ def test_only_connections_that_were_closed_are_said_to_need_tls():
     assert not any("TLS" in message for message in messages("127.0.0.1:1"))
 
 
+def test_a_host_that_does_not_resolve_is_not_said_to_need_a_drafter():
+    message = absence("nowhere.example:1", system_error(UNRESOLVED))
+    assert message == "the host of nowhere.example:1 does not resolve (Domain name not found); check its name"
+
+
 def test_a_socket_of_another_user_is_not_said_to_be_missing():
     assert absence("unix:/s", "Permission denied").startswith("you may not use unix:/s")
