@@ -23,6 +23,7 @@ BLOCK_S = 5.0
 """Maximum time that Redis blocks a read until there is a new entry."""
 TIMEOUT_S = 10.0
 """Maximum time for an answer, including `BLOCK_S`; afterwards the connection is closed."""
+PING_S = 1.0
 MAX_CONNECTIONS = 10_000
 """A namespace has one connection for reading, and one while it writes."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
@@ -106,6 +107,12 @@ def connect(url: str) -> Redis:
     return client
 
 
+async def ping(client: Redis) -> None:
+    """Raise LogUnavailable if Redis does not answer within `PING_S`."""
+    async with _redis_call(PING_S):
+        await client.ping()
+
+
 class RedisStream:
     """The log of one namespace. Every method raises LogUnavailable if Redis fails."""
 
@@ -171,9 +178,9 @@ def _oldest_kept(trim_before: float, position: LogPosition) -> LogPosition:
 
 
 @asynccontextmanager
-async def _redis_call() -> AsyncIterator[None]:
+async def _redis_call(timeout_s: float = TIMEOUT_S) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             yield
     except Exception as problem:
         raise LogUnavailable(type(problem).__name__) from None

@@ -30,6 +30,11 @@ class Replication:
         if config.url is not None:
             self._log = SharedLog(config.url, config)
 
+    async def start(self) -> None:
+        """Log a warning if there is a shared log that does not answer."""
+        if self._log is not None:
+            await self._log.check()
+
     async def stop(self) -> None:
         """Disconnect, after all namespaces have been removed."""
         await asyncio.gather(*self._closing)

@@ -17,7 +17,14 @@ import structlog
 
 from drafter_service.replication.events import Event, Finished
 from drafter_service.replication.reader import Reader, RecentNames
-from drafter_service.replication.redis_stream import LogCounters, LogPosition, RedisStream, connect
+from drafter_service.replication.redis_stream import (
+    LogCounters,
+    LogPosition,
+    LogUnavailable,
+    RedisStream,
+    connect,
+    ping,
+)
 from drafter_service.replication.writer import Outbox, Writer
 from drafter_service.settings.tree import LogConfig
 
@@ -43,6 +50,13 @@ class SharedLog:
         # A restarted process has another name, so that it reads the entries that it published before: its snapshot may
         # not contain them.
         self._name = secrets.token_bytes(8)
+
+    async def check(self) -> None:
+        """Log a warning if Redis does not answer; the logs of namespaces keep trying to connect."""
+        try:
+            await ping(self._client)
+        except LogUnavailable as problem:
+            logger.warning("shared_log_unavailable", error=str(problem))
 
     def open(self, namespace: str) -> NamespaceLog:
         """Open the log of one namespace. Close it before closing this object."""

@@ -74,6 +74,7 @@ class DrafterServer:
                     pass
             except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces.capacities: {problem}") from None
+        await self._replication.start()
         self._housekeeping.start()
         steps, access = self._listener.address.steps, self._config.access
         if steps is not None and not access.has_tls:

@@ -13,6 +13,7 @@ from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from drafter_service.replication.redis_stream import connect
 from drafter_service.server.listener import Listener
 from drafter_service.settings.tree import ServiceConfig
 
@@ -28,6 +29,8 @@ async def run_service(
     notify: called with lines about the progress of compiling kernels, from another thread. ready: called with the
     address once streams are accepted.
     """
+    if config.log.url is not None:
+        connect(config.log.url)  # Raises UserError before the kernels are compiled.
     listener = Listener(config)
     await listener.start()
 

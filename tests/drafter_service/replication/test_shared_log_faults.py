@@ -13,6 +13,7 @@ from redis import Redis
 
 from drafter_service.replication import redis_stream, shared_log
 from drafter_service.replication.events import Finished, Forgotten
+from drafter_service.replication.replicas import Replication
 from drafter_service.replication.shared_log import SharedLog
 from drafter_service.replication.writer import EVENT_WEIGHT
 from drafter_service.settings.tree import LogConfig
@@ -84,6 +85,16 @@ class Proxy:
             writer.close()
 
         await asyncio.gather(requests(), answers(), return_exceptions=True)
+
+
+@in_loop
+async def test_a_redis_that_does_not_answer_is_reported_at_the_start(logged):
+    replication = Replication(LogConfig(url="redis://127.0.0.1:1"))
+    await replication.start()
+    await replication.stop()
+    assert [(line["event"], line["log_level"], line["error"]) for line in logged] == [
+        ("shared_log_unavailable", "warning", "ConnectionError")
+    ]
 
 
 @in_loop

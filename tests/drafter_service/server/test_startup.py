@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from drafter_service.client import DrafterClient
 from drafter_service.commands.main import cli
 from drafter_service.server import server, startup
-from drafter_service.settings.tree import ServiceConfig
+from drafter_service.settings.tree import LogConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from ssd.errors import UserError
@@ -82,6 +82,14 @@ async def test_a_client_that_is_not_required_connects_once_the_service_is_ready(
     await asyncio.to_thread(client.close)
     os.kill(os.getpid(), signal.SIGTERM)
     await task
+
+
+@run
+async def test_the_shared_log_is_checked_before_kernels_are_compiled(monkeypatch, socket_address):
+    monkeypatch.setattr(startup, "_load_server", None)
+    config = ServiceConfig(listen=socket_address, log=LogConfig(url="http://host"))
+    with pytest.raises(UserError, match="the URL of the shared log must begin with redis://"):
+        await startup.run_service(config, print, print)
 
 
 @run
