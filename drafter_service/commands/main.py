@@ -15,6 +15,9 @@ from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 
+KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "drafter_service.commands.advise.running")
+"""Modules that import all kernels."""
+
 
 class _Commands(click.Group):
     """Commands whose errors and interruptions are printed as one line."""
@@ -33,16 +36,16 @@ def cli() -> None:
 
 @cli.command()
 def precompile() -> None:
-    """Compile the kernels into a cache, so that later starts are fast."""
+    """Compile the kernels of ssd-drafter in advance."""
     import time
+    from importlib import import_module
 
     from ssd.kernels.progress import ProgressLines, watched_compilation
 
     began = time.perf_counter()
     with watched_compilation(ProgressLines(click.echo)):
-        from ssd.drafter import SuffixDrafter
-
-        SuffixDrafter().close()
+        for module in KERNELS:
+            import_module(module)  # Kernels are compiled when their modules are imported.
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 

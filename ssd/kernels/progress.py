@@ -51,7 +51,7 @@ def log_compilation(seconds: float) -> None:
     if not _watched:
         _unwatched_s += seconds
     if before < UNREPORTED_S <= _unwatched_s:
-        LOG.warning("compiling kernels, once after an installation or update: this takes about a minute")
+        LOG.warning("compiling kernels, once after an installation or update: this takes up to a minute")
 
 
 class ProgressLines:

@@ -59,4 +59,4 @@ def test_compiling_without_reports_is_logged_once(monkeypatch, caplog):
     assert caplog.messages == []
     for _ in range(3):
         log_compilation(1.0)
-    assert caplog.messages == ["compiling kernels, once after an installation or update: this takes about a minute"]
+    assert caplog.messages == ["compiling kernels, once after an installation or update: this takes up to a minute"]
