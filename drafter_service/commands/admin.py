@@ -20,7 +20,10 @@ them."""
 @click.option("--wait", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Wait for a starting service.")
 @connection_options
 def health(wait: float, link: Link) -> None:
-    """Exit with 0 if the service is serving; for liveness and startup probes."""
+    """Exit with 0 if the service is serving.
+
+    For liveness and startup probes.
+    """
     import time
 
     import grpc
@@ -120,10 +123,15 @@ def snapshot(namespace: str, link: Link) -> None:
 
 @click.command()
 @click.argument("namespace")
-@click.confirmation_option(prompt="This deletes everything that it has learned, including its snapshot. Continue?")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
 @connection_options
-def drop(namespace: str, link: Link) -> None:
-    """Delete a namespace: corpus, learned probabilities, statistics and snapshot."""
+def drop(namespace: str, yes: bool, link: Link) -> None:
+    """Delete a namespace and its snapshot.
+
+    Deletes corpus, learned probabilities and statistics.
+    """
+    if not yes:
+        click.confirm(f"Delete the namespace {namespace}, all that it has learned, and its snapshot?", abort=True)
     from drafter_service.stubs import drafter_pb2 as pb
 
     with link.stub() as (stub, metadata):

@@ -30,7 +30,7 @@ TIMEOUT_S = 10.0
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document that docs/report.schema.json describes.")
 def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None, as_json: bool) -> None:
-    """Report the savings from drafting, as tables, as an HTML page, or as JSON."""
+    """Report the savings as tables, an HTML page or JSON."""
     if snapshot is not None and namespace:
         raise UserError("a snapshot has one namespace; remove --namespace")
     if snapshot is None:

@@ -58,7 +58,7 @@ FLAGS = {
     help="Cost of verifying one more token, as a fraction of a step, where engines do not report it.  [default: 0.02]",
 )
 @click.option(
-    "--refresh-interval", type=float, metavar="SECONDS", help="Interval between index updates.  [default: 0.005]"
+    "--refresh-interval", type=float, metavar="SECONDS", help="Interval between index updates.  [default: 0.01]"
 )
 @click.option("--memory-limit", type=Quantity(), help="Maximum bytes of all loaded namespaces.  [default: 4G]")
 @click.option(
@@ -78,7 +78,7 @@ FLAGS = {
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as limits.streams=64.")
 @click.option("--print-config", is_flag=True, help="Print all settings and their meanings as TOML, and exit.")
 def serve(config: Path | None, settings: tuple[str, ...], print_config: bool, **flags: Any) -> None:
-    """Serve drafts to engines until interrupted (SIGINT or SIGTERM)."""
+    """Serve drafts to engines until SIGINT or SIGTERM."""
     import asyncio
 
     from drafter_service.settings.load import load_settings, read_assignments

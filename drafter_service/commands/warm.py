@@ -57,7 +57,7 @@ def warm(
     resume_path: Path | None,
     link: Link,
 ) -> None:
-    """Learn from logs and text, so that the first requests already get drafts."""
+    """Learn from logs and text before the first requests."""
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
 

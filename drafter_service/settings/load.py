@@ -33,7 +33,7 @@ def load_settings(
     """Return the settings; `flags` by dotted key, such as "drafting.capacity". Raises UserError that names the key."""
     layers = [
         (_read_file(file), f"{file}") if file else ({}, ""),
-        (_nested(_environment_keys(environment)), "environment"),
+        (_nested(_environment_keys(environment)), f"environment variables {PREFIX}..."),
         (_nested(flags or {}), "flags"),
     ]
     merged: Tree = {}

@@ -158,7 +158,7 @@ def serve(name: str | None, **given: Any) -> None:
     help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
 )
 def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
-    """Run a workload without drafts and with a sidecar, and report the difference."""
+    """Compare one workload without and with drafts of a sidecar."""
     from engine.commands.demo.command import DemoOptions, demonstrate
 
     if not demonstrate(DemoOptions(out, requests, max_tokens, temperature, seed, model)):
@@ -214,7 +214,7 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
 )
 @click.option("--resume/--no-resume", default=False, help="Keep the results in --out, and run only what is missing.")
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
-    """Compare drafters on the same prompts, and find the best draft depth."""
+    """Compare drafters and draft depths on the same prompts."""
     from engine.commands.compare.compare import CompareOptions, run_comparison
     from ssd.hardware.cost_profile import CostProfile
     from ssd.hardware.roofline import roofline
@@ -231,7 +231,10 @@ def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given
 @row_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File to write.")
 def profile(out: Path, **given: Any) -> None:
-    """Measure the cost of steps and of drafting on this machine, for the predictions of `compare`."""
+    """Measure durations of steps and of drafting.
+
+    For the predictions of `compare` and of `ssd-drafter advise`.
+    """
     from engine.commands.compare.profile import write_profile
 
     engine, rows = _take_rows(given)
@@ -271,7 +274,10 @@ def train() -> None:
     help="Compile the training step: 1.5 times as fast, needs a C++ compiler.",
 )
 def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
-    """Train the small target on this Python's standard library (80 minutes on two cores)."""
+    """Train the small target on this Python's standard library.
+
+    It takes 80 minutes on two cores.
+    """
     from engine.training.run import train_with_progress
 
     train_with_progress(work, out, tokens, compiled)

@@ -59,7 +59,8 @@ class CostProfile:
     @property
     def label(self) -> str:
         """Return a short description of model and device."""
-        return f"{self.model} on {self.device} ({self.source})"
+        source = "from data sheets" if self.source == "roofline" else self.source
+        return f"{self.model} on {self.device} ({source})"
 
     def step(self, tokens: float, sequences: int) -> float:
         """Return the milliseconds of a step of `tokens` tokens in total, interpolated linearly."""

@@ -321,7 +321,7 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
             f"ends at {units.counted(profile.max_sequences, 'sequence')}"
         )
     if facts.faults.count:
-        notes.append(f"records that could not be read: {facts.faults.count:,}")
+        notes.append(f"records that could not be read: {facts.faults.count:,}: {facts.faults.summary}")
     if facts.backwards and traffic.has_times:
         notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:

@@ -58,9 +58,10 @@ def advise(
     out: Path,
     config: Path | None,
 ) -> None:
-    """Replay a log with the drafter, and say whether drafting is worthwhile. Nothing leaves this machine.
+    """Replay a log, and say whether drafting is worthwhile.
 
-    Prints a verdict and a comparison of settings, and writes a page with charts to the file given as --out.
+    Nothing leaves this machine. Prints a verdict and a comparison of settings, and writes a page with charts to the
+    file given as --out.
     """
     import tempfile
 

@@ -38,9 +38,10 @@ def conformance(
     key: Path | None,
     token_file: Path | None,
 ) -> None:
-    """Check that an engine, or a service, follows the protocol (docs/integrating.md).
+    """Check that an engine or a service follows the protocol.
 
-    The outcome of each check is printed. The exit code is 0 if all have passed, 1 otherwise.
+    docs/integrating.md describes it. The outcome of each check is printed. The exit code is 0 if all have passed, 1
+    otherwise.
     """
     if (listen is None) == (connect is None):
         raise UserError("give one of --listen ADDRESS, to check an engine, and --connect ADDRESS, to check a service")

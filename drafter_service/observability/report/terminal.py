@@ -195,7 +195,7 @@ def _calibration(namespace: NamespaceReport) -> Table:
     for label, predicted, accepted, drafted in _tenths(namespace):
         table.add_row(label, units.share(predicted), units.share(accepted), units.count(drafted))
     table.add_section()
-    table.add_row("error", "", units.share(error), "")
+    table.add_row("mean error", "", units.share(error), "")
     return table
 
 

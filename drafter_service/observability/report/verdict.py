@@ -40,7 +40,8 @@ def worth(drafting: Drafting) -> str:
     if not drafting.break_even_cost:
         return ""
     speedup = next((estimate.speedup for estimate in drafting.estimates if estimate.cost == USUAL_COST), None)
-    limit = f"up to {units.share(drafting.break_even_cost)}" if drafting.break_even_cost < 1 else "at any cost"
+    share = drafting.break_even_cost
+    limit = f"as long as that is less than {units.share(share)}" if share < 1 else "at any cost"
     return (
         f"Estimated from {units.counted(drafting.steps, 'step')}: {units.ratio(speedup)}x as fast where verifying a "
         f"token costs {units.share(USUAL_COST)} of a step; worthwhile {limit}."

@@ -125,7 +125,8 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         assert run("forget", "team-a", "--everything", *service.admin) == (0, printed, "")
         assert caller.probe("team-a", OTHER[:8], 1) == []
 
-        assert run("drop", "team-a", *service.admin, answer="n")[0] == 1
+        code, out, _ = run("drop", "team-a", *service.admin, answer="n")
+        assert code == 1
         assert (service.folder / "team-a").exists()
         assert run("drop", "team-a", "--yes", *service.admin) == (0, "dropped team-a\n", "")
         assert not (service.folder / "team-a").exists()
@@ -144,7 +145,10 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         (["forget", "a", "--older-than", "nan", "{admin}"], "older_than_s is nan; it is an age in seconds, 0 or more"),
         (["snapshot", "--namespace", "../x", "{admin}"], "refused: there is no namespace '../x'"),
         (["snapshot", "{reader}"], "nothing was saved: no namespace is in memory, you may administer none of them"),
-        (["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"], "no drafter answers at unix:/nowhere.sock"),
+        (
+            ["health", "--address", "unix:/nowhere.sock", "--wait", "0.01"],
+            "no drafter answers at unix:/nowhere.sock (no answer in time); start one",
+        ),
         (["health", "--address", "nonsense"], "'nonsense' is not an address"),
         (
             ["health", "--address", "unix:/nowhere.sock"],
@@ -223,7 +227,10 @@ def test_usage_errors_are_explained(run, arguments, error):
         (["--listen", "unix:{new}", "--callers", "{file}"], "callers: {file}"),
         (["--listen", "unix:{new}", "--callers", "{new}"], "callers: cannot read {new}"),
         (["--config", "{new}"], "cannot read the settings in {new}: No such file"),
-        (["--listen", "127.0.0.1:{taken}"], "cannot listen at 127.0.0.1:{taken}: is the port in use"),
+        (
+            ["--listen", "127.0.0.1:{taken}"],
+            "cannot listen at 127.0.0.1:{taken}: Address already in use; choose another",
+        ),
         (["--listen", "{used}"], "is in use by another server; stop that one or choose another path"),
     ],
 )
@@ -297,6 +304,24 @@ def test_every_flag_is_a_setting_without_a_default(run):
     others = {"config", "settings", "print_config"}
     assert {option.name for option in serve.params if option.name not in others} == FLAGS.keys()
     assert run("serve", "--print-config")[1] == run("serve", "--set", "limits.streams=1024", "--print-config")[1]
+
+
+def test_the_help_names_the_defaults(run):
+    from drafter_service.commands.serve import FLAGS, serve
+
+    named = {
+        FLAGS[option.name]: found[1]
+        for option in serve.params
+        if (found := re.search(r"\[default: (.*)\]", option.help or ""))
+    }
+    assert len(named) > 8
+    assert load_settings(flags=named, environment={}) == load_settings(environment={})
+
+
+def test_summaries_of_commands_are_not_cut(run):
+    commands = run("--help")[1].partition("Commands:\n")[2]
+    assert "advise" in commands
+    assert "..." not in commands
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["forget"], ["health"], ["token"]])

@@ -153,7 +153,7 @@ def test_errors_name_the_key_in_one_line(flags, message):
 
 
 def test_errors_name_the_environment_or_the_file(tmp_path):
-    with pytest.raises(UserError, match=r"environment: there is no setting limits.stream; did you mean limits.streams"):
+    with pytest.raises(UserError, match=r"variables SSD_DRAFTER_.*: there is no setting limits.stream; did you mean"):
         loaded(environment={"SSD_DRAFTER_LIMITS__STREAM": "1"})
     file = tmp_path / "settings.toml"
     with pytest.raises(UserError, match=f"cannot read the settings in {file}: No such file"):

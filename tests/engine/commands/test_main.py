@@ -24,6 +24,13 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("group", [[], ["train"]])
+def test_summaries_of_commands_are_not_cut(group):
+    commands = CliRunner().invoke(main.cli, [*group, "--help"]).output.partition("Commands:\n")[2]
+    assert commands
+    assert "..." not in commands
+
+
 def test_the_checked_modules_are_those_of_the_extra():
     extras = PROJECT["optional-dependencies"]
     names = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in extras["engine"] + extras["text"]}

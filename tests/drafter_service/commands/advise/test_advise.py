@@ -160,7 +160,7 @@ def test_odd_logs_are_described(tmp_path, profile):
     log.write_text("\n".join([*lines, "not JSON"]))
     result = run("--from", log, "--cost-profile", profile, "--concurrency", 2, "--out", tmp_path / "a.html")
     assert result.exit_code == 0, result.output
-    for words in ("could not be read: 1", "sorted by time: 5", "ids should be unique: 1"):
+    for words in ("could not be read: 1: not JSON (", "sorted by time: 5", "ids should be unique: 1"):
         assert words in " ".join(result.output.split())
 
 
