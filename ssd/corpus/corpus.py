@@ -35,6 +35,9 @@ MAINTAINER_NICENESS = 5
 """Niceness that is added for the maintainer thread. Where cores are busy, 5 keeps most merges from delaying drafts; 10
 delayed new text by 0.2 s."""
 
+RETRY_S = 1.0
+"""Time after which the maintainer repeats a refresh that failed, in seconds; until then, it applies no changes."""
+
 
 class Corpus:
     """All remembered tokens and their index. Any thread may use it."""
@@ -284,6 +287,7 @@ class Corpus:
         while not self._stopping.is_set():
             self._wake.wait()
             self._wake.clear()
+            pause_s = interval_s
             try:
                 self.refresh()
                 while self.is_merging and not self._stopping.is_set():
@@ -291,7 +295,9 @@ class Corpus:
             except Exception:
                 # The last view stays valid; the next refresh may have enough memory again.
                 logger.exception("merging new requests failed; drafts come from the last view")
-            self._stopping.wait(interval_s)
+                self._wake.set()
+                pause_s = RETRY_S
+            self._stopping.wait(pause_s)
 
     def _apply_live_changes(self) -> None:
         for _ in range(len(self._live_changes)):

@@ -42,6 +42,11 @@ def fill(corpus: Corpus, requests: list[np.ndarray], name: str | None = None) ->
         corpus.refresh()
 
 
+def no_memory(*_: object) -> None:
+    """Fail, in place of a function that allocates memory."""
+    raise MemoryError
+
+
 def settle(corpus: Corpus) -> None:
     """Finish the merge in progress."""
     while corpus.is_merging:

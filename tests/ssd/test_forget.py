@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import live
 from ssd.corpus.corpus import Corpus
 from tests.replay import progress_of
-from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, settle, some_requests
+from tests.ssd.corpora import DEPTH, assert_whole, fill, holds, no_memory, settle, some_requests
 
 CONFIG = DrafterConfig(match_depth=DEPTH)
 SECRET = np.arange(1000, 1060, dtype=np.uint32)
@@ -66,10 +67,6 @@ def test_waiting_text_is_forgotten_and_later_text_is_not():
     assert draft_after(corpus, SECRET[:20] + np.uint32(100))
     assert draft_after(corpus, SECRET[:20] + np.uint32(200))
     assert corpus.times.forgotten == 1
-
-
-def no_memory(*_):
-    raise MemoryError
 
 
 @pytest.mark.parametrize("failing", ["forget", "_finish_merge", "add"])
@@ -254,6 +251,19 @@ def test_a_running_request_is_forgotten(from_another):
     drafter.finish(1, SECRET[5:])
     corpus.refresh()
     assert draft_after(corpus, SECRET[:20])
+
+
+def test_a_running_request_is_forgotten_after_a_failure(monkeypatch):
+    corpus = Corpus(100_000, DEPTH)
+    drafter = SuffixDrafter(CONFIG, corpus=corpus)
+    start_two(drafter)
+    drafter.forget("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "merge_unsorted", no_memory)
+        with pytest.raises(MemoryError):
+            corpus.refresh()
+    corpus.refresh()
+    assert draft_of_second(drafter, SECRET[12:19]) == []
 
 
 def test_other_running_requests_are_not_forgotten():

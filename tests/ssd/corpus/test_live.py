@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd.corpus import live
 from ssd.corpus.live import BLOCK, LiveTier
 from tests import naive
 from tests.replay import drafter_of, progress_of
 from tests.ssd.addresses import uint32_at
+from tests.ssd.corpora import no_memory
 from tests.strategies import ALPHABETS, array, examples
 
 DEPTH = 8
@@ -130,6 +132,25 @@ def test_a_request_without_room_continues_after_a_gap():
     tier.extend(2, array([10]))
     tier.merge()
     assert evidence_in(tier) == evidence_of([5, 6, 7, 8, 9], [10])
+
+
+def test_a_merge_that_failed_is_repeated(monkeypatch):
+    tier = LiveTier(blocks=4, depth=DEPTH)
+    for owner in (1, 2, 3):
+        tier.start(owner, array([owner]))
+        tier.extend(owner, array([10 + owner]))
+    tier.merge()
+    tier.finish(1)
+    tier.extend(2, array([22]))
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "merge_unsorted", no_memory)
+        with pytest.raises(MemoryError):
+            tier.merge()
+    # Its block must not be reused while the suffix array refers to it.
+    tier.start(4, array([4]))
+    tier.extend(4, array([14]))
+    assert tier.merge()
+    assert evidence_in(tier) == evidence_of([2], [12, 22]) + evidence_of([3], [13])
 
 
 def test_a_block_is_reused_only_when_it_has_no_readers():
