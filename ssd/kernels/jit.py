@@ -18,6 +18,7 @@ from numba.core.caching import CacheImpl, InTreeCacheLocator
 from numba.extending import intrinsic
 
 from ssd.errors import UserError
+from ssd.kernels.interruption import interruptible
 from ssd.kernels.progress import log_compilation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,13 +81,15 @@ CacheImpl._locator_classes.append(_ReadableCache)  # numba tries it last.
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk.
 
-    Raises UserError if the function is not in the cache, and no folder for the cache is writable.
+    Raises UserError if the function is not in the cache, and no folder for the cache is writable, and KeyboardInterrupt
+    if it is interrupted.
     """
     decorate = njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
 
     def compiled(function: F) -> F:
         began = time.perf_counter()
-        dispatcher = decorate(function)
+        with interruptible():
+            dispatcher = decorate(function)
         if dispatcher.stats.cache_misses:
             log_compilation(time.perf_counter() - began)
         return dispatcher
