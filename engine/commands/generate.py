@@ -30,6 +30,12 @@ from ssd.errors import UserError
 NO_PROMPT = "no prompt; give one as an argument, with --file, or on stdin"
 
 
+NOT_DRAFTED = (
+    "note: no draft token was verified: the drafter proposed none, or verifying them would have taken longer than "
+    "decoding without drafts"
+)
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """Arguments of the command line; see its help."""
@@ -54,15 +60,15 @@ def run_generate(options: GenerateOptions) -> None:
         raise UserError("log-probabilities are written to --out; give a file, or - for stdout")
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
-    model = load(options.engine)
     console = Console(stderr=True, highlight=False)
-    engine = launch(
-        model,
-        tokenizer,
-        options.engine,
-        warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
-        notify=lambda text: console.print(escape(text)),
-    )
+    with console.status(f"loading {escape(options.engine.model.name)} ..."):
+        engine = launch(
+            load(options.engine),
+            tokenizer,
+            options.engine,
+            warn=lambda text: console.print(f"[yellow]warning:[/] {escape(text)}"),
+            notify=lambda text: console.print(escape(text)),
+        )
     with closing(engine):
         for number, request in enumerate(requests[:: options.samples], start=1):
             with _prefix_errors(number):
@@ -165,6 +171,8 @@ def _print_summary(completions: Sequence[Completion], seconds: float, drafter: s
         f"{tokens / seconds:,.0f} tokens/s, "
         f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
     )
+    if not drafted and drafter != "none":
+        console.print(NOT_DRAFTED)
     if len(by_source) > 1:
         console.print("by source: " + "; ".join(f"{name}: {_acceptance(each)}" for name, each in by_source.items()))
 

@@ -128,6 +128,12 @@ def test_a_single_source_is_not_reported_twice(run, model_folder):
     assert "by source" not in err
 
 
+@pytest.mark.parametrize(("drafter", "is_noted"), [("classic", True), ("none", False)])
+def test_outputs_without_draft_tokens_are_explained(run, model_folder, drafter, is_noted):
+    _, _, err = run("generate", "--model", model_folder, "--drafter", drafter, "--max-tokens", 5, PROMPT)
+    assert ("no draft token was verified: the drafter proposed none" in " ".join(err.split())) is is_noted
+
+
 @pytest.mark.usefixtures("verify_all_drafts")
 def test_drafter_options_reach_the_drafter(run, model_folder, monkeypatch):
     base = ("generate", "--model", model_folder, "--max-tokens", 20, PROMPT)
