@@ -31,6 +31,9 @@ from drafter_service.settings.tree import LogConfig
 BYTES_PER_TOKEN = 4
 """Size of a token in the log, in bytes."""
 FLUSH_S = 2.0
+QUEUE_TOKENS = 4_000_000
+"""Maximum number of tokens of a namespace that wait while the log is unreachable; the oldest requests are dropped
+first."""
 
 logger = structlog.get_logger(__name__)
 
@@ -63,7 +66,7 @@ class SharedLog:
         stream = RedisStream(self._client, self._config.prefix, namespace)
         return NamespaceLog(
             stream,
-            Outbox(self._config.queue_tokens),
+            Outbox(QUEUE_TOKENS),
             logger.bind(namespace=namespace),
             name=self._name,
             max_bytes=BYTES_PER_TOKEN * self._config.max_tokens,

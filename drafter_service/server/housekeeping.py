@@ -15,6 +15,8 @@ logger = structlog.get_logger(__name__)
 
 SAMPLE_S = 10.0
 """Seconds between two samples of the counters for reports over time."""
+IDLE_S = 3600.0
+"""Seconds after which a namespace without streams is saved and unloaded, if it can be saved."""
 
 
 class Housekeeping:
@@ -23,7 +25,6 @@ class Housekeeping:
     def __init__(self, namespaces: Namespaces, config: ServiceConfig) -> None:
         self._namespaces = namespaces
         self._save_s = config.snapshots.interval_s
-        self._idle_s = config.namespaces.idle_s
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -56,4 +57,4 @@ class Housekeeping:
 
     async def _save(self) -> None:
         await self._namespaces.save_changed()
-        await self._namespaces.unload_idle(self._idle_s)
+        await self._namespaces.unload_idle(IDLE_S)

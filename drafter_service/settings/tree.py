@@ -91,8 +91,6 @@ class NamespacesConfig:
     """Maximum bytes of all loaded namespaces together. Each counts with the maximum that its capacity can need."""
     create: bool = True
     """Whether clients may create namespaces; otherwise only those in `capacities` exist."""
-    idle_s: Seconds = 3600.0
-    """Seconds after which a namespace without streams is saved and unloaded, if it can be saved."""
     capacities: Mapping[str, Positive] = field(default_factory=dict)
     """Capacities in tokens of namespaces that differ from `drafting.capacity`. They are loaded at the start."""
 
@@ -107,8 +105,6 @@ class LogConfig:
     """Services with the same prefix share their logs."""
     max_tokens: Positive = 32_000_000
     """Number of tokens kept in the log of a namespace. A replica that is further behind misses text."""
-    queue_tokens: Positive = 4_000_000
-    """Maximum number of tokens that wait while the log is unreachable; the oldest requests are dropped first."""
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,11 @@ async def test_redis_is_killed_and_restarted(kept, logged):
 
 
 @in_loop
-async def test_newest_requests_and_all_forgetting_wait_for_redis(logged):
+async def test_newest_requests_and_all_forgetting_wait_for_redis(logged, monkeypatch):
     room, weight = 100, 3 + len("0000") // 4 + EVENT_WEIGHT
+    monkeypatch.setattr(shared_log, "QUEUE_TOKENS", room * weight)
     with running_redis() as server:
-        async with replicas(server.url, 2, queue_tokens=room * weight) as (one, two):
+        async with replicas(server.url, 2) as (one, two):
             two.read()
             await one.publish(request("first"))
             await two.has(1)
@@ -274,13 +275,14 @@ async def test_tls_with_a_password(tmp_path):
 
 
 @in_loop
-async def test_logs_contain_no_passwords_text_or_names(logged):
+async def test_logs_contain_no_passwords_text_or_names(logged, monkeypatch):
+    monkeypatch.setattr(shared_log, "QUEUE_TOKENS", 200)
     with running_redis("--requirepass", "right-secret") as server:
         wrong, right = (server.url.replace("//", f"//:{which}-secret@") for which in ("wrong", "right"))
         client = Redis.from_url(right)
         client.set(KEY, "something else")
         finished = Finished("name-of-a-user", np.frombuffer(b"text of a user!!", np.uint32), 1.0)
-        async with replicas(wrong, 1) as (refused,), replicas(right, 1, queue_tokens=200) as (one,):
+        async with replicas(wrong, 1) as (refused,), replicas(right, 1) as (one,):
             for member in (refused, one):
                 member.read()
                 member.log.publish(finished)
