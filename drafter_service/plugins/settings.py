@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
 
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
+from drafter_service.settings.tree import Seconds
 from ssd.config import DrafterConfig
+from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY
 from ssd.errors import UserError
 
 VARIABLE = "SSD_PLUGIN"
@@ -36,11 +39,11 @@ class PluginSettings:
     """Namespace of requests without cache salt; "" for one named after the model."""
     folder: Path | None = None
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
-    deadline_s: float = DEADLINE_S
+    deadline_s: Seconds = DEADLINE_S
     """Maximum wait for the drafts of a step, in seconds."""
     access: ClientAccess | None = None
     """TLS files and bearer token for the sidecar."""
-    capacity: int = DrafterConfig.capacity
+    capacity: Annotated[int, Ge(MIN_CAPACITY), Le(MAX_CAPACITY)] = DrafterConfig.capacity
     """Tokens that an embedded drafter remembers, per namespace."""
     shadow: bool = False
     """Whether all drafts are withheld; the sidecar reports what they would have gained."""

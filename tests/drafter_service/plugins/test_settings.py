@@ -60,6 +60,9 @@ def test_given_settings_precede_those_of_the_environment_and_these_the_defaults(
         ({"adress": "x"}, "unknown setting 'adress'"),
         ({"model": "m"}, "unknown setting 'model'"),
         ({"capacity": "much"}, "setting capacity: "),
+        ({"capacity": 100}, r"setting capacity: .* 4096"),
+        ({"capacity": 1 << 33}, r"setting capacity: .* 4042321904"),
+        ({"deadline_s": 0}, r"setting deadline_s: .* 0"),
         ({"access": {"key": "k"}}, "needs certificate"),
     ],
 )
