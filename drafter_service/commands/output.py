@@ -14,13 +14,13 @@ def check_writable(path: Path) -> None:
 
     Commands that work for minutes call this before they begin.
     """
-    is_new = not path.exists()
+    new = None if path.exists() else path.resolve()
     try:
         path.open("a").close()
     except OSError as problem:
         raise _failure(path, problem) from None
-    if is_new:
-        path.unlink()
+    if new is not None:
+        new.unlink()
 
 
 def write(path: Path, text: str) -> None:
