@@ -312,12 +312,13 @@ def test_what_a_sequence_counted_is_removed_if_it_is_not_remembered(end):
         assert {*left[left[:, 1] > 0, 0].tolist()} <= before
 
 
-def test_the_first_output_token_is_removed_and_prompts_were_never_counted():
+@pytest.mark.parametrize("committed", [[], [2, 3]])
+def test_the_first_output_token_is_removed_and_given_tokens_were_never_counted(committed):
     corpus = Corpus(CAPACITY, 32)
     with drafter_on(corpus) as drafter:
         count_all(corpus.fallback, [([1, 2, 3], 5), ([], 3), ([1], 3)])
         before = corpus.fallback.arrays.slots.copy()
-        drafter.start(1, array([1, 2, 3]))
+        drafter.start(1, array([1, 2, 3][: 3 - len(committed)]), committed=array(committed))
         drafter.draft(progress_of({1: []}, limit=0))
         drafter.draft(progress_of({1: []}, limit=8))
         drafter.draft(progress_of({1: [SECRET]}, limit=0))
