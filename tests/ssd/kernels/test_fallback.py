@@ -28,6 +28,7 @@ from ssd.kernels.frame import Model
 from ssd.kernels.jit import Int, Tokens, kernel
 from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP, LearnedTables, fallback_cell
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
+from ssd.types import ROOT, Source
 from tests.replay import progress_of
 from tests.strategies import array, examples
 
@@ -230,6 +231,27 @@ def test_candidates_with_too_large_a_sum_are_drafted_if_they_are_worth_verifying
         drafts = drafter.draft(progress_of({1: []}, limit=8, cost=cost))
         assert {*drafts.tokens.tolist()} == drafted
         assert drafts.accept_prob.tolist() == pytest.approx([1 / 3] * len(drafted), abs=0.01)
+
+
+def test_the_text_after_a_fallback_candidate_is_searched_for():
+    corpus = Corpus(CAPACITY, 32)
+    for request in ([1, 2, 3, 4, 5, 6], [9, 50, 60, 61]):
+        corpus.append(array(request))
+    corpus.refresh()
+    count_all(corpus.fallback, [([1, 2, 3], 50)])
+    with drafter_on(corpus) as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafts = drafter.draft(progress_of({1: []}, limit=16, cost=1e-6))
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(drafts.parents.tolist(), drafts.tokens.tolist(), strict=True))
+    }
+    node = children[ROOT, 50]
+    assert drafts.source[node] == Source.FALLBACK
+    assert drafts.source[children[node, 60]] == Source.CORPUS
+    assert (children[ROOT, 4], 5) in children
+    # The samples of its parent do not agree with it.
+    assert (node, 5) not in children
 
 
 def test_tokens_of_a_private_sequence_are_not_counted():
