@@ -49,6 +49,9 @@ class Replay:
 class TimedDrafter:
     """A drafter in a replay, whose drafts are timed. All text is indexed before each draft."""
 
+    clock = staticmethod(time.perf_counter)
+    """Returns the seconds by which drafts are timed."""
+
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.draft_s = 0.0
@@ -65,9 +68,9 @@ class TimedDrafter:
     def draft(self, progress: Progress) -> DraftBatch:
         """Return the drafts of the other drafter, which may also come from the outputs of running requests so far."""
         self.refresh()
-        began = time.perf_counter()
+        began = self.clock()
         drafts = self.inner.draft(progress)
-        self.draft_s += time.perf_counter() - began
+        self.draft_s += self.clock() - began
         self.calls += 1
         return drafts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -62,7 +63,7 @@ class Outcome:
     trial: Trial
     replay: Replay
     draft_ms: float
-    """Mean time in which the drafter answers a step, for all its sequences together."""
+    """Mean processor time in which the drafter answers a step, for all its sequences together."""
     prompt_tokens: float
     """Tokens of prompts that the target computes per output token."""
     origins: Origins | None = None
@@ -70,6 +71,9 @@ class Outcome:
 
 class TracedDrafter(TimedDrafter):
     """A drafter that indexes each output at once, so that a tracer knows where in the corpus it is."""
+
+    clock = staticmethod(time.thread_time)
+    """Processor time, so that other processes on this machine do not change the advice."""
 
     def __init__(self, inner: Drafter, tracer: Tracer | None) -> None:
         super().__init__(inner)

@@ -1,9 +1,12 @@
 """Trials have the same results in this process and in others."""
 
+import itertools
+import time
+
 import pytest
 
 from drafter_service.commands.advise import trials
-from drafter_service.commands.advise.trials import Trial, run_trials
+from drafter_service.commands.advise.trials import TracedDrafter, Trial, run_trials
 from ssd.errors import UserError
 from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
 
@@ -37,3 +40,10 @@ def end_this_process(*_):
     import os
 
     os._exit(1)
+
+
+def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypatch):
+    assert TracedDrafter.clock is time.thread_time
+    monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
+    [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", TRIALS[:1], lambda _: None)
+    assert outcome.draft_ms == 1000
