@@ -62,7 +62,9 @@ def namespaces(link: Link) -> None:
     """List the namespaces, including those on disk."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    from drafter_service.observability.report.units import printable
     from drafter_service.stubs import drafter_pb2 as pb
 
     with link.stub() as (stub, metadata):
@@ -73,7 +75,8 @@ def namespaces(link: Link) -> None:
     for row in found:
         loaded = (f"{row.tokens:,}", f"{row.capacity:,}", f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}")
         idle = f"{row.idle_s:,.0f} s" if row.is_loaded else "on disk"
-        table.add_row(row.name, row.model.name, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle)
+        model = Text(printable(row.model.name))  # Clients choose this name.
+        table.add_row(row.name, model, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle)
     Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 

@@ -15,7 +15,10 @@ import grpc
 import pytest
 
 from drafter_service.auth.callers import sha256_of
+from drafter_service.auth.connector import ClientAccess
+from drafter_service.client import DrafterClient
 from drafter_service.commands import main as cli
+from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.load import load_settings
 from drafter_service.transport.wire import read_drafts
 from ssd.corpus.snapshot import load
@@ -111,6 +114,10 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         assert re.search(r"team-a +82 +100,000 +\d+ MB", out)
         caller.observe(long := "n" * 100, TEXT)
         assert long in run("namespaces", *service.admin)[1], "names are not cut"
+        model = ModelIdentity(name="m[/b]\x1b[2J")
+        access = ClientAccess(token=service.folder.parent / "admin")
+        DrafterClient(service.address, model=model, namespace="team-b", access=access).close()
+        assert re.search(r"team-b +m\[/b\]\ufffd\[2J +0 ", run("namespaces", *service.admin)[1])
 
         code, out, _ = run("snapshot", *service.admin, "--namespace", "team-a")
         assert re.fullmatch(r"team-a: [\d.]+ MB in [\d.]+ s\n", out)
