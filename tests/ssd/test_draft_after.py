@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.sequences.local_index import MIN_ROOM
 from ssd.types import Progress, offsets_of
 from tests.replay import progress_of
 from tests.strategies import array
@@ -116,3 +117,13 @@ def test_wrong_continuations_are_refused():
         with pytest.raises(ValueError, match="cannot have verified 1"):
             drafter.draft_after(progress_of({1: [6]}, limit=2, verified=1))
         assert len(drafter.draft_after(progress_of({}, limit=2))) == 0
+
+
+def test_room_is_made_for_a_continuation():
+    text = np.tile(np.arange(100, dtype=np.uint32), MIN_ROOM // 50)
+    end = MIN_ROOM - 11
+    with new_drafter() as drafter:
+        drafter.start(1, text[:500])
+        drafter.draft(progress_of({1: text[500:end]}, limit=8))
+        drafts = drafter.draft_after(Progress.of_one(1, text[end : end + 3], max_draft=8))
+    assert drafts.tokens.tolist() == text[end + 3 : end + 11].tolist()
