@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.corpus.memory import Buffer
 from ssd.corpus.ring import PAD, SEPARATOR
-from ssd.corpus.suffix_array import merge_unsorted
+from ssd.corpus.suffix_array import ALL_POSITIONS, merge_unsorted
 from ssd.corpus.tier import Tier
 from ssd.kernels.evidence import BLOCK_BITS
 
@@ -106,7 +106,6 @@ class LiveTier:
             kept = kept[self.owners[kept >> BLOCK_BITS] != NO_OWNER]
         added = np.concatenate([*self._new, np.empty(0, np.uint32)]).astype(np.uint32)
         added = added[self.owners[added >> BLOCK_BITS] != NO_OWNER]
-        everything = 1 << 40
         size = merge_unsorted(
             self.address,
             kept.ctypes.data,
@@ -114,9 +113,7 @@ class LiveTier:
             added.ctypes.data,
             len(added),
             buffer.address,
-            0,
-            everything,
-            everything,
+            ALL_POSITIONS,
             self._depth,
         )
         self.tier.publish(size)

@@ -20,10 +20,11 @@ class Merge:
         """Prepare a merge; positions before `oldest` are left out."""
         self._tier, self._base, self._added = tier, tier.newest, added
         self._ring, self._depth = ring, depth
-        self._oldest, self._alive = oldest % ring.capacity, ring.head - oldest
+        self._window = _window(ring, oldest)
         self._places = np.empty(len(added), np.int64)
         self._found = 0
-        self._done, self._copied, self._size = 0, 0, 0
+        self._progress = (0, 0, 0)
+        """See `MergeProgress`."""
         self._into = tier.next_buffer()
 
     def step(self) -> bool:
@@ -43,28 +44,22 @@ class Merge:
             )
             self._found = until
             return False
-        self._copy()
-        if self._done < len(self._added) or self._copied < len(self._base):
-            return False
-        self._tier.publish(self._size)
-        return True
-
-    def _copy(self) -> None:
-        self._done, self._copied, self._size = merge_some(
+        self._progress = merge_some(
             self._base.address,
             len(self._base),
             self._added.address,
-            self._places,
             len(self._added),
-            self._done,
-            self._copied,
+            self._places,
             self._into.address,
-            self._size,
-            self._oldest,
-            self._alive,
-            self._ring.capacity,
+            self._window,
+            self._progress,
             COPIED_AT_ONCE,
         )
+        done, copied, size = self._progress
+        if done < len(self._added) or copied < len(self._base):
+            return False
+        self._tier.publish(size)
+        return True
 
 
 def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
@@ -72,7 +67,6 @@ def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
     added = np.empty(ring.head - first, np.uint32)
     size = usable_positions(ring.address, first % ring.capacity, len(added), ring.capacity, added.ctypes.data)
     base, into = tier.newest, tier.next_buffer()
-    oldest, alive = ring.oldest % ring.capacity, ring.head - ring.oldest
     merged = merge_unsorted(
         ring.address,
         base.address,
@@ -80,9 +74,12 @@ def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
         added.ctypes.data,
         size,
         into.address,
-        oldest,
-        alive,
-        ring.capacity,
+        _window(ring, ring.oldest),
         depth,
     )
     tier.publish(merged)
+
+
+def _window(ring: Ring, oldest: int) -> tuple[int, int, int]:
+    """Return the `Window` of the positions from `oldest` to the ring's head."""
+    return oldest % ring.capacity, ring.head - oldest, ring.capacity

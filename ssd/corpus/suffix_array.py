@@ -23,6 +23,15 @@ INSERTION_FROM = 16
 SAMPLE = 1023
 """Number of tokens whose median a split uses."""
 
+Window = types.UniTuple(Int, 3)
+"""Positions that a merge keeps: the first slot, the number of slots from there on, and the number of slots of the ring,
+in which they wrap around."""
+ALL_POSITIONS = (0, 1 << 40, 1 << 40)
+"""The `Window` of a text that is not a ring."""
+
+MergeProgress = types.UniTuple(Int, 3)
+"""Numbers of positions that a merge has read from the added ones and from the suffix array, and has written."""
+
 
 @inline
 def common_length(text, position, other_text, other, start, depth):  # type: ignore[no-untyped-def]
@@ -158,8 +167,9 @@ def find_places(text, suffixes, size, added, first, places, end, depth):  # type
 
 
 @inline
-def _copy_alive(suffixes, first, end, merged, at, oldest, alive, slots):  # type: ignore[no-untyped-def]
-    """Append those of `suffixes[first:end]` that are alive to `merged[:at]`; return the new size."""
+def _copy_window(suffixes, first, end, merged, at, window):  # type: ignore[no-untyped-def]
+    """Append those of `suffixes[first:end]` that are in the window to `merged[:at]`; return the new size."""
+    oldest, alive, slots = window
     for index in range(first, end):
         position = peek(suffixes, index)
         age = np.int64(position) - oldest
@@ -169,41 +179,39 @@ def _copy_alive(suffixes, first, end, merged, at, oldest, alive, slots):  # type
     return at
 
 
-@kernel(Int, Int, Int, Longs, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=types.UniTuple(Int, 3))
-def merge_some(suffixes, size, added, places, added_size, done, copied, merged, at, oldest, alive, slots, most):  # type: ignore[no-untyped-def]
-    """Continue merging `added[done:added_size]` and `suffixes[copied:size]` into `merged`, for about `most` steps.
+@kernel(Int, Int, Int, Int, Longs, Int, Window, MergeProgress, Int, returns=MergeProgress)
+def merge_some(suffixes, size, added, added_size, places, merged, window, progress, most):  # type: ignore[no-untyped-def]
+    """Continue merging `suffixes[:size]` and `added[:added_size]` into `merged`, for about `most` positions.
 
-    Positions are slots of a ring of `slots`. Those outside the `alive` slots from `oldest` on are left out.
-    Returns (done, copied, at); the merge is complete when `done` is `added_size` and `copied` is `size`.
+    places: see `find_places`. Returns the new progress; the merge is complete when it has read all positions.
     """
+    done, copied, at = progress
     budget = copied + most
     while done < added_size and copied < budget:
         until = min(places[done], budget)
-        at = _copy_alive(suffixes, copied, until, merged, at, oldest, alive, slots)
+        at = _copy_window(suffixes, copied, until, merged, at, window)
         copied = until
         if copied == places[done]:
-            at = _copy_alive(added, done, done + 1, merged, at, oldest, alive, slots)
+            at = _copy_window(added, done, done + 1, merged, at, window)
             done += 1
             budget -= 1
     if done == added_size and copied < budget:
         until = min(size, budget)
-        at = _copy_alive(suffixes, copied, until, merged, at, oldest, alive, slots)
+        at = _copy_window(suffixes, copied, until, merged, at, window)
         copied = until
     return done, copied, at
 
 
-@kernel(Int, Int, Int, Int, Int, Int, Int, Int, Int, Int, returns=Int)
-def merge_unsorted(text, suffixes, size, added, added_size, merged, oldest, alive, slots, depth):  # type: ignore[no-untyped-def]
+@kernel(Int, Int, Int, Int, Int, Int, Window, Int, returns=Int)
+def merge_unsorted(text, suffixes, size, added, added_size, merged, window, depth):  # type: ignore[no-untyped-def]
     """Sort `added[:added_size]`, and merge it and `suffixes[:size]` into `merged`; return the number of positions.
 
-    oldest, alive, slots: see `merge_some`. This is one kernel, because the maintainer takes the GIL after each kernel,
-    which delays drafts.
+    This is one kernel, because the maintainer takes the GIL after each kernel, which delays drafts.
     """
     sort_positions(text, added, added_size, depth)
     places = np.empty(added_size, np.int64)
     find_places(text, suffixes, size, added, 0, places, added_size, depth)
-    most = size + added_size
-    return merge_some(suffixes, size, added, places, added_size, 0, 0, merged, 0, oldest, alive, slots, most)[2]
+    return merge_some(suffixes, size, added, added_size, places, merged, window, (0, 0, 0), size + added_size)[2]
 
 
 @kernel(Int, Int, Int, Int, Int, returns=Int)

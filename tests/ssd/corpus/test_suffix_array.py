@@ -130,14 +130,14 @@ def merged_by_kernel(order, added, places, oldest, alive, slots, budgets):
     order_array, added_array = array(order), array(added)
     expected_size = len(naive.merged(order, added, places, oldest, alive, slots))
     into = np.full(len(order) + len(added) + 1, guard, np.uint32)
-    done = copied = size = 0
+    progress = done, copied, size = 0, 0, 0
     for step in range(10_000):
         if done == len(added) and copied == len(order):
             break
         before = (done, copied)
-        done, copied, size = merge_some(
-            order_array.ctypes.data, len(order), added_array.ctypes.data, np.array(places, np.int64), len(added),
-            done, copied, into.ctypes.data, size, oldest, alive, slots, budgets[step % len(budgets)],
+        progress = done, copied, size = merge_some(
+            order_array.ctypes.data, len(order), added_array.ctypes.data, len(added), np.array(places, np.int64),
+            into.ctypes.data, (oldest, alive, slots), progress, budgets[step % len(budgets)],
         )  # fmt: skip
         assert (done, copied) > before
         assert (done - before[0]) + (copied - before[1]) <= budgets[step % len(budgets)] + 1
