@@ -66,7 +66,7 @@ def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
     corpus.refresh()
     # The sections hold the state until the file is complete: forgetting waits for that, so that no snapshot written
     # after it contains what was forgotten.
-    sections = _sections(corpus.state(), corpus, stats)
+    sections = _sections(corpus, stats)
     try:
         return write_sections(Path(path), sections)
     finally:
@@ -128,7 +128,9 @@ def tables_layout() -> int:
     return zlib.crc32(repr(sizes).encode() + buckets)
 
 
-def _sections(state: State, corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
+def _sections(corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:
+    # Read here: from Python 3.12 on, a generator that was closed before its first section would keep an argument.
+    state = corpus.state()
     size, covered = state.head - state.oldest, state.covered - state.oldest
     yield Section("facts", "<i8", [np.array([corpus.depth, size, covered, tables_layout(), corpus.capacity])])
     yield Section("text", "<u4", _text(state))

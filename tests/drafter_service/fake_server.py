@@ -192,7 +192,8 @@ class FakeServer:
     async def stop(self) -> None:
         if self._steps is not None:
             self._steps.close()
-            FilePath(self.address.removeprefix("unix:") + ".steps").unlink()
+            # From Python 3.13 on, closing removes the file.
+            FilePath(self.address.removeprefix("unix:") + ".steps").unlink(missing_ok=True)
             await self._break_off()
             self._steps = None
         if self._server is not None:
@@ -268,7 +269,7 @@ class FrameContext:
     async def read(self) -> object:
         try:
             return pb.DraftRequest.FromString(await self.read_bytes())
-        except (asyncio.IncompleteReadError, ConnectionResetError):
+        except (asyncio.IncompleteReadError, ConnectionError):
             return grpc.aio.EOF
 
     async def write(self, response: pb.DraftResponse) -> None:
