@@ -41,7 +41,8 @@ from rich.table import Table
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
 from benchmarks.support.engine_rows import FORCED
 from engine.commands.options import ATTENTIONS, DTYPES
-from engine.drafters.registry import KINDS, parse_kinds
+from engine.drafters.kinds import KINDS
+from engine.drafters.registry import parse_kinds
 from ssd.errors import UserError
 
 COLUMNS = ("drafter", "concurrency", "tokens_per_s", "speedup_vs_none", "itl_ms_p50", "itl_ms_p99", "ttft_ms_p50")

@@ -49,7 +49,7 @@ from engine.speculation.token_budget import TokenBudget
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.drafters.registry import AnyDrafter
+    from engine.drafters.kinds import AnyDrafter
 
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
 """Settings that most requests are assumed to have; their CUDA graphs are captured at start."""

@@ -11,7 +11,8 @@ import torch
 from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds, runs_model
+from engine.drafters.kinds import runs_model
+from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
 from engine.executor.draft_shape import choose_draft_shape
 from engine.executor.ranks.load import load_ranks

@@ -24,7 +24,7 @@ from engine.speculation.verify import uses_rejection
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
-    from engine.drafters.registry import AnyDrafter
+    from engine.drafters.kinds import AnyDrafter
 
 
 class Speculation:

@@ -73,7 +73,7 @@ def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
         return build_drafter(name, config, target, **sidecar)
 
     monkeypatch.setattr("benchmarks.support.engine_comparison.build_drafter", build)
-    monkeypatch.setattr("engine.drafters.registry.REMOTE_DEADLINE_S", 10.0)
+    monkeypatch.setattr("engine.drafters.kinds.REMOTE_DEADLINE_S", 10.0)
     main(
         [
             *SMALL[2:],

@@ -8,7 +8,8 @@ from torch.nn import Module
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS, build_drafter
+from engine.drafters.kinds import KINDS
+from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.ngram import NgramDrafter

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from drafter_service.transport.wire import SHAPES
-from engine.drafters.registry import KINDS, build_drafter, configure, describe_kinds, parse_kinds
+from engine.drafters.kinds import KINDS, describe_kinds
+from engine.drafters.registry import build_drafter, configure, parse_kinds
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError

@@ -12,7 +12,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
+from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
+from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.drafters.kinds import DEFAULT_ADDRESS
 from engine.drafters.model_free.none import NoDrafter
-from engine.drafters.registry import DEFAULT_ADDRESS, build_drafter
+from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.config import DrafterConfig

@@ -8,8 +8,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
+from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
 from engine.drafters.model_free.none import NoDrafter
-from engine.drafters.registry import KINDS, SNAPSHOT_PATH, build_drafter, configure
+from engine.drafters.registry import build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors

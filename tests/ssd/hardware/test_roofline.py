@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.drafters.registry import KINDS
+from engine.drafters.kinds import KINDS
 from ssd.errors import UserError
 from ssd.hardware.roofline import GPUS, SIZES, roofline
 

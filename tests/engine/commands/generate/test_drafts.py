@@ -12,8 +12,8 @@ import pytest
 
 from drafter_service.client import DrafterClient
 from engine.commands import launch
+from engine.drafters.kinds import KINDS
 from engine.drafters.model_free.none import NoDrafter
-from engine.drafters.registry import KINDS
 from engine.drafters.sources import DraftSource
 from engine.speculation import token_budget
 from ssd.types import ROOT
