@@ -101,6 +101,9 @@ class StepPlan:
     measured."""
     seconds: float | None = None
     """Expected duration of the step without drafts; None if it is not measured."""
+    sequences: int = 0
+    """Number of sequences that produce tokens in the step, of which a drafter may be given a part. Set when a drafter
+    is called."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     extra_rows: int = 0

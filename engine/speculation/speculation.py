@@ -138,6 +138,7 @@ class Speculation:
         if self._budget is not None and self._budget.is_backing_off:
             plan.is_backing_off = True
             return False
+        plan.sequences = len(plan.producing)
         if self._budget is not None:
             plan.cost = self._budget.cost_of_one_more(plan.scheduled, len(plan.producing))
             plan.seconds = self._budget.seconds(plan.scheduled, len(plan.producing))

@@ -48,7 +48,7 @@ class SkipRule:
         self._step_model_s = 0.0
         if plan.seconds is None or not self._model_s or self._since_run >= MAX_SKIPPED:
             return True
-        tokens = len(expected) + float(expected.sum())
+        tokens = plan.sequences + float(expected.sum())
         gain = float(self._gains[np.searchsorted(EDGES, expected)].sum())
         if (tokens + gain) / (plan.seconds + self._model_s) > tokens / plan.seconds:
             return True

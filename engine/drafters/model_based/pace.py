@@ -39,9 +39,9 @@ class Pace:
         assert plan.seconds is not None
         path_prob = pool.nodes.path_prob
         gain = float(path_prob[nodes].sum()) * self._accepted / self._tried
-        so_far = len(plan.producing) + float(path_prob.sum())
+        so_far = plan.sequences + float(path_prob.sum())
         # The cost is a fraction of the step's time per sequence.
-        token_s = (plan.cost or 0.0) * plan.seconds / len(plan.producing)
+        token_s = (plan.cost or 0.0) * plan.seconds / plan.sequences
         next_s = (self._next_s or self._spent_s) + len(nodes) * token_s
         spent_s = plan.seconds + self._spent_s + len(pool) * token_s
         return gain / next_s > so_far / spent_s

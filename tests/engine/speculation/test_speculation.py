@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
+from engine.drafters.base import Drafter, Drafts, TargetInfo, TargetOutputs
 from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
@@ -87,6 +87,25 @@ def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
     assert drafter.calls == [(0, 0), (1, 0)]
     assert [completion.drafted for completion in completions] == [0, 0]
     assert not any(report.is_backing_off for report in reports)
+
+
+class PlanRecorder(Drafter):
+    """Drafts nothing, and records the numbers of sequences that it may draft for and of those in the step."""
+
+    needs = TargetOutputs()
+
+    def __init__(self):
+        self.sequences = set()
+
+    def propose(self, plan):
+        self.sequences.add((len(plan.producing), plan.sequences))
+        return Drafts.empty(len(plan.producing))
+
+
+def test_plans_of_drafters_have_the_number_of_sequences_of_the_whole_step():
+    drafter = PlanRecorder()
+    chain_engine(CONFIG, 60, drafter).generate(asked_for({}, {"max_draft": 0}, {}))
+    assert drafter.sequences == {(2, 3)}
 
 
 class Backoff:

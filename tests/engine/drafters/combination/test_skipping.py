@@ -17,23 +17,24 @@ from tests.engine.drafters.combination.test_combined import make_part
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
 
 
-def step_of(seconds):
+def step_of(seconds, sequences):
     """The part of a plan that the rule reads."""
-    return SimpleNamespace(seconds=seconds)
+    return SimpleNamespace(seconds=seconds, sequences=sequences)
 
 
 class Steps:
     """Runs a rule over steps whose networks take a given time and add a given number of tokens."""
 
-    def __init__(self, monkeypatch, *, step_s, model_s, gain):
-        self.rule, self.step_s, self.gain = SkipRule(), step_s, gain
+    def __init__(self, monkeypatch, *, step_s, model_s, gain, others=0):
+        """others: number of sequences in each step that have no drafts."""
+        self.rule, self.step_s, self.gain, self.others = SkipRule(), step_s, gain, others
         self.now, self.model_s = 0.0, model_s
         monkeypatch.setattr(skipping, "perf_counter", lambda: self.now)
 
     def run(self, expected):
         """Return whether the networks ran in a step; expected: tokens of each sequence without them."""
         expected = np.array(expected, np.float64)
-        if not self.rule.should_run_networks(step_of(self.step_s), expected):
+        if not self.rule.should_run_networks(step_of(self.step_s, len(expected) + self.others), expected):
             return False
         with self.rule.timed():
             self.now += self.model_s
@@ -47,10 +48,15 @@ def test_networks_run_while_nothing_is_measured(monkeypatch):
     assert steps.rule.skipped == 0
 
 
-@pytest.mark.parametrize(("model_s", "runs"), [(0.45, True), (0.55, False)])
-def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, runs):
-    """Two sequences with 2 and 4 tokens each step in 1 s; networks add 1.5 to each, so half a second is worth it."""
-    steps = Steps(monkeypatch, step_s=1.0, model_s=model_s, gain=1.5)
+@pytest.mark.parametrize(
+    ("model_s", "others", "runs"), [(0.45, 0, True), (0.55, 0, False), (0.35, 2, True), (0.45, 2, False)]
+)
+def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, others, runs):
+    """Two sequences with 2 and 4 tokens each step in 1 s; networks add 1.5 to each, so half a second is worth it.
+
+    It is worth less where it delays other sequences: two of these produce two tokens.
+    """
+    steps = Steps(monkeypatch, step_s=1.0, model_s=model_s, gain=1.5, others=others)
     for _ in range(200):
         steps.run([1.0, 3.0])
     ran = [steps.run([1.0, 3.0]) for _ in range(2 * MAX_SKIPPED)]

@@ -14,8 +14,11 @@ STEP_S = 1.0
 """Duration of a step without drafts."""
 
 
-def drafts_deeper(pace, *, sequences=1, prob=0.5, cost=0.1):
-    """Whether to draft a second token for each of `sequences` sequences; prob: of the first tokens."""
+def drafts_deeper(pace, *, sequences=1, others=0, prob=0.5, cost=0.1):
+    """Whether to draft a second token for each of `sequences` sequences; prob: of the first tokens.
+
+    others: number of sequences in the step that have no drafts.
+    """
     pool = DraftPool()
     owner, column = np.arange(sequences), np.zeros((sequences, 1))
     pool.add(
@@ -29,7 +32,7 @@ def drafts_deeper(pace, *, sequences=1, prob=0.5, cost=0.1):
     )
     request = Request(np.array([1], np.uint32))
     entries = [SequencePlan(Sequence(index, request, 9), 0, 1, produces=True) for index in owner.tolist()]
-    plan = StepPlan(entries, cost=cost, seconds=STEP_S)
+    plan = StepPlan(entries, cost=cost, seconds=STEP_S, sequences=sequences + others)
     return pace.should_draft_deeper(plan, pool, np.arange(len(pool)))
 
 
@@ -49,6 +52,15 @@ def pace_of(first_s, next_s=None, *, reached=0, accepted=0):
 def test_the_depth_does_not_depend_on_the_number_of_equal_sequences(sequences, prob, is_deeper):
     """A step of more sequences takes as long, so that each token takes a smaller part of it."""
     assert drafts_deeper(pace_of(0.05), sequences=sequences, prob=prob) is is_deeper
+
+
+def test_passes_delay_sequences_without_drafts_too():
+    assert drafts_deeper(pace_of(0.05), prob=0.3)
+    assert not drafts_deeper(pace_of(0.05), prob=0.3, others=15)
+    # Their number does not change the time of a token.
+    assert not drafts_deeper(pace_of(1e-6), prob=0.3, cost=0.9)
+    assert not drafts_deeper(pace_of(1e-6), prob=0.3, cost=0.9, others=15)
+    assert drafts_deeper(pace_of(1e-6), prob=0.3, cost=0.1, others=15)
 
 
 def test_slow_passes_and_expensive_tokens_end_drafts():
