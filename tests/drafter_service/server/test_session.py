@@ -274,10 +274,13 @@ def test_running_sequences_are_drafted_to_others_if_they_may_be_learned(namespac
     assert drafted(send(second, batch=batch({1: ()}, limit=3))) == ([4, 5, 6] if is_shown else [])
 
 
-def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace):
+@pytest.mark.parametrize("steps", [[], [1]])
+def test_the_sequences_that_were_inactive_for_longest_are_dropped(namespace, steps):
     session = Session(namespace, Limits(sequences=2))
     send(session, starts=[start(1, [1]), start(2, [2])])
-    send(session, batch=batch({1: [1]}))
+    progress = batch({1: [1]})
+    progress.steps = pack(array(steps), "u4")
+    send(session, batch=progress)
     send(session, starts=[start(3, [3])])
     assert sizes_of(session) == {1: 2, 3: 1}
     assert lost(send(session, batch=batch({1: (), 2: ()}))) == [2]

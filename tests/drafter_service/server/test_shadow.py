@@ -88,7 +88,7 @@ def cut(draw):
 
 
 @given(cut(), st.sampled_from(["path", "tree"]))
-def test_the_drafter_is_asked_as_by_an_engine_that_verifies_drafts(requests, shape):
+def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, shape):
     with drafter_of(KNOWN, draft_shape=shape) as one, drafter_of(KNOWN, draft_shape=shape) as other:
         shadow = ShadowDrafter(one)
         for number, (prompt, pieces) in enumerate(requests):
@@ -100,6 +100,13 @@ def test_the_drafter_is_asked_as_by_an_engine_that_verifies_drafts(requests, sha
             shadow.finish(number, pieces[-1], learn=True)
         assert counts(one.stats) == counts(other.stats)
         assert one.corpus.appended == other.corpus.appended
+
+
+def test_withheld_drafts_have_the_shape_that_the_engine_verifies(namespace):
+    session = Session(namespace, Limits(), draft_shape="tree")
+    send(session, starts=[start(1, [1], shadow=True)])
+    assert [drafter.config.draft_shape for drafter in namespace.drafters] == ["tree", "tree"]
+    session.close()
 
 
 def test_tokens_before_the_first_draft_are_a_step_each():
