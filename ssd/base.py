@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, KeysView, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Self
 from weakref import WeakSet
@@ -20,6 +20,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.prepared import PreparedSequence, Running
 from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, Sequences
 from ssd.stats import Stats
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
@@ -29,52 +30,6 @@ NO_ROWS = np.empty(0, np.int64)
 
 PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A running sequence, apart from its row in the tables."""
-
-    first_learned: int
-    """Index of the first token that is remembered when the sequence finishes; prompt tokens before it are not."""
-    published: int
-    """Number of tokens that other sequences could see when publishing last started or stopped."""
-    given: int
-    """Number of tokens that it began with: the prompt, and what was committed elsewhere."""
-    session_id: Hashable
-    request_id: str | None
-    turns: frozenset[str | None]
-    """Request ids of this request and of the earlier turns of its session."""
-    learn: bool
-    """Whether its output may be drafted for other sequences; cleared when its request id is forgotten."""
-    is_kept: bool = True
-    """Whether the session's next turn may reuse its index."""
-    row: int = -1
-    """Row in the tables; -1 before the sequence begins."""
-
-
-@dataclass(eq=False)
-class PreparedSequence:
-    """A sequence that is ready for `CorpusDrafter.begin`."""
-
-    text: np.ndarray
-    """uint32 [N]: the prompt and the tokens that were committed elsewhere."""
-    local: LocalIndex
-    running: Running
-    is_predicted: bool = False
-    """Whether the output is expected to repeat the text from its beginning."""
-    is_indexed: bool = False
-
-    @property
-    def learned(self) -> np.ndarray:
-        """The part of the text that is remembered with the output, uint32."""
-        return self.text[self.running.first_learned :]
-
-    def index(self) -> None:
-        """Index the text, about 0.2 us per token, unless it is indexed already. Any thread may call it."""
-        if not self.is_indexed:
-            self.local.continue_with(self.text)
-            self.is_indexed = True
 
 
 class CorpusDrafter(ABC):

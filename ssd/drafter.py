@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ssd.base import CorpusDrafter, PreparedSequence
+from ssd.base import CorpusDrafter
 from ssd.config import DrafterConfig, check_cost
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
+from ssd.sequences.prepared import PreparedSequence
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Progress, check_verified
 

@@ -23,9 +23,9 @@ from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
-from ssd.base import PreparedSequence
 from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
+from ssd.sequences.prepared import PreparedSequence
 from ssd.types import DraftBatch, Progress, offsets_of
 
 LONG_PROMPT = 8192

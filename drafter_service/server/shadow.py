@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ssd.base import PreparedSequence
 from ssd.drafter import SuffixDrafter
+from ssd.sequences.prepared import PreparedSequence
 from ssd.types import Progress, offsets_of
 
 SHARE = 0.03
