@@ -32,6 +32,7 @@ from benchmarks.replay import list_of, positive
 from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.traffic import Traffic
+from engine.commands.openmp import limit_spinning
 from ssd.hardware.cost_profile import CostProfile
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ COLUMNS = ("concurrency", "measured", "predicted", "ratio", "tokens_per_step", "
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, predict, and print the table and the document."""
     options = build_parser().parse_args(arguments)
+    limit_spinning(os.environ)
     # PyTorch takes seconds to import.
     from benchmarks.engine import build_parser as engine_parser
     from benchmarks.support.engine_comparison import prepare, run_rounds

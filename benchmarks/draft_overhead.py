@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from engine.commands.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from engine.drafters.base import Drafter
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--temperature", default="0,0.8")
     parser.add_argument("--depth", type=int, default=4, help="draft positions")
     arguments = parser.parse_args()
+    limit_spinning(os.environ)
     from engine.models.loader import load_model
     from engine.models.packed import pack
     from engine.models.shipped import SHIPPED_MODEL

@@ -40,6 +40,7 @@ from rich.table import Table
 
 from benchmarks.replay import PLAIN_WIDTH, list_of, positive
 from benchmarks.support.engine_rows import FORCED
+from engine.commands.openmp import limit_spinning
 from engine.commands.options import ATTENTIONS, DTYPES
 from engine.drafters.kinds import KINDS
 from engine.drafters.registry import parse_kinds
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run every case and print the table and the document."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    limit_spinning(os.environ)
     # PyTorch takes seconds to import.
     from benchmarks.support.engine_comparison import prepare, run_rounds
     from benchmarks.support.engine_rows import rows_of

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from engine.commands.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--size", type=int, default=256, help="intermediate size of one expert")
     arguments = parser.parse_args()
+    limit_spinning(os.environ)
     import torch
 
     torch.manual_seed(0)

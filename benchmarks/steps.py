@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.commands.openmp import limit_spinning
 from engine.models.shipped import SHIPPED_MODEL
 
 if TYPE_CHECKING:
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=300, help="tokens in the cache")
     parser.add_argument("--ranks", type=int, help="measure a model on this number of processes instead")
     arguments = parser.parse_args()
+    limit_spinning(os.environ)
     if arguments.ranks:
         measured = measure_ranks(arguments.model, arguments.context, arguments.ranks)
         print(json.dumps({"model": arguments.model.name, "ranks": arguments.ranks, "results": measured}))

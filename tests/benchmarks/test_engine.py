@@ -1,4 +1,5 @@
 import json
+import os
 from contextlib import closing
 
 import numpy as np
@@ -90,6 +91,19 @@ def test_a_sidecar_drafts_for_the_named_model(capsys, monkeypatch):
     assert set(named) == {("none", SHIPPED_MODEL), ("ssd-remote", SHIPPED_MODEL)}
     assert row["identical_to_none"] is True
     assert row["drafted_per_step"] > 0
+
+
+def test_waiting_threads_do_not_spin_on_a_busy_machine(monkeypatch):
+    given = []
+
+    def fail(_):
+        assert given == [os.environ]
+        raise UserError("stop here")
+
+    monkeypatch.setattr("benchmarks.engine.limit_spinning", given.append)
+    monkeypatch.setattr("benchmarks.support.engine_comparison.prepare", fail)
+    with pytest.raises(SystemExit):
+        main([])
 
 
 def test_a_replay_gives_the_recorded_output_with_every_drafter(items):
