@@ -201,11 +201,11 @@ def test_use_is_counted_by_client(namespace):
     several = batch({1: [7, 8], 2: []})
     several.steps = pack(array([2, 5]), "u4")
     send(first, batch=several)
-    send(first, finishes=[finish(1, [9], steps=1), finish(2)])
+    send(first, finishes=[finish(1, [9, 10, 11], steps=2), finish(2)])
     send(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
     second.close()
     uses = namespace.facts().uses
-    assert uses == {"vllm/1": ClientUse(streams=1, steps=3, committed=3), "sglang/2": ClientUse(0, 1, 2)}
+    assert uses == {"vllm/1": ClientUse(streams=1, steps=4, committed=5), "sglang/2": ClientUse(0, 1, 2)}
 
 
 def test_names_of_clients_are_few(namespace):

@@ -109,6 +109,17 @@ def test_withheld_drafts_have_the_shape_that_the_engine_verifies(namespace):
     session.close()
 
 
+def test_a_withheld_sequence_counts_once_while_it_is_indexed(namespace):
+    async def starts():
+        session = Session(namespace, Limits(sequences=2))
+        long = np.arange(LONG_PROMPT, dtype=np.uint32)
+        send(session, starts=[start(1, long, shadow=True), start(2, [1])])
+        assert namespace.sequences == 1
+        session.close()
+
+    asyncio.run(starts())
+
+
 def test_tokens_before_the_first_draft_are_a_step_each():
     with drafter_of(KNOWN) as drafter:
         shadow = ShadowDrafter(drafter)
