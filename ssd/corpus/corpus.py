@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from traceback import clear_frames
 
 import numpy as np
 
@@ -210,13 +211,13 @@ class Corpus:
                 # The last view may have suffix arrays that the steps below wait for.
                 self._index.publish()
             self._has_failed = True
-            self._apply_live_changes()
-            self._read_inbox()
-            self._forget()
-            self._index.add(self._waiting)
-            self._indexed, self._read = self._indexed + self._read, 0
-            self._index.live.merge()
-            self._index.step()
+            try:
+                self._apply_changes()
+            except BaseException as problem:
+                # Whoever keeps the exception, such as a log handler, must not keep suffix arrays that the next refresh
+                # waits for.
+                clear_frames(problem.__traceback__)
+                raise
             self._has_failed = False
             self.times.add(time.perf_counter() - began)
 
@@ -298,6 +299,15 @@ class Corpus:
                 self._wake.set()
                 pause_s = RETRY_S
             self._stopping.wait(pause_s)
+
+    def _apply_changes(self) -> None:
+        self._apply_live_changes()
+        self._read_inbox()
+        self._forget()
+        self._index.add(self._waiting)
+        self._indexed, self._read = self._indexed + self._read, 0
+        self._index.live.merge()
+        self._index.step()
 
     def _apply_live_changes(self) -> None:
         for _ in range(len(self._live_changes)):
