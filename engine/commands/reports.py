@@ -16,11 +16,14 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def prepare_reports(out: Path, names: Iterable[str]) -> None:
-    """Check that files can be written into a folder before running for minutes. Raises UserError."""
+    """Make a folder and check that files can be written into it, before running for minutes. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (out / name).open("a").close()
+        for path in (out / name for name in names):
+            is_new = not path.exists()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
     except OSError as problem:
         raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
 

@@ -1,0 +1,20 @@
+"""Files of reports."""
+
+import pytest
+
+from engine.commands.reports import prepare_reports
+from ssd.errors import UserError
+
+
+def test_checking_files_leaves_none_and_changes_none(tmp_path):
+    (tmp_path / "old").write_text("text")
+    prepare_reports(tmp_path, ("old", "new"))
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "text"
+
+
+def test_an_unusable_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(UserError, match=r"cannot write to .*; give another folder with --out"):
+            prepare_reports(out, ("a",))
