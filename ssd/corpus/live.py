@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.corpus.memory import Buffer
 from ssd.corpus.ring import PAD, SEPARATOR
-from ssd.corpus.suffix_array import ALL_POSITIONS, merge_unsorted
+from ssd.corpus.suffix_array import merge_unsorted
 from ssd.corpus.tier import Tier
 from ssd.kernels.evidence import BLOCK_BITS
 
@@ -106,17 +106,10 @@ class LiveTier:
             kept = kept[self.owners[kept >> BLOCK_BITS] != NO_OWNER]
         added = np.concatenate([*self._new, np.empty(0, np.uint32)]).astype(np.uint32)
         added = added[self.owners[added >> BLOCK_BITS] != NO_OWNER]
-        size = merge_unsorted(
-            self.address,
-            kept.ctypes.data,
-            len(kept),
-            added.ctypes.data,
-            len(added),
-            buffer.address,
-            ALL_POSITIONS,
-            self._depth,
+        merge_unsorted(
+            self.address, kept.ctypes.data, len(kept), added.ctypes.data, len(added), buffer.address, self._depth
         )
-        self.tier.publish(size)
+        self.tier.publish(len(kept) + len(added))
         # Last, so that the next call repeats all of it if there was not enough memory.
         self._removed, self._freed, self._new = self._freed, [], []
         return True

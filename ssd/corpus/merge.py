@@ -20,7 +20,7 @@ class Merge:
         """Prepare a merge; positions before `oldest` are left out."""
         self._tier, self._base, self._added = tier, tier.newest, added
         self._ring, self._depth = ring, depth
-        self._window = _window(ring, oldest)
+        self._window = oldest % ring.capacity, ring.head - oldest, ring.capacity
         self._places = np.empty(len(added), np.int64)
         self._found = 0
         self._progress = (0, 0, 0)
@@ -63,23 +63,9 @@ class Merge:
 
 
 def add_sorted(tier: Tier, ring: Ring, first: int, depth: int) -> None:
-    """Merge the positions from `first` to the ring's head into a tier at once."""
+    """Merge the positions from `first` to the ring's head into a tier at once, which has no older ones to leave out."""
     added = np.empty(ring.head - first, np.uint32)
     size = usable_positions(ring.address, first % ring.capacity, len(added), ring.capacity, added.ctypes.data)
     base, into = tier.newest, tier.next_buffer()
-    merged = merge_unsorted(
-        ring.address,
-        base.address,
-        len(base),
-        added.ctypes.data,
-        size,
-        into.address,
-        _window(ring, ring.oldest),
-        depth,
-    )
-    tier.publish(merged)
-
-
-def _window(ring: Ring, oldest: int) -> tuple[int, int, int]:
-    """Return the `Window` of the positions from `oldest` to the ring's head."""
-    return oldest % ring.capacity, ring.head - oldest, ring.capacity
+    merge_unsorted(ring.address, base.address, len(base), added.ctypes.data, size, into.address, depth)
+    tier.publish(len(base) + size)

@@ -27,7 +27,7 @@ Window = types.UniTuple(Int, 3)
 """Positions that a merge keeps: the first slot, the number of slots from there on, and the number of slots of the ring,
 in which they wrap around."""
 ALL_POSITIONS = (0, 1 << 40, 1 << 40)
-"""The `Window` of a text that is not a ring."""
+"""The `Window` of a merge that leaves out nothing."""
 
 MergeProgress = types.UniTuple(Int, 3)
 """Numbers of positions that a merge has read from the added ones and from the suffix array, and has written."""
@@ -202,16 +202,16 @@ def merge_some(suffixes, size, added, added_size, places, merged, window, progre
     return done, copied, at
 
 
-@kernel(Int, Int, Int, Int, Int, Int, Window, Int, returns=Int)
-def merge_unsorted(text, suffixes, size, added, added_size, merged, window, depth):  # type: ignore[no-untyped-def]
-    """Sort `added[:added_size]`, and merge it and `suffixes[:size]` into `merged`; return the number of positions.
+@kernel(Int, Int, Int, Int, Int, Int, Int, returns=types.void)
+def merge_unsorted(text, suffixes, size, added, added_size, merged, depth):  # type: ignore[no-untyped-def]
+    """Sort `added[:added_size]`, and merge it and `suffixes[:size]` into `merged`.
 
     This is one kernel, because the maintainer takes the GIL after each kernel, which delays drafts.
     """
     sort_positions(text, added, added_size, depth)
     places = np.empty(added_size, np.int64)
     find_places(text, suffixes, size, added, 0, places, added_size, depth)
-    return merge_some(suffixes, size, added, added_size, places, merged, window, (0, 0, 0), size + added_size)[2]
+    merge_some(suffixes, size, added, added_size, places, merged, ALL_POSITIONS, (0, 0, 0), size + added_size)
 
 
 @kernel(Int, Int, Int, Int, Int, returns=Int)
