@@ -19,6 +19,7 @@ from drafter_service.client.client import DEADLINE_S
 from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.tree import Seconds
+from drafter_service.transport.address import Address
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY
 from ssd.errors import UserError
@@ -96,10 +97,16 @@ def settings_from(values: Any) -> PluginSettings:
     if unknown:
         raise UserError(f"unknown setting {unknown[0]!r}; there are {', '.join(KEYS)}")
     try:
-        return TypeAdapter(PluginSettings).validate_python(dict(values))
+        settings = TypeAdapter(PluginSettings).validate_python(dict(values))
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         raise UserError(f"setting {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+    if settings.sidecar != EMBEDDED:
+        try:
+            Address.parse(settings.sidecar)
+        except UserError as problem:
+            raise UserError(f"setting sidecar: {problem}") from None
+    return settings
 
 
 def name_and_version(package: str) -> str:
