@@ -19,7 +19,7 @@ class Labeled:
         self.calls = []
 
     def start(self, sequence_id, prompt, *, hints=None, learn=True):
-        self.calls.append(("start", sequence_id, hints))
+        self.calls.append(("start", sequence_id, hints, learn))
 
     def draft(self, progress):
         self.calls.append(("draft", progress.sequence_ids.tolist(), progress.max_draft.tolist(), progress.steps))
@@ -78,9 +78,9 @@ def joint(drafters):
     return AdapterDrafters(drafters[0], {"a": drafters[1], "b": drafters[2]}.get)
 
 
-def start(joint, adapters):
+def start(joint, adapters, **options):
     for sequence_id, adapter in enumerate(adapters):
-        joint.start(sequence_id, np.array([1], np.uint32), adapter=adapter)
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=adapter, **options)
 
 
 @pytest.mark.parametrize("method", ["draft", "draft_after"])
@@ -101,13 +101,19 @@ def test_each_drafter_sees_its_own_sequences(joint, drafters):
     joint.draft(progress_of([1, 1, 1], steps=np.array([1, 2, 3], np.uint32)))
     joint.finish(2, np.array([5], np.uint32), verified=1, learn=False)
     joint.close()
-    assert drafters[0].calls == [("start", 1, None), ("draft", [1], [11], [2]), ("close",)]
+    assert drafters[0].calls == [("start", 1, None, True), ("draft", [1], [11], [2]), ("close",)]
     own = drafters[1].calls
-    assert own[:2] == [("start", 0, None), ("start", 2, None)]
+    assert own[:2] == [("start", 0, None, True), ("start", 2, None, True)]
     assert own[2][:3] == ("draft", [0, 2], [10, 12])
     assert own[2][3].tolist() == [1, 3]
     assert own[3:] == [("finish", 2, [5], 1, False), ("close",)]
     assert not drafters[2].calls  # it was never made
+
+
+def test_drafters_get_the_options_of_a_request(joint, drafters):
+    hints = np.array([7], np.uint32)
+    start(joint, [None, "a"], hints=hints, learn=False)
+    assert [drafter.calls for drafter in drafters[:2]] == [[("start", 0, hints, False)], [("start", 1, hints, False)]]
 
 
 def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):

@@ -16,7 +16,8 @@ from engine.drafters.model_based.device_chain import FixedChain
 from engine.drafters.model_based.slots import SlotWriter
 from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
-from engine.engine import build_engine
+from engine.engine import Engine, build_engine
+from engine.executor.build import Executors
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import RESULT_COLUMNS, FixedStep, Kind
 from engine.executor.graph import GraphStep
@@ -126,6 +127,17 @@ def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None,
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size), draft_ahead=depth)
     return engine, head
+
+
+@pytest.mark.parametrize(("in_flight", "depth"), [(None, 1), (0, 0)])
+def test_steps_are_launched_ahead_unless_the_depth_is_given(model, in_flight, depth):
+    """Drafts that the device makes lose nothing with a step in flight."""
+    built, _ = engine_of(model, "mtp", 1)
+    executors = Executors(built._executor, built.scheduler.pages, built._graph)
+    engine = Engine(built.model, replace(CONFIG, in_flight=in_flight), executors, built._speculation.drafter)
+    # Where the host makes drafts, these times would lead to a depth of 0.
+    engine._depth.record(host_s=0.0, step_s=1.0, accepted=1, produced=2)
+    assert engine._depth.current == depth
 
 
 @pytest.fixture(scope="module")
