@@ -26,6 +26,7 @@ from drafter_service.settings.tree import AccessConfig
 
 SAN = "x509_subject_alternative_name"
 COMMON_NAME = "x509_common_name"
+NO_TOKEN = "a bearer token is needed; give --token-file, `ClientAccess.token` or the metadata `authorization`"
 
 
 class Context(Protocol):
@@ -120,7 +121,7 @@ def identify(credentials: Credentials, callers: Callers | None) -> Caller:
     else:
         caller = callers.with_certificate(credentials.certificate_names)
         has_certificate = bool(credentials.certificate_names)
-        reason = "the certificate names no known caller" if has_certificate else "a bearer token is needed"
+        reason = "the certificate names no known caller" if has_certificate else NO_TOKEN
     if caller is None:
         raise UnauthenticatedError(reason)
     return caller

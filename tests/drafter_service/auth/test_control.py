@@ -68,7 +68,7 @@ async def test_missing_unknown_and_malformed_tokens_are_refused(callers):
             assert code == UNAUTHENTICATED
             return details
 
-        assert await details_of() == "a bearer token is needed"
+        assert (await details_of()).startswith("a bearer token is needed; give --token-file")
         assert await details_of("Bearer wrong") == "the bearer token is not known"
         assert await details_of(f"Bearer {sha256_of('secret-a')}") == "the bearer token is not known"
         for malformed in (["secret-a"], ["Basic secret-a"], ["Bearer "], ["Bearer secret-a", "Bearer secret-a"]):
