@@ -164,9 +164,9 @@ class CombinedDrafter:
         self._call_all(lambda drafter, _: drafter.close())
 
     def _call_all(self, call: Callable[[Drafter, int], None]) -> None:
-        """Call a function with each drafter and its number. If it raises, call it for the others before raising."""
+        """Call a function with each drafter and its number, in any order, also with those after one that raises."""
         with ExitStack() as calls:
-            for number, part in reversed([*enumerate(self.parts)]):  # An exit stack calls the last callback first.
+            for number, part in enumerate(self.parts):
                 calls.callback(call, part.drafter, number)
 
     def _draft(self, part: Part, plan: StepPlan) -> Drafts:

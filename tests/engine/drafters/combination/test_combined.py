@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.drafters.base import Drafter, TargetOutputs
+from engine.drafters.base import Drafter, Drafts, TargetOutputs
 from engine.drafters.combination.combined import CombinedDrafter, Part
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
@@ -14,13 +14,14 @@ from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
+from ssd.types import DraftBatch, Path
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
 
@@ -121,7 +122,7 @@ def test_requests_choose_among_the_drafters(model):
         assert {source for each in completions for source in each.by_source} == expected
 
 
-def test_a_drafter_without_requests_is_not_asked(model):
+def test_a_drafter_without_requests_is_not_called(model):
     submitted = [replace(each, drafters=frozenset({"mtp"})) for each in requests(0.0, count=2)]
     drafter = CombinedDrafter([make_part(kind, model, True) for kind in ("ssd", "mtp")], has_trees=True)
     calls = []
@@ -173,3 +174,27 @@ def test_a_faulty_drafter_keeps_no_call_from_the_others():
         with pytest.raises(ValueError, match=name):
             getattr(combined, name)(*arguments)
     assert [part.drafter.names for part in combined.parts] == [[*calls]] * 3
+
+
+class OneToken(Drafter):
+    """Drafts token 5."""
+
+    needs = TargetOutputs()
+
+    def propose(self, plan):
+        return Drafts(DraftBatch.from_paths([Path(np.array([5], np.uint32), np.full(1, 0.8, np.float32))]))
+
+
+def test_a_draft_is_learned_from_once():
+    """Steps without drafts may follow it."""
+    combined = CombinedDrafter([Part(kind, OneToken(), False) for kind in "ab"], has_trees=False)
+    entry = SequencePlan(Sequence(0, Request(np.array([1], np.uint32)), 9), 0, 1, produces=True, draft_room=4)
+    plan = StepPlan([entry])
+    result = StepResult(plan, [SequenceResult(entry, np.array([5, 6], np.uint32), np.array([0]))])
+    before = combined._mix.weights.copy()
+    combined.propose(plan)
+    combined.observe(result)
+    learned = combined._mix.weights.copy()
+    combined.observe(result)
+    assert (learned != before).any()
+    assert np.array_equal(combined._mix.weights, learned)
