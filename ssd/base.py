@@ -107,6 +107,8 @@ class CorpusDrafter(ABC):
         verified than the last draft had, for a reserved token id, for arrays as `Progress.check_arrays`, and for a
         cost outside (0, 1].
         """
+        if not isinstance(progress.sequence_ids, np.ndarray):
+            progress.check_arrays()
         rows = self._rows_of(progress.sequence_ids.tolist())
         drafts = self._step(rows, progress)
         if self.PUBLISHES:

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,17 @@ def test_invalid_calls_are_refused_without_effect(drafter):
     drafter.finish(1, array([6, 5, 1]), verified=2)
     drafter.start(1, array([7, 8, 7]))
     assert drafter.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [8]
+
+
+@pytest.mark.parametrize("field", ["sequence_ids", "tokens", "offsets", "verified", "max_draft", "steps"])
+def test_lists_are_refused_where_arrays_are_needed(drafter, field):
+    drafter.start(1, array([5, 6, 5]))
+    progress = replace(progress_of({1: [6]}, limit=1), steps=array([1]))
+    with pytest.raises(ValueError, match="array, not a list"):
+        drafter.draft(replace(progress, **{field: getattr(progress, field).tolist()}))
+    assert drafter.draft(progress).tokens.tolist() == [5]
+    with pytest.raises(ValueError, match="array, not a list"):
+        drafter.finish(1, [5])
 
 
 def test_an_empty_batch_has_no_drafts(drafter):

@@ -127,6 +127,7 @@ class RunningSequences:
 
     def batch_of(self, progress: Progress) -> KnownBatch:
         """Return the data of the sequences of a batch. Raises ValueError as `Progress.check`."""
+        progress.check_arrays()
         batch, ids_as_bytes = self._last, progress.sequence_ids.tobytes()
         if batch is None or ids_as_bytes != batch.ids_as_bytes:
             ids = progress.sequence_ids.tolist()
