@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.drafters.draft_pool import DraftPool
-from engine.drafters.model_based.pace import Pace
+from engine.drafters.model_based.pace import RATE_DECAY, TIME_DECAY, Pace
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
@@ -52,6 +52,28 @@ def pace_of(first_s, next_s=None, *, reached=0, accepted=0):
 def test_the_depth_does_not_depend_on_the_number_of_equal_sequences(sequences, prob, is_deeper):
     """A step of more sequences takes as long, so that each token takes a smaller part of it."""
     assert drafts_deeper(pace_of(0.05), sequences=sequences, prob=prob) is is_deeper
+
+
+@pytest.mark.parametrize(("sequences", "others", "cost"), [(1, 0, 0.3), (4, 0, 0.3), (4, 2, 0.3)])
+@pytest.mark.parametrize(("passes", "reached", "accepted"), [([0.1], 0, 1), ([0.2, 0.05, 0.1], 3, 2)])
+def test_drafts_get_deeper_if_tokens_per_second_increase(sequences, others, cost, passes, reached, accepted):
+    pace, tried, kept, next_s = Pace(), 1.0, 1.0, 0.0
+    for index, seconds in enumerate(passes):
+        pace.record_forward(seconds, is_first=index == 0)
+        if index > 0:
+            next_s = TIME_DECAY * next_s + (1 - TIME_DECAY) * seconds if next_s else seconds
+    for _ in range(20):
+        pace.record_acceptance(reached, accepted)
+        if reached:
+            tried, kept = RATE_DECAY * tried + reached, RATE_DECAY * kept + accepted
+    tokens_s = sequences * cost * STEP_S / (sequences + others)
+    gain = sequences * kept / tried / ((next_s or sum(passes)) + tokens_s)
+    now = 1 / (STEP_S + sum(passes) + tokens_s)
+    # The probability at which a deeper draft has the same rate: gain * prob = now * (all + sequences * prob).
+    prob = now * (sequences + others) / (gain - now * sequences)
+    assert 0 < prob < 0.95
+    assert drafts_deeper(pace, sequences=sequences, others=others, prob=1.03 * prob, cost=cost)
+    assert not drafts_deeper(pace, sequences=sequences, others=others, prob=0.97 * prob, cost=cost)
 
 
 def test_passes_delay_sequences_without_drafts_too():
