@@ -1,6 +1,9 @@
-"""When a client tries to connect again."""
+"""When a client tries to connect again, and how it describes a service that refuses."""
 
 from random import Random
+
+import grpc
+import pytest
 
 from drafter_service.client.connection import (
     FIRST_BACKOFF_S,
@@ -9,6 +12,7 @@ from drafter_service.client.connection import (
     ConnectionState,
     StreamEnd,
 )
+from drafter_service.client.socket_stream import StreamError
 
 
 def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
@@ -34,3 +38,16 @@ def test_waits_between_attempts_are_random_parts_of_a_doubling_interval():
     first, second = ([ConnectionState(Random(seed)).ended(gone)[0] for seed in (1, 2)] for _ in range(2))
     assert first == second
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ("not ready: compiling kernels: 40 %", "the drafter at host:1 is not ready: compiling kernels: 40 %"),
+        ("failed to connect: ipv4:1.2.3.4:1: Connection refused", "no drafter answers at host:1 (Connection refused);"),
+    ],
+)
+def test_a_service_that_is_not_ready_says_what_it_does(details, reason):
+    state = ConnectionState(Random())
+    state.ended(state.end_of(StreamError(grpc.StatusCode.UNAVAILABLE, details)))
+    assert str(state.failure("host:1")).startswith(reason)
