@@ -41,6 +41,7 @@ class Authority:
             _unsigned(self._name, self._name, self._key, -DAY, DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
         )
         self.certificate = folder / f"{name}.pem"
         self.certificate.write_bytes(_pem(unsigned.sign(self._key, hashes.SHA256())))
@@ -64,6 +65,8 @@ class Authority:
             _unsigned(subject, self._name, key, begin, end)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
+            # Python requires it from 3.13 on.
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         if alternatives:
             unsigned = unsigned.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)

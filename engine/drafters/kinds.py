@@ -111,7 +111,9 @@ def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         model=None if folder is None else model_identity(folder, adapter=resources.adapter),
         host="ssd-engine",
         draft_shape=config.draft_shape,
-        on_lost=lambda reason: warn(f"no connection to the drafter at {address} ({reason}); continuing without drafts"),
+        on_lost=lambda reason: warn(
+            f"no connection to the drafter at {address} ({reason}); continuing without drafts until there is one"
+        ),
         on_resumed=lambda: warn(f"reconnected to the drafter at {address}; drafting resumes"),
     )
     if resources.adapter is not None:
