@@ -171,7 +171,8 @@ def _print_summary(completions: Sequence[Completion], seconds: float, drafter: s
         f"{tokens / seconds:,.0f} tokens/s, "
         f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
     )
-    if not drafted and drafter != "none":
+    # Nothing can be drafted for outputs of one token.
+    if not drafted and drafter != "none" and tokens > len(completions):
         console.print(NOT_DRAFTED)
     if len(by_source) > 1:
         console.print("by source: " + "; ".join(f"{name}: {_acceptance(each)}" for name, each in by_source.items()))
