@@ -13,10 +13,10 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
+from engine.commands.progress import RequestProgress
 from engine.commands.prompts import Prompt, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
@@ -146,16 +146,14 @@ def _complete(
     engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console
 ) -> list[Completion]:
     """Run the requests with a progress bar. The engine is new, so that its ids are the indices of the requests."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("completing", total=len(requests), tokens=0)
+    with RequestProgress(console, len(requests), transient=True) as progress:
         tokens = 0
 
         def observe(report: StepReport) -> None:
             nonlocal tokens
             tokens += report.committed
             writer.add(report.finished)
-            progress.update(task, advance=len(report.finished), tokens=tokens)
+            progress.advance(len(report.finished), _count(tokens, "token"))
 
         return engine.generate(requests, observe)
 

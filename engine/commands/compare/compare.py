@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.commands.compare.page import console_tables, notes, render_markdown, render_page
 from engine.commands.compare.profile import measure_steps
@@ -20,6 +19,7 @@ from engine.commands.compare.rows import Row, unusable
 from engine.commands.compare.trial import BATCH, Trial, Workload
 from engine.commands.launch import load
 from engine.commands.options import EngineOptions
+from engine.commands.progress import RequestProgress
 from engine.commands.prompts import read_prompt_file
 from engine.commands.reports import package_versions, prepare_reports
 from engine.config import Verification
@@ -97,16 +97,12 @@ def run_comparison(options: CompareOptions) -> bool:
         ]
         for condition in options.conditions
     }
-    with _progress(console) as progress:
-        task = progress.add_task("", total=_requests(missing, workload))
-
-        def advance(name: str, requests: int) -> None:
-            progress.update(task, advance=requests, description=escape(name))
+    with RequestProgress(console, _requests(missing, workload)) as progress:
 
         def warn(text: str) -> None:
-            progress.console.print(f"[yellow]warning:[/] {escape(text)}")
+            console.print(f"[yellow]warning:[/] {escape(text)}")
 
-        trial = Trial(model, tokenizer, options.engine, workload, warn, advance)
+        trial = Trial(model, tokenizer, options.engine, workload, warn, progress.advance)
         outputs = {}
         for condition, own in missing.items():
             if not own:
@@ -191,15 +187,3 @@ def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) ->
     baselines = len({(each.temperature, each.concurrency) for each, rows in missing.items() if rows})
     rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
     return (baselines + rounds + sum(map(len, missing.values()))) * measured + 2 * earlier
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )

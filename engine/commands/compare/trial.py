@@ -85,8 +85,8 @@ class Trial:
     """Settings of the engines; drafter, draft shape, verification and concurrency are replaced."""
     workload: Workload
     warn: Callable[[str], None]
-    advance: Callable[[str, int], None]
-    """Called with the name of a drafter and the number of requests that it has just completed."""
+    advance: Callable[[int, str], None]
+    """Called with the number of requests that a drafter has just completed, and its name."""
 
     def baseline(self, condition: Condition) -> Counted:
         """Run plain decoding."""
@@ -135,7 +135,7 @@ class Trial:
             outputs: list[Output] = []
             for group in groups(requests, condition.concurrency):
                 outputs += run_group(engine, group, self.workload.max_tokens, observe)
-                self.advance(row.name, len(group))
+                self.advance(len(group), row.name)
             on_device = engine.device_drafting_s(condition.concurrency)
         if on_device is not None:
             return Counted(outputs, median(each.total for each in times) - on_device, on_device)
@@ -165,7 +165,7 @@ class Trial:
                         np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
                         for completion, output in zip(completions, expected[done:], strict=False)
                     )
-                    self.advance(rows[index].name, len(group))
+                    self.advance(len(group), rows[index].name)
                 done += len(group)
         return rates, same
 
@@ -174,7 +174,7 @@ class Trial:
             earlier = self.workload.earlier_requests(condition, self.workload.earlier_count(row))
             for group in groups(earlier, BATCH):
                 engine.generate(group)
-                self.advance(row.name, len(group))
+                self.advance(len(group), row.name)
             time.sleep(INDEXING_S if self.workload.earlier else 0)
 
     def _equal(self, output: Output, expected: Output) -> bool:

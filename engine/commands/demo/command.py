@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from drafter_service.client import DrafterClient
 from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
@@ -18,6 +17,7 @@ from engine.commands.demo.outputs import find_lengths
 from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, write_report
 from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests
+from engine.commands.progress import RequestProgress
 from engine.commands.prompts import read_texts
 from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
@@ -96,14 +96,13 @@ class EnginePair:
     def run(self, items: Sequence[WorkItem], requests: Sequence[Request], console: Console) -> list[Measurement]:
         """Run the workload with a progress bar. Raises UserError if the sidecar is lost: the figures would be wrong."""
         recent: list[Measurement] = []
-        with _progress(console) as progress:
-            task = progress.add_task("requests", total=len(items), speed="")
+        with RequestProgress(console, len(items)) as progress:
 
             def observe(measurement: Measurement) -> None:
                 recent.append(measurement)
                 part = Part.of(recent[-max(10, len(items) // 10) :])
                 rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
-                progress.update(task, advance=1, speed=f"{rates}, {part.speedup:.2f}x")
+                progress.advance(1, f"{rates}, {part.speedup:.2f}x")
                 if self.client.lost is not None:
                     raise UserError(f"the sidecar was lost during the run ({self.client.lost}); run again")
 
@@ -174,16 +173,4 @@ def _print_summary(summary: Summary, console: Console) -> None:
         "outputs: [bold green]identical[/], token by token"
         if summary.identical
         else f"outputs: [bold red]DIFFERENT[/] in requests {', '.join(map(str, summary.differing))}"
-    )
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}"),
-        console=console,
     )

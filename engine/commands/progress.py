@@ -1,0 +1,51 @@
+"""Progress of commands that run requests for minutes."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class RequestProgress:
+    """Shows how many requests have ended: a bar on a terminal, otherwise a line every `LINE_S`."""
+
+    def __init__(self, console: Console, total: int, *, transient: bool = False) -> None:
+        """total: number of requests. transient: whether the bar disappears at the end."""
+        columns = (TextColumn("requests"), TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            *columns,
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=transient,
+            disable=not console.is_terminal,
+        )
+        self._console = console
+        self._task = self._bar.add_task("", total=total)
+        self._printed_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, requests: int, note: str) -> None:
+        """Record that more requests have ended; note: what is shown beside their number."""
+        self._bar.update(self._task, advance=requests, description=note)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._printed_s >= LINE_S:
+            self._printed_s = now
+            task = self._bar.tasks[self._task]
+            self._console.print(f"{task.completed:.0f} of {task.total:.0f} requests: {note}", markup=False)
