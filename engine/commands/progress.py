@@ -17,12 +17,13 @@ class RequestProgress:
     """Shows how many requests have ended: a bar on a terminal, otherwise a line every `LINE_S`."""
 
     def __init__(self, console: Console, total: int, *, transient: bool = False) -> None:
-        """total: number of requests. transient: whether the bar disappears at the end."""
-        columns = (TextColumn("requests"), TimeElapsedColumn(), TimeRemainingColumn())
+        """Make a bar for `total` requests. transient: whether the bar disappears at the end."""
         self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
-            *columns,
+            TextColumn("requests"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
             console=console,
             transient=transient,

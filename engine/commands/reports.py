@@ -20,10 +20,11 @@ def prepare_reports(out: Path, names: Iterable[str]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path in (out / name for name in names):
-            is_new = not path.exists()
+            # A symbolic link is kept, and the file that it names is removed.
+            new = None if path.exists() else path.resolve()
             path.open("a").close()
-            if is_new:
-                path.unlink()
+            if new is not None:
+                new.unlink()
     except OSError as problem:
         raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
 

@@ -1,4 +1,4 @@
-"""What is known of sequences that are prepared to begin, and of running ones apart from their rows in the tables."""
+"""Records of prepared and running sequences; `ssd.sequences.tables` has the rows of running ones."""
 
 from __future__ import annotations
 

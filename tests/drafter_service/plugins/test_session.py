@@ -76,18 +76,6 @@ def test_drafts_are_shorter_where_verifying_a_token_costs_the_host_more():
     assert lengths[0] > lengths[1] > lengths[2]
 
 
-def test_drafts_are_as_short_as_the_host_cuts_them_until_it_verifies_a_whole_one(session):
-    text, size, lengths = LOOP * 10, 16, []
-    draft = first_draft(session, text[:size])
-    for verified in (2, 2, 4):
-        assert draft == text[size : size + len(draft)]
-        lengths.append(len(draft))
-        session.schedule("a", draft[:verified])
-        size += verified + 1
-        draft = session.draft([("a", text[:size])])[0]
-    assert [*lengths[1:], len(draft)] == [2, 4, 8]
-
-
 def test_drafts_end_at_the_end_of_the_vocabulary_and_of_the_path():
     session, _ = embedded()
     session.start("a", LOOP)

@@ -8,8 +8,9 @@ from ssd.errors import UserError
 
 def test_checking_files_leaves_none_and_changes_none(tmp_path):
     (tmp_path / "old").write_text("text")
-    prepare_reports(tmp_path, ("old", "new"))
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    prepare_reports(tmp_path, ("old", "new", "link"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"]
     assert (tmp_path / "old").read_text() == "text"
 
 

@@ -98,7 +98,7 @@ def continued(text, pointers, own, count, token):
 
 
 @given(copies(), st.sampled_from(["path", "tree"]))
-@example(([list(range(50))], list(range(8)), [(5, 60), (20, 60), (2, 61)]), "path")  # so many are right that misses end
+@example(([list(range(50))], list(range(8)), [(5, 60), (20, 60), (2, 61)]), "path")  # clears the misses
 @examples(200)
 def test_pointers_and_their_predictions_on_a_draft_are_those_of_a_slow_reference(world, shape):
     requests, prompt, steps = world
