@@ -42,10 +42,10 @@ from engine.scheduling.request import Completion, FinishReason, Request, Samplin
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
-from engine.speculation.device_budget import DeviceBudget
+from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.in_flight import InFlightDepth
+from engine.speculation.selection import DraftSelection
 from engine.speculation.speculation import Speculation
-from engine.speculation.token_budget import TokenBudget
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,18 +93,18 @@ class Engine:
         executors: Executors,
         drafter: AnyDrafter,
         decode: Decode | None = None,
-        budget: TokenBudget | None = None,
+        selection: DraftSelection | None = None,
         *,
         drafters: Collection[str] = (),
         grammars: GrammarCompiler | None = None,
         adapters: AdapterPool | None = None,
     ) -> None:
-        """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `budget`: selects the
-        draft tokens to verify; without it, all are verified. `drafters`: names of the loaded kinds, from which requests
-        may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: LoRA adapters, from which
-        requests may choose.
+        """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `selection`: selects
+        the draft tokens to verify; without it, all are verified. `drafters`: names of the loaded kinds, from which
+        requests may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: LoRA adapters,
+        from which requests may choose.
         """
-        graph, plain_cost = executors.graph, executors.plain_cost
+        graph, plain_curve = executors.graph, executors.plain_curve
         has_chain = graph is not None and graph.chain is not None
         self.model = model
         self._config = config
@@ -112,9 +112,9 @@ class Engine:
         self._graph = graph
         # Drafts that the device makes lose nothing with a step in flight.
         self._depth = InFlightDepth(1 if has_chain and config.in_flight is None else config.in_flight)
-        self._budget = budget
-        self._device_budget = None if plain_cost is None else DeviceBudget(plain_cost)
-        self._speculation = Speculation(drafter, config, model.vocab_size, budget, self._device_budget)
+        self._selection = selection
+        self._device_drafting = None if plain_curve is None else DeviceDrafting(plain_curve)
+        self._speculation = Speculation(drafter, config, model.vocab_size, selection, self._device_drafting)
         extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
@@ -344,7 +344,9 @@ class Engine:
         if self._graph is not None and self._graph.chain is not None and result.plan.drafts_on_device:
             self._graph.chain.observe(result)
         self._speculation.observe(result)
-        watch.lap("draft")
+        observing_s = watch.lap("draft")
+        if result.plan.drafting_s:  # Otherwise a step in flight hides the time of drafting.
+            result.plan.drafting_s += observing_s
         for sequence, cut in ended:
             report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         watch.lap("commit")
@@ -353,24 +355,23 @@ class Engine:
         watch.lap("commit")
         report.times = watch.times()
         if report.results:
-            self._record(step, report, result.experts)
+            self._record(step, report)
         return report
 
-    def _record(self, step: InFlightStep, report: StepReport, experts: float | None) -> None:
-        """Update the token budget and the in-flight depth with the duration of a step and its number of experts."""
+    def _record(self, step: InFlightStep, report: StepReport) -> None:
+        """Update the token budget and the in-flight depth with the duration of a step."""
         times = report.times
         accepted = sum(each.accepted for each in report.results)
-        # On the graph executor the device runs while the host works, so only the duration of the whole step is
-        # meaningful.
         is_on_graph = isinstance(step, GraphStep)
-        seconds = times.total if is_on_graph else times.forward + times.verify
+        # The device of the graph executor runs while the host drafts.
+        seconds = times.total if is_on_graph else times.total - times.draft
         if step.plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
-            if self._device_budget is not None and len(self._launched) == 1:
-                self._device_budget.record(step.plan, self._launched[0], report.committed, seconds)
-        elif self._budget is not None:
+            if self._device_drafting is not None and len(self._launched) == 1:
+                self._device_drafting.record(step.plan, self._launched[0], report.committed, seconds)
+        elif self._selection is not None:
             forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
-            self._budget.record(step.plan, step.plan.tokens, accepted - forced, seconds, experts)
+            self._selection.record(step.plan, accepted - forced, report.committed, seconds)
         if is_on_graph:
             host_s = times.schedule + times.draft + times.commit
             self._depth.record(host_s, times.total, accepted, report.committed)
@@ -421,8 +422,8 @@ def build_engine(
 ) -> Engine:
     """Return an engine for a loaded model. Engines may share a model; each has its own KV cache.
 
-    `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the cost of steps for a few
-    seconds and verify only draft tokens whose expected gain exceeds their cost; otherwise all are verified.
+    `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the durations of steps for
+    a few seconds and verify only draft tokens that are worth their time; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
     with a progress line before and after slow preparations. `drafters`: names of the kinds in `drafter`, from which
     requests may choose. `grammars`: needed for requests with a grammar. `adapters`: LoRA adapters that are attached to
@@ -443,9 +444,9 @@ def build_engine(
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    budget = None if executors.cost is None else TokenBudget(executors.cost)
+    selection = None if executors.curve is None else DraftSelection(executors.curve)
     return Engine(
-        model.config, config, executors, drafter, decode, budget,
+        model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,
     )  # fmt: skip
 

@@ -145,7 +145,9 @@ class CorpusDrafter(ABC):
         produced the tokens. learn: whether the output is remembered. Raises ValueError as `draft`.
         """
         rows = self._rows_of([sequence_id])
-        self._step(rows, Progress.of_one(sequence_id, tokens, verified=verified, steps=steps))
+        last = Progress.of_one(sequence_id, tokens, verified=verified, steps=steps)
+        last.min_path_prob = 1.0  # Nothing is drafted, so a token budget need not be prepared.
+        self._step(rows, last)
         running = self._running.pop(sequence_id)
         if not learn:
             self._withdraw(running)

@@ -23,9 +23,9 @@ class DrafterConfig:
     """`path`: a draft has one token per position. `tree`: it may have several."""
     max_draft: int = 32
     """Maximum number of tokens in one draft; 16 reach 98 to 100 % of what 32 do on recorded traffic."""
-    cost: float = 0.02
-    """Cost of verifying one more token, as a fraction of a step: about 0.005 for small batches, 0.1 for large ones.
-    `Progress.cost` overrides it."""
+    cost: float | None = None
+    """Cost of verifying one more token of each sequence, as a fraction of a step without drafts: about 0.005 for small
+    batches, 0.1 and more for large ones. None: by the drafter's step-time curve. `Progress.cost` overrides it."""
     match_depth: int = 32
     """Maximum match length in tokens; 16 lost 0.1 % on recorded traffic, more than 32 gained nothing."""
     learned_prompt_tokens: int = 32
@@ -50,7 +50,8 @@ class DrafterConfig:
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
-        check_cost(self.cost)
+        if self.cost is not None:
+            check_cost(self.cost)
         if not 0 < self.refresh_interval_s <= MAX_REFRESH_INTERVAL_S:
             raise ValueError(
                 f"refresh_interval_s must be above 0 and at most a day ({MAX_REFRESH_INTERVAL_S} s), "

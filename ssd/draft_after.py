@@ -24,8 +24,8 @@ Step = Callable[[np.ndarray, Progress], DraftBatch]
 def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stats: Stats, step: Step) -> DraftBatch:
     """Draft after each of K continuations; several may belong to the same sequence.
 
-    progress: the tokens of each continuation, as if they had been committed. rows: int64 [K]. A continuation has no
-    draft where committing it would reorganize the sequence's index.
+    progress: the tokens of each continuation, as if they had been committed, and `min_path_prob`. rows: int64 [K]. A
+    continuation has no draft where committing it would reorganize the sequence's index.
     """
     progress.check_arrays()
     bounds = progress.offsets.tolist()
@@ -43,7 +43,7 @@ def draft_after(progress: Progress, rows: np.ndarray, sequences: Sequences, stat
             offsets=offsets_of(np.array([len(runs[index]) for index in at])),
             verified=progress.verified[at],
             max_draft=progress.max_draft[at],
-            cost=progress.cost,
+            min_path_prob=progress.min_path_prob,
         )
         batch = _step_and_restore(rows[at], part, sequences, stats, step)
         for place, index in enumerate(at):

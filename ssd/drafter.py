@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from ssd.base import CorpusDrafter
-from ssd.config import DrafterConfig, check_cost
+from ssd.budget.curve import StepCurve
+from ssd.budget.token_budget import TokenBudget
+from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.draft_after import draft_after
@@ -15,7 +18,7 @@ from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
 from ssd.sequences.prepared import PreparedSequence
 from ssd.stats import Stats
-from ssd.types import DraftBatch, Progress, check_verified
+from ssd.types import DraftBatch, Progress, check_path_prob, check_verified
 
 ONE_EACH = np.empty(0, np.uint32)
 """Value of `Progress.steps` for the kernel if each sequence took one step."""
@@ -42,19 +45,24 @@ class SuffixDrafter(CorpusDrafter):
         corpus: Corpus | None = None,
         stats: Stats | None = None,
         remember: Callable[[np.ndarray, str | None], object] | None = None,
+        curve: StepCurve | None = None,
     ) -> None:
-        """See `CorpusDrafter`."""
+        """See `CorpusDrafter`.
+
+        curve: durations of the engine's steps, which decide how much is drafted; None: those of `config.cost`, or if
+        that is None, a guess until `Progress.step_times` has durations.
+        """
         super().__init__(config, corpus=corpus, stats=stats, remember=remember)
+        cost = self.config.cost
+        self.budget = TokenBudget(curve or (StepCurve.unknown() if cost is None else StepCurve.constant(cost)))
         self._is_tree = self.config.draft_shape == "tree"
-        self._state = self._sequences.state
-        self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)
+        self._make_frame()
 
     def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
         """See `CorpusDrafter.begin`."""
         super().begin(sequence_id, prepared)
         if self._sequences.state is not self._state:
-            self._state = self._sequences.state
-            self._frame = Frame(self._sequences, self.corpus.learned, self.corpus.fallback, self.stats)
+            self._make_frame()
 
     def draft_after(self, progress: Progress) -> DraftBatch:
         """Draft after K continuations of running sequences, as if they had been committed.
@@ -63,17 +71,32 @@ class SuffixDrafter(CorpusDrafter):
         Changes nothing that later drafts depend on. Raises ValueError as `draft`.
         """
         rows = np.array([self._rows_of([sequence_id])[0] for sequence_id in progress.sequence_ids.tolist()], np.int64)
-        return draft_after(progress, rows, self._sequences, self.stats, self._step)
+        self._prepare(len(self._row_of), progress)
+        least = progress.min_path_prob or self.budget.price(self.config.max_draft).min_path_prob
+        part = replace(progress, min_path_prob=least, step_times=())
+        return draft_after(part, rows, self._sequences, self.stats, self._step)
 
     @property
     def own_bytes(self) -> int:
         """Memory of the running sequences, idle sessions and scratch arrays."""
         return super().own_bytes + self._frame.nbytes
 
+    def _make_frame(self) -> None:
+        self._state = self._sequences.state
+        learned, fallback = self.corpus.learned, self.corpus.fallback
+        self._frame = Frame(self._sequences, learned, fallback, self.budget, self.stats)
+
+    def _prepare(self, sequences: int, progress: Progress) -> float:
+        """Return the minimum path probability of draft tokens, 0 if the token budget decides, which is prepared."""
+        if progress.min_path_prob is not None:
+            check_path_prob(progress.min_path_prob)
+            return progress.min_path_prob
+        self.budget.prepare(sequences + progress.other_sequences, progress.other_tokens, progress.cost)
+        return 0.0
+
     def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
         config = self.config
-        cost = config.cost if progress.cost is None else progress.cost
-        check_cost(cost)
+        least = self._prepare(len(rows), progress)
         room = len(rows) * config.max_draft
         drafts = (
             np.empty(room, UINT32),
@@ -85,12 +108,15 @@ class SuffixDrafter(CorpusDrafter):
         if progress.steps is not None:
             progress.check_arrays()
         steps = ONE_EACH if progress.steps is None else progress.steps
-        batch = (rows, progress.tokens, progress.offsets, progress.verified, progress.max_draft, steps)
+        given = (rows, progress.tokens, progress.offsets, progress.verified, progress.max_draft, steps)
         while True:
-            result, number = self._run(batch, drafts, cost)
+            result, number = self._run(given, drafts, least)
             if result == DONE:
                 tokens, parents, accept_prob, source, offsets = drafts
-                return DraftBatch(tokens[:number], parents[:number], accept_prob[:number], source[:number], offsets)
+                batch = DraftBatch(tokens[:number], parents[:number], accept_prob[:number], source[:number], offsets)
+                if progress.step_times:
+                    batch.pause_steps = self.budget.learn(progress)
+                return batch
             if result == BAD_ARRAYS:
                 progress.check_arrays()
             if result == BAD_TOKEN:
@@ -100,10 +126,10 @@ class SuffixDrafter(CorpusDrafter):
             assert result == NEEDS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
-    def _run(self, batch: Batch, drafts: Drafted, cost: float) -> tuple[int, int]:
+    def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
         """Call the kernel. The view is local to this call, so that the frames of a kept exception do not hold it."""
         config, view = self.config, self.corpus.view
-        settings = (cost, config.match_depth, config.max_draft, self._is_tree)
+        settings = (least, config.match_depth, config.max_draft, self._is_tree)
         try:
             return step(self._frame.addresses, view.frame, *batch, *drafts, *settings)
         except TypeError:

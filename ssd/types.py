@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,20 @@ class Source(IntEnum):
     """In no match: requests produced it where no match was right (`ssd.kernels.fallback`)."""
 
 
+class StepTime(NamedTuple):
+    """A step that an engine has run. Impossible values are ignored, see `ssd.budget.curve.StepCurve.record`."""
+
+    tokens: int
+    """Number of its tokens: of prompts, and of each decoding sequence one and its verified draft tokens, with padding
+    to `Padding.lengths`."""
+    sequences: int
+    """Number of sequences with any of them."""
+    seconds: float
+    """Its duration, without the time that drafting delayed it."""
+    drafting_s: float = 0.0
+    """Seconds by which drafting delayed it."""
+
+
 @dataclass(eq=False)
 class Progress:
     """Progress of the B sequences of a batch since their last drafts. Not frozen, as `DraftBatch`."""
@@ -56,11 +70,20 @@ class Progress:
     max_draft: np.ndarray
     """uint32 [B]: maximum number of draft tokens that the caller can use now."""
     cost: float | None = None
-    """Current cost of verifying one more token per sequence, as a fraction of a step, in (0, 1]; None: as
-    configured."""
+    """Cost of verifying one more token per sequence, as a fraction of a step, in (0, 1]; None: by the drafter's
+    step-time curve."""
     steps: np.ndarray | None = None
     """uint32 [B]: number of target steps that produced each sequence's tokens; None: one each. The last draft was
     verified in the first of them."""
+    other_tokens: int = 0
+    """Tokens of the next step beside one of each sequence and the drafts, such as those of prompts."""
+    other_sequences: int = 0
+    """Sequences of the next step that are not in the batch."""
+    step_times: Sequence[StepTime] = ()
+    """Steps that the engine has run since the last drafts."""
+    min_path_prob: float | None = None
+    """Minimum path probability of a draft token, in (0, 1], for a caller that selects among the drafts of several
+    drafters; None: the drafter selects what is worth verifying."""
 
     @classmethod
     def of_one(
@@ -102,13 +125,15 @@ class Progress:
         """Raise ValueError for progress that `Drafter.draft` must refuse.
 
         Reasons: those of `check_arrays`, a reserved token id, a sequence that is not running, appears twice or verified
-        more tokens than it was offered, and a cost outside (0, 1]. offered: number of tokens in the last draft of each
-        running sequence, by id.
+        more tokens than it was offered, and a cost or minimum path probability outside (0, 1]. offered: number of
+        tokens in the last draft of each running sequence, by id.
         """
         self.check_arrays()
         check_tokens(self.tokens)
         if self.cost is not None:
             check_cost(self.cost)
+        if self.min_path_prob is not None:
+            check_path_prob(self.min_path_prob)
         sequence_ids = self.sequence_ids.tolist()
         if len(set(sequence_ids)) != len(sequence_ids):
             raise ValueError("a sequence appears twice in the batch")
@@ -136,6 +161,9 @@ class DraftBatch:
     """uint8 [T]: the `Source` of each token."""
     offsets: np.ndarray
     """uint32 [B + 1]: the draft of sequence i is `tokens[offsets[i]:offsets[i + 1]]`."""
+    pause_steps: int = 0
+    """Number of steps for which the caller should request no drafts, because they have cost more time than they saved;
+    0 unless `StepTime.drafting_s` is known."""
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -236,6 +264,12 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Release threads and connections. No method may be called after it."""
         ...
+
+
+def check_path_prob(minimum: float) -> None:
+    """Raise ValueError for a minimum path probability outside (0, 1]."""
+    if not 0 < minimum <= 1:
+        raise ValueError(f"min_path_prob must be greater than 0 and at most 1, not {minimum}")
 
 
 def check_verified(sequence_id: int, verified: int, offered: Mapping[int, int]) -> None:

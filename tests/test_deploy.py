@@ -118,7 +118,7 @@ def test_dashboard_is_valid_for_grafana():
         assert label in exported()[metric]
         assert "instance" in (matchers or "instance")
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Gain", "Acceptance", "Latency", "Corpus", "Health"]
+    assert rows == ["Gain", "Acceptance", "Latency", "Steps of engines", "Corpus", "Health"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["description"]

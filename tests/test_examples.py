@@ -39,6 +39,7 @@ def test_the_cpp_engine_passes_the_conformance_test(cpp_engine, socket_address):
         run(cpp_engine, socket_address, 10)
         output = examination.communicate(timeout=60)[0]
     assert examination.returncode == 0, output
+    assert "pass  step times" in output
 
 
 def test_the_cpp_engine_is_served(cpp_engine, socket_address, server):

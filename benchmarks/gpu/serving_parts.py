@@ -20,9 +20,9 @@ from benchmarks.support.engine_rows import overhead, share
 from benchmarks.support.requests import Item
 from benchmarks.support.serving import Run, serve
 from engine.commands.demo.sidecar import running_sidecar
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from ssd.types import Drafter

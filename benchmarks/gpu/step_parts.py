@@ -15,7 +15,7 @@ from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
 from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from benchmarks.gpu.timeline import MIN_GAP_US, Interval, by_name, idle_share, span
-from engine.drafters.model_free.none import NoDrafter
+from ssd.baselines.none import NoDrafter
 
 RECORDED_STEPS = 20
 TREE_NODES = 32

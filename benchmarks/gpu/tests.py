@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from ssd.hardware.processors import usable_processors
+from ssd.corpus.processors import usable_processors
 
 GPU_MARKS = ("mark.gpu", "tests.engine.flashinfer_libraries")
 """Strings that identify files with tests that need a GPU: the marker, or the module whose parameters have it."""

@@ -25,6 +25,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from drafter_service.transport.address import Address
 from drafter_service.transport.wire import WireError
+from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.corpus.ring import token_array
 from ssd.errors import UserError
@@ -71,6 +72,7 @@ class DrafterClient:
         host: str = "",
         access: ClientAccess | None = None,
         draft_shape: DraftShape | None = None,
+        padding: Padding = NO_PADDING,
         shadow: bool = False,
         required: bool = True,
         on_lost: Callable[[str], None] = lambda _: None,
@@ -96,7 +98,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._on_lost = on_lost
         self._on_resumed = on_resumed
-        self._protocol = Protocol(hello_message(model, namespace, host, draft_shape), shadow=shadow)
+        self._protocol = Protocol(hello_message(model, namespace, host, draft_shape, padding), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required

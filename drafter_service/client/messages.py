@@ -12,6 +12,7 @@ from drafter_service.client.history import indices_of_runs
 from drafter_service.client.sequences import SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, pack, read_drafts
+from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.types import ROOT, DraftBatch, offsets_of
 
@@ -134,9 +135,13 @@ class Counters:
 
 
 def hello_message(
-    model: ModelIdentity | None, namespace: str, host: str = "", draft_shape: DraftShape | None = None
+    model: ModelIdentity | None,
+    namespace: str,
+    host: str = "",
+    draft_shape: DraftShape | None = None,
+    padding: Padding = NO_PADDING,
 ) -> pb.Hello:
-    """Return the first message of a stream: versions of host and client, the served model, and the shape of drafts.
+    """Return the first message of a stream: versions of host and client, the served model, shapes of drafts and steps.
 
     Raises ValueError for an unknown shape.
     """
@@ -148,6 +153,8 @@ def hello_message(
         model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
         draft_shape=SHAPE_CODES[draft_shape],
+        step_sizes=pack(np.array(padding.sizes, np.uint32), "u4"),
+        draft_lengths=pack(np.array(padding.lengths, np.uint32), "u4"),
     )
 
 
@@ -185,7 +192,9 @@ def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocab_size: int) -
         are_paths = b"".join([PATH_PARENTS[size] for size in sizes.tolist()]) == parents
     except IndexError:  # A longer draft.
         return None
-    return DraftBatch(tokens, np.frombuffer(parents, I4), bits.view(F4), source, offsets) if are_paths else None
+    if not are_paths:
+        return None
+    return DraftBatch(tokens, np.frombuffer(parents, I4), bits.view(F4), source, offsets, message.pause_steps)
 
 
 def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocab_size: int) -> tuple[DraftBatch, int]:
@@ -201,6 +210,11 @@ def _remove_malformed(drafts: DraftBatch, limits: np.ndarray, vocab_size: int) -
     is_kept = (invalid_before[offsets[1:]] == invalid_before[offsets[:-1]]) & (sizes <= limits)
     keep, sizes = is_kept.repeat(sizes), sizes * is_kept
     kept = DraftBatch(
-        drafts.tokens[keep], drafts.parents[keep], drafts.accept_prob[keep], drafts.source[keep], offsets_of(sizes)
+        drafts.tokens[keep],
+        drafts.parents[keep],
+        drafts.accept_prob[keep],
+        drafts.source[keep],
+        offsets_of(sizes),
+        drafts.pause_steps,
     )
     return kept, len(sizes) - int(np.count_nonzero(is_kept))

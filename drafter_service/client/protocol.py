@@ -7,8 +7,8 @@ Input: calls of the engine and responses of the service. Output: requests and dr
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 import numpy as np
@@ -26,13 +26,14 @@ from drafter_service.client.sequences import RunningSequences, SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
     MAX_NAME_BYTES,
+    MAX_STEP_TIMES,
     PROTOCOL,
     WireError,
     batch_message,
     unpack,
 )
 from ssd.corpus.ring import check_tokens
-from ssd.types import DraftBatch, Progress, check_verified
+from ssd.types import DraftBatch, Progress, StepTime, check_verified
 
 COUNTERS_EVERY = 64
 """Number of batches between two messages with counters."""
@@ -75,6 +76,10 @@ class Protocol:
         self._started = 0
         self._batches = 0
         self._vocab_size = hello.model.vocab_size
+        self._unsent_times: Sequence[StepTime] = ()
+        """Durations of steps that no request has had room for."""
+        self._pause_steps = 0
+        """`DraftBatch.pause_steps` of the responses since drafts were last returned."""
         self._running = RunningSequences(self._vocab_size)
         self._registration = Registration(self._running, self.pending)
 
@@ -131,6 +136,9 @@ class Protocol:
         rows = batch.rows
         turn = Turn(rows, progress.max_draft)
         may_request = self.pending.may_request_drafts()
+        if self._unsent_times:
+            progress = replace(progress, step_times=[*self._unsent_times, *progress.step_times])
+        self._unsent_times = ()
         if may_request and batch.are_current:
             self._running.forward(batch, progress)
             self._request_drafts(turn, ALL, progress, batch.wire_ids)
@@ -138,10 +146,12 @@ class Protocol:
         self._running.commit(rows, progress)
         registered = self._running.are_registered(rows).nonzero()[0]
         if may_request and len(registered):
-            unsent = self._running.take_unsent(rows[registered], progress.max_draft[registered], progress.cost)
+            unsent = self._running.take_unsent(rows[registered], registered, progress)
             self._request_drafts(turn, registered, unsent)
-        elif not may_request and len(rows):
-            self._counters.timeouts += self.pending.phase is Phase.READY
+        else:
+            self._unsent_times = progress.step_times[-MAX_STEP_TIMES:]
+            if not may_request and len(rows):
+                self._counters.timeouts += self.pending.phase is Phase.READY
         self._registration.send_running()  # After the batch, so that the batch does not wait for it.
         return turn
 
@@ -155,6 +165,7 @@ class Protocol:
         # Versions of the service without shadow mode do not withhold drafts.
         if drafts is None or self._shadow:
             drafts = DraftBatch.empty(len(turn.limits))
+        drafts.pause_steps, self._pause_steps = self._pause_steps, 0
         self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])
         return drafts
 
@@ -198,6 +209,7 @@ class Protocol:
         if is_handshake:
             self._receive_welcome(response.welcome)
         else:
+            self._pause_steps = max(self._pause_steps, response.drafts.pause_steps)  # Of late responses, too.
             lost = {*unpack(response.lost_ids, "u8", "lost_ids").tolist()} if response.lost_ids else NO_IDS
             self._counters.resyncs += self._registration.answered(response.step, lost)
         self._registration.send_finished()

@@ -21,7 +21,7 @@ from drafter_service.client.history import TokenHistory
 from drafter_service.transport.wire import pack
 from ssd.config import check_cost
 from ssd.corpus.ring import check_tokens
-from ssd.types import Progress, offsets_of
+from ssd.types import Progress, check_path_prob, offsets_of
 
 MIN_ROWS = 16
 
@@ -144,6 +144,8 @@ class RunningSequences:
         check_tokens(progress.tokens, self._vocab_size)
         if progress.cost is not None:
             check_cost(progress.cost)
+        if progress.min_path_prob is not None:
+            check_path_prob(progress.min_path_prob)
         self._last = batch
         return batch
 
@@ -237,8 +239,11 @@ class RunningSequences:
         self._table[:, rows] = table
         self._history.append(rows, progress.tokens, offsets)
 
-    def take_unsent(self, rows: np.ndarray, max_draft: np.ndarray, cost: float | None) -> Progress:
-        """Return the unsent progress of registered sequences, by wire id, and record it as sent."""
+    def take_unsent(self, rows: np.ndarray, indices: np.ndarray, progress: Progress) -> Progress:
+        """Return the unsent progress of registered sequences, by wire id, and record it as sent.
+
+        indices: int64 [B], of these sequences in `progress`, the engine's last.
+        """
         self._last = None
         unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(unsent)
@@ -247,7 +252,17 @@ class RunningSequences:
             self._table[line, rows] = 0
         for line in (IS_COUNTED, IS_CURRENT):
             self._table[line, rows] = 1
-        return Progress(wire_ids, tokens, offsets, verified, max_draft, cost, steps)
+        others = len(progress.sequence_ids) - len(rows)
+        return replace(
+            progress,
+            sequence_ids=wire_ids,
+            tokens=tokens,
+            offsets=offsets,
+            verified=verified,
+            max_draft=progress.max_draft[indices],
+            steps=steps,
+            other_sequences=progress.other_sequences + others,
+        )
 
     def register(self, row: int, wire_id: int) -> np.ndarray:
         """Record that a whole sequence is sent; return all its committed tokens, uint32."""

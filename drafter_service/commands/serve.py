@@ -20,6 +20,9 @@ FLAGS = {
     "max_draft": "drafting.max_draft",
     "draft_shape": "drafting.draft_shape",
     "cost": "drafting.cost",
+    "cost_profile": "steps.cost_profile",
+    "gpu": "steps.gpu",
+    "model_size": "steps.model_size",
     "refresh_interval": "drafting.refresh_interval_s",
     "memory_limit": "namespaces.memory_limit",
     "snapshot_folder": "snapshots.folder",
@@ -55,8 +58,14 @@ FLAGS = {
 @click.option(
     "--cost",
     type=float,
-    help="Cost of verifying one more token, as a fraction of a step, where engines do not report it.  [default: 0.02]",
+    help="Fixed cost of verifying one more token of each sequence, as a fraction of a step.  [default: learned from "
+    "the durations of steps that engines report]",
 )
+@click.option(
+    "--cost-profile", type=_FILE, help="Durations of steps until engines report them, by `ssd-engine profile`."
+)
+@click.option("--gpu", help="Without --cost-profile: estimate these durations for this GPU, such as h100.")
+@click.option("--model-size", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.  [default: 8b]")
 @click.option(
     "--refresh-interval", type=float, metavar="SECONDS", help="Interval between index updates.  [default: 0.01]"
 )

@@ -19,6 +19,7 @@ from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.step_clock import StepClock
 
 LOG = HostLog("llama_cpp")
 
@@ -54,6 +55,7 @@ class SsdDraftModel:
         """Text of the running request; empty if there is none."""
         self._draft: list[int] = []
         """The draft that the host got after it."""
+        self._clock = StepClock(self._session)
         self._is_supported = llama_cpp.__version__ in TESTED
         if not self._is_supported:
             installed = llama_cpp.__version__
@@ -89,7 +91,9 @@ class SsdDraftModel:
         self.close()
 
     def _next(self, text: np.ndarray) -> list[int]:
-        if not follows(text, self._text, self._draft):
+        if follows(text, self._text, self._draft):
+            self._clock.end()
+        else:
             self._finish()
             self._request_id += 1
             self._session.start(self._request_id, text.data)
@@ -97,6 +101,7 @@ class SsdDraftModel:
         self._draft = self._session.draft([(self._request_id, text.data)])[0]
         # The host verifies all of it: the session leaves room for it in the context window.
         self._session.schedule(self._request_id, self._draft)
+        self._clock.begin(1 + len(self._draft))
         return self._draft
 
     def _finish(self) -> None:

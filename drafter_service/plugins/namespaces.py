@@ -6,15 +6,17 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.messages import Welcome
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
+from drafter_service.transport.wire import MAX_STEP_TIMES
 from ssd.config import MAX_DRAFT, DrafterConfig, DraftShape
 from ssd.errors import UserError
+from ssd.types import StepTime
 
 if TYPE_CHECKING:  # It imports numba.
     from ssd.drafter import SuffixDrafter
@@ -33,6 +35,12 @@ class Namespace:
     """None if it could not be opened."""
     running: int = 0
     """Number of its running sequences."""
+    pause_steps: int = 0
+    """Number of steps in which its drafter is not called, because drafts have cost more time than they saved."""
+    step_times: list[StepTime] = field(default_factory=list)
+    """The host's steps since the drafter was last called."""
+    drafting_s: float = 0.0
+    """Seconds that the drafter has taken for the host's current step."""
     _welcome: Welcome | None = None
     """The welcome for which `restrictions` was called."""
 
@@ -82,6 +90,20 @@ class HostNamespaces:
         self._open.move_to_end(key)
         return self._open[key]
 
+    def take_paused(self) -> list[Namespace]:
+        """Return the namespaces whose drafters are not called in this step, and count it."""
+        paused = [namespace for namespace in self._open.values() if namespace.pause_steps]
+        for namespace in paused:
+            namespace.pause_steps -= 1
+        return paused
+
+    def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
+        """Record a step of the host, to be sent with the next request for drafts of each namespace."""
+        for namespace in self._open.values():
+            namespace.step_times.append(StepTime(tokens, sequences, seconds, namespace.drafting_s))
+            del namespace.step_times[:-MAX_STEP_TIMES]
+            namespace.drafting_s = 0.0
+
     def close(self) -> None:
         """Close all drafters."""
         for namespace in self._open.values():
@@ -108,10 +130,12 @@ class HostNamespaces:
         if settings.sidecar == EMBEDDED and settings.shadow:
             raise UserError('"shadow" needs a sidecar; set "sidecar" to the address of one, not "embedded"')
         if settings.sidecar == EMBEDDED:
+            from ssd.budget.curve import StepCurve
             from ssd.drafter import SuffixDrafter
 
             max_draft = min(self._limits.max_draft, MAX_DRAFT)
-            return SuffixDrafter(DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape))
+            config = DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape)
+            return SuffixDrafter(config, curve=StepCurve.unknown(self._limits.padding))
         return DrafterClient(
             settings.sidecar,
             deadline_s=settings.deadline_s,
@@ -120,6 +144,7 @@ class HostNamespaces:
             host=settings.host,
             access=settings.access,
             draft_shape=shape,
+            padding=self._limits.padding,
             shadow=settings.shadow,
             required=False,
             on_lost=lambda reason: self._report(

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from ssd.budget.padding import NO_PADDING, Padding
+
 EXTRAS = {"ssd_private": bool, "ssd_session": str, "ssd_max_draft": int, "hints": list}
 """Options that a client of the host may give with a request, and their types."""
-
-
-PADDED_COST = 0.001
-"""Cost of verifying one more token, as a fraction of a step, in hosts that pad shorter drafts to a fixed length: nearly
-none, because they verify padding instead."""
 
 
 class End(Enum):
@@ -44,8 +41,8 @@ class HostLimits:
 
     trees: bool = False
     """Whether a draft may be a tree."""
-    cost: float | None = None
-    """Cost of verifying one more token, as a fraction of a step, in (0, 1]; None: as the drafter is configured."""
+    padding: Padding = NO_PADDING
+    """Shapes that it pads its steps to."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a limit below 1."""

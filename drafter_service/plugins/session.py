@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import UserError
-from ssd.types import Progress, offsets_of
+from ssd.types import Progress, StepTime, offsets_of
 
 CHECKED = 8
 """Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
@@ -165,19 +166,35 @@ class HostSession:
             elif request.verified == len(tokens) != offered:  # The host cut the draft, and did not replace it.
                 request.allowed = max(1, len(tokens))
 
-    def draft(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[list[int]]:
-        """Return the tokens of a draft for each request of a batch, as `draft_trees` does for paths."""
-        return [draft.tokens.copy() for draft in self.draft_trees(texts)]
+    def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
+        """Record a step that the host has run, from which the drafter learns how much to draft.
 
-    def draft_trees(self, texts: Sequence[tuple[Hashable, Sequence[int]]]) -> list[Draft]:
+        tokens: those of prompts, and of each decoding sequence one and its verified draft tokens. sequences: number of
+        those with any. seconds: its duration without calls of this session.
+        """
+        with self.guarded():
+            self._namespaces.record_step(tokens, sequences, seconds)
+
+    def draft(
+        self, texts: Sequence[tuple[Hashable, Sequence[int]]], prompt_tokens: int = 0, other_sequences: int = 0
+    ) -> list[list[int]]:
+        """Return the tokens of a draft for each request of a batch, as `draft_trees` does for paths."""
+        return [draft.tokens.copy() for draft in self.draft_trees(texts, prompt_tokens, other_sequences)]
+
+    def draft_trees(
+        self, texts: Sequence[tuple[Hashable, Sequence[int]]], prompt_tokens: int = 0, other_sequences: int = 0
+    ) -> list[Draft]:
         """Return a draft for each request of a batch, a path unless the host's limits allow trees.
 
         texts: pairs of a request's id and its text, prompt and output. From the first id outside of the vocabulary on,
         such as a placeholder of a step in flight, a text is ignored, and there is no draft. Requests that were not
-        started have none either, nor does the second of two with the same id.
+        started have none either, nor does the second of two with the same id. prompt_tokens, other_sequences: numbers
+        of prompt tokens, and of decoding requests beside those of `texts`, that the host is expected to run in the same
+        step.
         """
         drafts = [NO_DRAFT] * len(texts)
         with self.guarded():
+            paused = self._namespaces.take_paused()
             by_namespace: dict[int, list[Turn]] = {}
             seen = set()
             for index, (request_id, text) in enumerate(texts):
@@ -186,6 +203,8 @@ class HostSession:
                     continue
                 seen.add(request_id)
                 self._requests.move_to_end(request_id)
+                if request.namespace in paused:
+                    continue
                 turn = self._turn(index, request, text)
                 if turn is None:
                     continue
@@ -195,7 +214,8 @@ class HostSession:
                     request.verified = None
                     drafts[index] = request.draft.cut(turn.room)
             for turns in by_namespace.values():
-                for turn, draft in zip(turns, self._draft(turns), strict=True):
+                others = len(texts) - len(turns) + other_sequences
+                for turn, draft in zip(turns, self._draft(turns, others, prompt_tokens), strict=True):
                     drafts[turn.index] = draft
         return drafts
 
@@ -314,13 +334,20 @@ class HostSession:
         else:
             self._report_once("prompt changed", "a request's prompt changed while it ran; it has no more drafts")
 
-    def _draft(self, turns: list[Turn]) -> list[Draft]:
-        """Report the progress of requests of one namespace; return their drafts."""
+    def _draft(self, turns: list[Turn], others: int, prompt_tokens: int) -> list[Draft]:
+        """Report the progress of requests of one namespace; return their drafts.
+
+        others: number of sequences in the same step that are not among them.
+        """
+        namespace = turns[0].request.namespace
+        assert namespace is not None
+        assert namespace.drafter is not None
         try:
-            namespace = turns[0].request.namespace
-            assert namespace is not None
-            assert namespace.drafter is not None
-            batch = namespace.drafter.draft(progress_of(turns, self._limits.cost))
+            began = perf_counter()
+            progress = progress_of(turns, others, prompt_tokens, namespace.step_times)
+            namespace.step_times = []
+            batch = namespace.drafter.draft(progress)
+            namespace.drafting_s, namespace.pause_steps = perf_counter() - began, batch.pause_steps
             for kind, message in namespace.restrictions(self._limits.max_draft).items():
                 self._report_once(kind, message)
         except Exception as problem:
@@ -379,8 +406,8 @@ class HostSession:
         )
 
 
-def progress_of(turns: Sequence[Turn], cost: float | None) -> Progress:
-    """Return the progress of requests of one namespace."""
+def progress_of(turns: Sequence[Turn], others: int, prompt_tokens: int, step_times: Sequence[StepTime]) -> Progress:
+    """Return the progress of requests of one namespace; others: number of other sequences in the step."""
     steps = np.array([turn.steps for turn in turns], np.uint32)
     return Progress(
         sequence_ids=np.array([turn.request.sequence_id for turn in turns], np.uint64),
@@ -388,8 +415,10 @@ def progress_of(turns: Sequence[Turn], cost: float | None) -> Progress:
         offsets=offsets_of(np.array([len(turn.added) for turn in turns], np.uint32)),
         verified=np.array([turn.verified for turn in turns], np.uint32),
         max_draft=np.array([turn.room for turn in turns], np.uint32),
-        cost=cost,
         steps=steps if np.count_nonzero(steps > 1) else None,
+        other_tokens=prompt_tokens,
+        other_sequences=others,
+        step_times=step_times,
     )
 
 

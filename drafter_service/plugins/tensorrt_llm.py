@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from drafter_service.plugins.log import HostLog
-from drafter_service.plugins.options import PADDED_COST, End, HostLimits, RequestOptions
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import host_settings
+from ssd.budget.padding import Padding
 
 LOG = HostLog("tensorrt_llm")
 
@@ -71,7 +72,9 @@ def drafter_class() -> type:
             own = host_settings(settings, "tensorrt_llm", str(model), vocab_size or 0, LOG.warning)
             if not own.model.vocab_size:
                 raise ValueError(f"cannot read config.json of {model}: give its vocab_size")
-            self._ssd_limits = HostLimits(max_draft_len, vocab_size or own.model.vocab_size, cost=PADDED_COST)
+            self._ssd_limits = HostLimits(
+                max_draft_len, vocab_size or own.model.vocab_size, padding=Padding(lengths=(max_draft_len,))
+            )
             self._ssd_settings = own
             self._ssd_drafts: RequestDrafts | None = None
 

@@ -25,10 +25,11 @@ from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import DraftCounters, HostSession
 from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.step_clock import StepClock
 
 LOG = HostLog("transformers")
 
-TESTED = ("5.23",)
+TESTED = ("5.23", "5.24")
 """Versions of transformers, without the last number."""
 
 PRIVATE_NAMES = ("_assisted_decoding", "_beam_search", "_get_candidate_generator", "_sample")
@@ -189,12 +190,17 @@ class Candidates:
         self._session = session
         self._request_id = request_id
         self._text = prompt.copy()
+        self._clock = StepClock(session)
 
     def get_candidates(self, input_ids: Any, **_: Any) -> tuple[Any, None]:
         """Return the text with a draft after it, int64 [1, N + K]; `input_ids`: int64 [1, N], the text."""
+        self._clock.end()
+        is_first = input_ids.shape[1] == len(self._text)
         self._text += input_ids[0, len(self._text) :].tolist()
         draft = self._session.draft([(self._request_id, self._text)])[0]
         self._session.schedule(self._request_id, draft)
+        # The first step also runs the prompt.
+        self._clock.begin((len(self._text) if is_first else 1) + len(draft))
         if not draft:
             return input_ids, None
         size = len(self._text)
@@ -238,7 +244,8 @@ def reason_against(
     model: Any, input_ids: Any, stopping_criteria: Sequence[Any], config: Any, arguments: dict[str, Any]
 ) -> str:
     """Return why a call cannot be decoded with drafts, so that its output would be that of plain decoding, or ""."""
-    cache: Any = arguments.get("past_key_values")
+    # Its name until version 5.23.
+    cache: Any = arguments.get("cache", arguments.get("past_key_values"))
     others = [type(each).__name__ for each in stopping_criteria if type(each).__name__ not in EXACT_CRITERIA]
     reasons: dict[str, Callable[[], bool]] = {
         "beam search and the like are not supported": lambda: decoder_of(config) != "_sample",

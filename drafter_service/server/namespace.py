@@ -23,6 +23,11 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.shadow import TimeBudget
 from drafter_service.settings.tree import Limits
+from ssd.budget.cost_profile import CostProfile
+from ssd.budget.curve import StepCurve
+from ssd.budget.padding import NO_PADDING, Padding
+from ssd.budget.token_budget import TokenBudget
+from ssd.budget.totals import BudgetTotals
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
@@ -76,10 +81,12 @@ class Namespace:
         *,
         stats: Stats | None = None,
         max_waiting: int = Limits.waiting_tokens,
+        profile: CostProfile | None = None,
     ) -> None:
         """Make a namespace, and refresh `corpus` in the background until it is closed.
 
-        max_waiting: number of learned tokens that may wait to become draftable before `wait_for_room` waits.
+        max_waiting: number of learned tokens that may wait to become draftable before `wait_for_room` waits. profile:
+        durations of the engines' steps until they report their own; None: a guess.
         """
         self.name = name
         self.model = model
@@ -96,6 +103,10 @@ class Namespace:
         self.merge_latency = Latency()
         self.duplicates = 0
         self.drafters: set[SuffixDrafter] = set()
+        self._budgets: set[TokenBudget] = set()
+        """Those of the drafters whose drafts are not withheld."""
+        self._ended = BudgetTotals()
+        """Totals of the token budgets of streams and calls that have ended."""
         self.streams: set[StreamHandle] = set()
         self.active_calls = 0
         """Number of calls in progress that use the namespace."""
@@ -111,6 +122,7 @@ class Namespace:
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
         self._max_waiting = max_waiting
+        self._profile = profile
         self.saved_version = self.version
         """The `version` that the last snapshot contains."""
         corpus.times.on_refresh = self.merge_latency.record
@@ -139,20 +151,37 @@ class Namespace:
         name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
         return self._uses.setdefault(name, ClientUse())
 
-    def new_drafter(self, draft_shape: DraftShape | None = None, *, shadow: bool = False) -> SuffixDrafter:
+    def new_drafter(
+        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None, *, shadow: bool = False
+    ) -> SuffixDrafter:
         """Return a drafter for one stream or call.
 
-        draft_shape: shape of its drafts; None: as configured. shadow: whether they are withheld, and counted apart.
+        draft_shape: shape of its drafts; None: as configured. curve: durations of the engine's steps; None: what
+        `new_curve` returns. shadow: whether the drafts are withheld, and counted apart.
         """
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
         stats = self.shadow.stats if shadow else self.stats
-        drafter = SuffixDrafter(config, corpus=self.corpus, stats=stats, remember=self.learn)
+        curve = curve or self.new_curve()
+        drafter = SuffixDrafter(config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve)
         self.drafters.add(drafter)
+        if not shadow:
+            self._budgets.add(drafter.budget)
         return drafter
+
+    def new_curve(self, padding: Padding = NO_PADDING) -> StepCurve:
+        """Return the durations of the steps of an engine that has reported none; padding: its shapes."""
+        if self.config.cost is not None:
+            return StepCurve.constant(self.config.cost, padding)
+        if self._profile is not None:
+            return StepCurve.from_profile(self._profile, padding)
+        return StepCurve.unknown(padding)
 
     def release(self, drafter: SuffixDrafter) -> None:
         """Close a drafter whose stream or call has ended."""
         self.drafters.discard(drafter)
+        if drafter.budget in self._budgets:
+            self._budgets.remove(drafter.budget)
+            self._ended.add(drafter.budget.totals)
         drafter.close()
 
     def has_learned(self, request_id: str | None) -> bool:
@@ -241,6 +270,14 @@ class Namespace:
         return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps
 
     @property
+    def budget_totals(self) -> BudgetTotals:
+        """Totals of the token budgets of all engines, since the namespace was loaded."""
+        totals = BudgetTotals()
+        for part in (self._ended, *(budget.totals for budget in self._budgets)):
+            totals.add(part)
+        return totals
+
+    @property
     def memory_bytes(self) -> int:
         """Memory of the corpus, the learned probabilities and the running sequences."""
         return self.corpus.nbytes + sum(drafter.own_bytes for drafter in self.drafters)
@@ -277,6 +314,7 @@ class Namespace:
             shadow=self.shadow,
             duplicates=self.duplicates,
             uses=self._uses,
+            budget=self.budget_totals,
         )
 
     def close(self) -> None:

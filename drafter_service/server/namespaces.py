@@ -63,7 +63,8 @@ class Namespaces:
         """Open the snapshot folder.
 
         `on_loaded` is called after a namespace is loaded, `on_unload` before it is unloaded.
-        Raises UserError if the snapshot folder cannot be used, or the memory limit is too low for one namespace.
+        Raises UserError if the snapshot folder or the cost profile cannot be used, or the memory limit is too low for
+        one namespace.
         """
         if max_bytes(config.drafting.capacity) > config.namespaces.memory_limit:
             raise UserError(
@@ -71,6 +72,7 @@ class Namespaces:
                 f"{config.drafting.capacity:,} tokens, which needs {max_bytes(config.drafting.capacity):,}"
             )
         self._config = config
+        self._profile = config.steps.profile()
         self._on_loaded, self._on_unload = on_loaded, on_unload
         self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
         self.loaded: dict[str, Namespace] = {}
@@ -192,7 +194,9 @@ class Namespaces:
             corpus = loaded.corpus if loaded else Corpus.from_config(drafting)
             stats = loaded.stats if loaded else None
             waiting = self._config.limits.waiting_tokens
-            namespace = Namespace(name, model, drafting, corpus, stats=stats, max_waiting=waiting)
+            namespace = Namespace(
+                name, model, drafting, corpus, stats=stats, max_waiting=waiting, profile=self._profile
+            )
         except BaseException:
             del self._reserved[name]
             raise

@@ -11,6 +11,7 @@ import numpy as np
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack, unpack_tokens
+from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
@@ -124,6 +125,23 @@ def read_model(message: pb.Model) -> ModelIdentity:
         _read_name(message.adapter, "model.adapter") or "",
         message.vocab_size,
     )
+
+
+def read_padding(message: pb.Hello) -> Padding:
+    """Return the shapes that an engine pads steps to. Raises WireError for too many, or if they are not ascending."""
+    return Padding(
+        _read_shapes(message.step_sizes, "hello.step_sizes", MAX_SIZES),
+        _read_shapes(message.draft_lengths, "hello.draft_lengths", MAX_LENGTHS),
+    )
+
+
+def _read_shapes(data: bytes, field: str, most: int) -> tuple[int, ...]:
+    shapes = unpack(data, "u4", field).tolist()
+    if len(shapes) > most:
+        raise WireError(f"{field} has {len(shapes)} elements; the maximum is {most}")
+    if shapes != sorted(set(shapes)):
+        raise WireError(f"{field} must be ascending")
+    return tuple(shapes)
 
 
 def default_namespace(model: ModelIdentity) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import grpc
@@ -23,10 +24,11 @@ from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import WireError, drafts_message, pack, read_batch, unpack_batch
+from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.prepared import PreparedSequence
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.types import DraftBatch, Progress, StepTime, offsets_of
 
 LONG_PROMPT = 8192
 """Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
@@ -53,14 +55,21 @@ class Session:
     """The sequences of one stream, over the corpus of a namespace. Used by the event loop alone."""
 
     def __init__(
-        self, namespace: Namespace, limits: Limits, client: str = "", draft_shape: DraftShape | None = None
+        self,
+        namespace: Namespace,
+        limits: Limits,
+        client: str = "",
+        draft_shape: DraftShape | None = None,
+        padding: Padding = NO_PADDING,
     ) -> None:
-        """client: name and version of the client. draft_shape: shape of its drafts; None: as configured."""
+        """client: name and version of the client. draft_shape: shape of its drafts; None: as configured. padding:
+        shapes that its engine pads steps to.
+        """
         self.namespace = namespace
         self._limits = limits
         self._draft_shape = draft_shape
         self._may_learn = False
-        self._drafter = namespace.new_drafter(draft_shape)
+        self._drafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding))
         self._use = namespace.use_by(client)
         self._use.streams += 1
         self._shadow: ShadowDrafter | None = None
@@ -70,6 +79,8 @@ class Session:
         self._indexing: dict[int, Indexing] = {}
         self._tokens = 0
         """Number of tokens of all sequences, prompts included."""
+        self._pause_steps = 0
+        """`DraftBatch.pause_steps` of the next response."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
 
@@ -102,6 +113,11 @@ class Session:
         if self._shadow is not None:
             self.namespace.release(self._shadow.drafter)
 
+    def _new_shadow(self) -> ShadowDrafter:
+        """Return the drafter for withheld drafts, which are limited by the same durations of steps as the others."""
+        curve = self._drafter.budget.curve
+        return ShadowDrafter(self.namespace.new_drafter(self._draft_shape, curve, shadow=True))
+
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
         if _has_only_batch(request) and (ready := self._draft_ready(request.batch)) is not None:
@@ -127,8 +143,10 @@ class Session:
         if request.HasField("counters"):
             self._add_counters(request.counters)
         if batch is not None:
+            times, batch.step_times = batch.step_times, ()
             drafts, lost_in_batch = self._draft(batch)
             self._make_room()
+            self._learn_later(batch, times, drafts)
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
         drafts_message(drafts, response.drafts)
@@ -142,7 +160,8 @@ class Session:
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
         stats = self.namespace.stats
-        steps = stats.steps
+        steps, times = stats.steps, batch.step_times
+        batch.step_times = ()
         try:
             drafts = self._drafter.draft(batch)
         except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
@@ -152,7 +171,18 @@ class Session:
         self._use.steps += stats.steps - steps
         self._tokens += len(batch.tokens)
         self._make_room()
+        self._learn_later(batch, times, drafts)
         return drafts
+
+    def _learn_later(self, batch: Progress, times: Sequence[StepTime], drafts: DraftBatch) -> None:
+        """Learn from the durations of steps once the response is sent, and set `pause_steps` of the drafts."""
+        drafts.pause_steps, self._pause_steps = self._pause_steps, 0
+        if times:
+            batch.step_times = times
+            asyncio.get_running_loop().call_soon(self._learn_steps, batch)
+
+    def _learn_steps(self, batch: Progress) -> None:
+        self._pause_steps = self._drafter.budget.learn(batch)
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
@@ -193,7 +223,7 @@ class Session:
     def _start(self, start: StartedSequence) -> None:
         sequence_id = start.sequence_id
         if start.shadow:
-            self._shadow = self._shadow or ShadowDrafter(self.namespace.new_drafter(self._draft_shape, shadow=True))
+            self._shadow = self._shadow or self._new_shadow()
             self._withheld.add(sequence_id)
         prepared = self._drafter_of(sequence_id).prepare(
             start.prompt,
@@ -385,15 +415,17 @@ def _packed_ids(ids: list[int]) -> bytes:
 
 
 def _part(batch: Progress, indices: list[int]) -> Progress:
-    """Return some sequences of a batch."""
+    """Return some sequences of a batch; the others get no drafts here."""
     at = np.array(indices, np.int64)
     runs = [batch.tokens[batch.offsets[index] : batch.offsets[index + 1]] for index in indices]
-    return Progress(
+    others = len(batch.sequence_ids) - len(indices)
+    return replace(
+        batch,
         sequence_ids=batch.sequence_ids[at],
         tokens=np.concatenate([NO_TOKENS, *runs]),
         offsets=offsets_of(np.array([len(run) for run in runs], np.uint32)),
         verified=batch.verified[at],
         max_draft=batch.max_draft[at],
-        cost=batch.cost,
         steps=None if batch.steps is None else batch.steps[at],
+        other_sequences=batch.other_sequences + others,
     )

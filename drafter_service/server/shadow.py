@@ -70,7 +70,7 @@ class ShadowDrafter:
     def advance(self, batch: Progress) -> None:
         """Add the tokens of a batch of these sequences, and make the steps whose outcomes they decide.
 
-        `verified` and `steps` of the batch have no effect.
+        `verified`, `steps` and `step_times` of the batch have no effect.
         """
         ids, bounds = batch.sequence_ids.tolist(), batch.offsets.tolist()
         for index, (sequence_id, limit) in enumerate(zip(ids, batch.max_draft.tolist(), strict=True)):
@@ -78,7 +78,7 @@ class ShadowDrafter:
             sequence.tokens = np.concatenate([sequence.tokens, batch.tokens[bounds[index] : bounds[index + 1]]])
             sequence.max_draft = limit
         while decided := {each: step for each in ids if (step := self._next_step(each)) is not None}:
-            self._commit(decided, batch.cost)
+            self._commit(decided, batch)
             ids = list(decided)
 
     def finish(self, sequence_id: int, tokens: np.ndarray, *, learn: bool) -> None:
@@ -106,8 +106,8 @@ class ShadowDrafter:
             return Step(size, size - accepted)
         return Step(accepted + 1, 1) if accepted < size else None
 
-    def _commit(self, steps: dict[int, Step], cost: float | None) -> None:
-        """Commit a step of each sequence, and draft for the next one."""
+    def _commit(self, steps: dict[int, Step], batch: Progress) -> None:
+        """Commit a step of each sequence, and draft for the next one; batch: where their tokens came from."""
         ids, sizes = list(steps), [step.tokens for step in steps.values()]
         sequences = [self._sequences[sequence_id] for sequence_id in ids]
         progress = Progress(
@@ -116,8 +116,11 @@ class ShadowDrafter:
             offsets=offsets_of(np.array(sizes, np.uint32)),
             verified=self.drafter.offered_to(ids).astype(np.uint32),
             max_draft=np.array([each.max_draft for each in sequences], np.uint32),
-            cost=cost,
+            cost=batch.cost,
             steps=np.array([step.steps for step in steps.values()], np.uint32),
+            other_tokens=batch.other_tokens,
+            other_sequences=batch.other_sequences,
+            min_path_prob=batch.min_path_prob,
         )
         self.drafter.draft(progress)
         self.drafter.record_use()

@@ -15,7 +15,13 @@ from drafter_service.auth.callers import Caller, Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
-from drafter_service.server.requests import MAX_FIELDS, default_namespace, has_few_fields, read_model
+from drafter_service.server.requests import (
+    MAX_FIELDS,
+    default_namespace,
+    has_few_fields,
+    read_model,
+    read_padding,
+)
 from drafter_service.server.session import Session, error_response
 from drafter_service.server.step_socket import Answer
 from drafter_service.settings.tree import Limits
@@ -142,7 +148,7 @@ class DraftStreams:
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model))
             shape = SHAPES.get(hello.draft_shape)
-            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME], shape)
+            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME], shape, read_padding(hello))
             namespace.streams.add(stream)
             try:
                 response = self._answer(session, request, rights, is_first=True)

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from ssd.budget.cost_profile import CostProfile
+from ssd.budget.roofline import roofline
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import check_capacity
 
@@ -120,12 +122,31 @@ class ReportsConfig:
 
 
 @dataclass(frozen=True)
+class StepsConfig:
+    """How long the engines' steps take until they have reported durations: a guess, unless one of these is set."""
+
+    cost_profile: Path | None = None
+    """File that `ssd-engine profile` has written for the engines' hardware and model."""
+    gpu: str | None = None
+    """GPU of the engines, such as h100; without `cost_profile`, durations are estimated from its data sheet."""
+    model_size: str = "8b"
+    """Size of the model for `gpu`: 1b, 3b, 8b, 32b or 70b."""
+
+    def profile(self) -> CostProfile | None:
+        """Return the profile. Raises UserError for a file that cannot be read, and for unknown names."""
+        if self.cost_profile is not None:
+            return CostProfile.read(self.cost_profile)
+        return roofline(self.gpu, self.model_size) if self.gpu is not None else None
+
+
+@dataclass(frozen=True)
 class ServiceConfig:
     """Settings of the service."""
 
     listen: str = "unix:/tmp/ssd-drafter.sock"
     """Address: unix:/path/to/socket or host:port; port 0 selects a free one."""
     drafting: DrafterConfig = field(default_factory=DrafterConfig)
+    steps: StepsConfig = field(default_factory=StepsConfig)
     namespaces: NamespacesConfig = field(default_factory=NamespacesConfig)
     limits: Limits = field(default_factory=Limits)
     access: AccessConfig = field(default_factory=AccessConfig)

@@ -33,18 +33,22 @@ class DraftRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape")
+    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STEP_SIZES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     model: Model
     namespace: str
     draft_shape: DraftShape
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ...) -> None: ...
+    step_sizes: bytes
+    draft_lengths: bytes
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocab_size")
@@ -109,7 +113,7 @@ class Finish(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., learn: bool = ..., verified: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "max_draft", "cost", "steps")
+    __slots__ = ("sequence_ids", "tokens", "offsets", "verified", "max_draft", "cost", "steps", "step_tokens", "step_sequences", "step_seconds", "drafting_seconds", "other_tokens", "other_sequences", "min_path_prob")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +121,13 @@ class Batch(_message.Message):
     MAX_DRAFT_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PATH_PROB_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     tokens: bytes
     offsets: bytes
@@ -124,7 +135,14 @@ class Batch(_message.Message):
     max_draft: bytes
     cost: float
     steps: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ...) -> None: ...
+    step_tokens: bytes
+    step_sequences: bytes
+    step_seconds: bytes
+    drafting_seconds: bytes
+    other_tokens: int
+    other_sequences: int
+    min_path_prob: float
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., verified: _Optional[bytes] = ..., max_draft: _Optional[bytes] = ..., cost: _Optional[float] = ..., steps: _Optional[bytes] = ..., step_tokens: _Optional[bytes] = ..., step_sequences: _Optional[bytes] = ..., step_seconds: _Optional[bytes] = ..., drafting_seconds: _Optional[bytes] = ..., other_tokens: _Optional[int] = ..., other_sequences: _Optional[int] = ..., min_path_prob: _Optional[float] = ...) -> None: ...
 
 class ClientCounters(_message.Message):
     __slots__ = ("timeouts", "dropped", "resyncs", "reconnects")
@@ -153,18 +171,20 @@ class DraftResponse(_message.Message):
     def __init__(self, step: _Optional[int] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lost_ids: _Optional[bytes] = ...) -> None: ...
 
 class Drafts(_message.Message):
-    __slots__ = ("tokens", "parents", "accept_prob", "source", "offsets")
+    __slots__ = ("tokens", "parents", "accept_prob", "source", "offsets", "pause_steps")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_PROB_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_STEPS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     parents: bytes
     accept_prob: bytes
     source: bytes
     offsets: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., accept_prob: _Optional[bytes] = ..., source: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+    pause_steps: int
+    def __init__(self, tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., accept_prob: _Optional[bytes] = ..., source: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., pause_steps: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DraftShape
 from ssd.corpus.ring import MAX_TOKEN_ID
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, Progress, StepTime
 
 PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
@@ -26,6 +30,19 @@ MAX_NAME_BYTES = 512
 
 MAX_STEPS = 1 << 20
 """Maximum number of engine steps that a message may report for a sequence."""
+
+MAX_STEP_TIMES = 64
+"""Maximum number of durations of steps in a message."""
+
+STEP_FIELDS = (
+    ("step_tokens", "I", 4),
+    ("step_sequences", "I", 4),
+    ("step_seconds", "d", 8),
+    ("drafting_seconds", "d", 8),
+)
+"""Fields of a batch with the columns of `StepTime`, their types as in `struct`, and the bytes of an element."""
+
+MAX_COUNT = 0xFFFF_FFFF
 
 SHAPE_CODES: dict[DraftShape | None, pb.DraftShape] = {
     None: pb.DRAFT_SHAPE_UNSPECIFIED,
@@ -88,6 +105,11 @@ def batch_message(progress: Progress, sequence_ids: bytes | None = None, message
         message.cost = progress.cost
     if progress.steps is not None and np.count_nonzero(progress.steps > 1):
         message.steps = pack(progress.steps, "u4")
+    if progress.min_path_prob is not None:
+        message.min_path_prob = progress.min_path_prob
+    if progress.step_times:
+        _write_step_times(progress.step_times[-MAX_STEP_TIMES:], message)
+    message.other_tokens, message.other_sequences = progress.other_tokens, progress.other_sequences
     return message
 
 
@@ -102,8 +124,12 @@ def read_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
         offsets=read_offsets(message.offsets, sequences, len(tokens), "batch.offsets"),
         verified=_read_array(message.verified, "u4", sequences, "batch.verified"),
         max_draft=_read_array(message.max_draft, "u4", sequences, "batch.max_draft"),
-        cost=_read_cost(message),
+        cost=_read_fraction(message, "cost"),
         steps=_read_steps(message.steps, sequences),
+        min_path_prob=_read_fraction(message, "min_path_prob"),
+        step_times=_read_step_times(message),
+        other_tokens=message.other_tokens,
+        other_sequences=message.other_sequences,
     )
 
 
@@ -120,6 +146,10 @@ def unpack_batch(message: pb.Batch, vocab_size: int = 0) -> Progress:
         verified=unpack(message.verified, "u4", "batch.verified"),
         max_draft=unpack(message.max_draft, "u4", "batch.max_draft"),
         cost=message.cost if message.HasField("cost") else None,
+        min_path_prob=message.min_path_prob if message.HasField("min_path_prob") else None,
+        step_times=_read_step_times(message),
+        other_tokens=message.other_tokens,
+        other_sequences=message.other_sequences,
     )
 
 
@@ -131,6 +161,7 @@ def drafts_message(drafts: DraftBatch, message: pb.Drafts | None = None) -> pb.D
     message.accept_prob = pack(drafts.accept_prob, "f4")
     message.source = pack(drafts.source, "u1")
     message.offsets = pack(drafts.offsets, "u4")
+    message.pause_steps = drafts.pause_steps
     return message
 
 
@@ -143,6 +174,7 @@ def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
         accept_prob=_read_array(message.accept_prob, "f4", len(tokens), "drafts.accept_prob"),
         source=_read_array(message.source, "u1", len(tokens), "drafts.source"),
         offsets=read_offsets(message.offsets, count, len(tokens), "drafts.offsets"),
+        pause_steps=message.pause_steps,
     )
 
 
@@ -162,11 +194,38 @@ def _read_ids(data: bytes) -> np.ndarray:
     return sequence_ids
 
 
-def _read_cost(message: pb.Batch) -> float | None:
-    cost = message.cost if message.HasField("cost") else None
-    if cost is not None and not 0 < cost <= 1:
-        raise WireError(f"batch.cost is {cost}; it must be greater than 0 and at most 1")
-    return cost
+def _read_fraction(message: pb.Batch, field: Literal["cost", "min_path_prob"]) -> float | None:
+    value: float | None = getattr(message, field) if message.HasField(field) else None
+    if value is not None and not 0 < value <= 1:
+        raise WireError(f"batch.{field} is {value}; it must be greater than 0 and at most 1")
+    return value
+
+
+def _write_step_times(steps: Sequence[StepTime], message: pb.Batch) -> None:
+    count = len(steps)
+    tokens, sequences, seconds, drafting_s = zip(*steps, strict=True)
+    # Numbers that do not fit become others that the service ignores.
+    message.step_tokens = struct.pack(f"<{count}I", *(max(0, min(number, MAX_COUNT)) for number in tokens))
+    message.step_sequences = struct.pack(f"<{count}I", *(max(0, min(number, MAX_COUNT)) for number in sequences))
+    message.step_seconds = struct.pack(f"<{count}d", *seconds)
+    message.drafting_seconds = struct.pack(f"<{count}d", *drafting_s)
+
+
+def _read_step_times(message: pb.Batch) -> Sequence[StepTime]:
+    """Return the durations of steps. Raises WireError for inconsistent arrays, and for too many steps."""
+    if not message.step_tokens:
+        return ()
+    count = len(message.step_tokens) // 4
+    if count > MAX_STEP_TIMES:
+        raise WireError(f"batch.step_tokens has {count} elements; the maximum is {MAX_STEP_TIMES}")
+    columns = []
+    for field, kind, size in STEP_FIELDS:
+        # Without durations, steps are ignored and counted.
+        data = getattr(message, field) or (bytes(size * count) if kind == "d" else b"")
+        if len(data) != size * count:
+            raise WireError(f"batch.{field} has {len(data)} bytes, not {size * count}: as many elements as step_tokens")
+        columns.append(struct.unpack(f"<{count}{kind}", data))
+    return [StepTime(*row) for row in zip(*columns, strict=True)]
 
 
 def _read_steps(data: bytes, sequences: int) -> np.ndarray | None:

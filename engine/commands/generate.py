@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
-from engine.commands.progress import RequestProgress
+from engine.commands.progress import LongProgress
 from engine.commands.prompts import Prompt, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
@@ -146,7 +146,7 @@ def _complete(
     engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console
 ) -> list[Completion]:
     """Run the requests with a progress bar. The engine is new, so that its ids are the indices of the requests."""
-    with RequestProgress(console, len(requests), transient=True) as progress:
+    with LongProgress(console, len(requests), transient=True) as progress:
         tokens = 0
 
         def observe(report: StepReport) -> None:

@@ -26,8 +26,8 @@ from engine.models.sharding import ShardedDecoder, load_vocabulary
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
 from ssd.config import MAX_DRAFT, DrafterConfig
+from ssd.corpus.processors import usable_processors
 from ssd.errors import UserError
-from ssd.hardware.processors import usable_processors
 
 THREADS_PER_PROCESSOR = 4
 """Limit of --threads, far above useful values; OpenMP crashes the process if it cannot create its threads."""

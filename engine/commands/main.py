@@ -216,8 +216,8 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
     """Compare drafters and draft depths on the same prompts."""
     from engine.commands.compare.compare import CompareOptions, run_comparison
-    from ssd.hardware.cost_profile import CostProfile
-    from ssd.hardware.roofline import roofline
+    from ssd.budget.cost_profile import CostProfile
+    from ssd.budget.roofline import roofline
 
     if cost_profile is not None and gpu is not None:
         raise UserError("give either --cost-profile or --gpu, not both")

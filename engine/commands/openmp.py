@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, MutableMapping
 from pathlib import Path
 
-from ssd.hardware.processors import usable_processors
+from ssd.corpus.processors import usable_processors
 
 NO_SPINNING = "0"
 WINDOW_S = 0.1

@@ -1,4 +1,4 @@
-"""Progress of commands that run requests for minutes."""
+"""Progress of commands that run for minutes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 
 
-class RequestProgress:
-    """Shows how many requests have ended: a bar on a terminal, otherwise a line every `LINE_S`."""
+class LongProgress:
+    """Shows how many requests, or other units, have ended: a bar on a terminal, otherwise a line every `LINE_S`."""
 
-    def __init__(self, console: Console, total: int, *, transient: bool = False) -> None:
-        """Make a bar for `total` requests. transient: whether the bar disappears at the end."""
+    def __init__(self, console: Console, total: int, *, transient: bool = False, units: str = "requests") -> None:
+        """Make a bar for `total` units. transient: whether the bar disappears at the end."""
         self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("requests"),
+            TextColumn(units),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False),
@@ -29,7 +29,7 @@ class RequestProgress:
             transient=transient,
             disable=not console.is_terminal,
         )
-        self._console = console
+        self._console, self._units = console, units
         self._task = self._bar.add_task("", total=total)
         self._printed_s = time.monotonic()
 
@@ -42,11 +42,11 @@ class RequestProgress:
     ) -> None:
         self._bar.stop()
 
-    def advance(self, requests: int, note: str) -> None:
-        """Record that more requests have ended; note: what is shown beside their number."""
-        self._bar.update(self._task, advance=requests, description=note)
+    def advance(self, units: int, note: str) -> None:
+        """Record that more units have ended; note: what is shown beside their number."""
+        self._bar.update(self._task, advance=units, description=note)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._printed_s >= LINE_S:
             self._printed_s = now
             task = self._bar.tasks[self._task]
-            self._console.print(f"{task.completed:.0f} of {task.total:.0f} requests: {note}", markup=False)
+            self._console.print(f"{task.completed:.0f} of {task.total:.0f} {self._units}: {note}", markup=False)

@@ -79,7 +79,7 @@ class Kind:
 
 
 def _none(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
-    from engine.drafters.model_free.none import NoDrafter
+    from ssd.baselines.none import NoDrafter
 
     return NoDrafter()
 

@@ -15,6 +15,7 @@ import numpy as np
 from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
 from engine.speculation.draft_tree import straight_length
 from ssd import types
+from ssd.budget.token_budget import StepPrice
 from ssd.types import ROOT, DraftBatch, Progress, offsets_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from engine.drafters.base import Drafter
     from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
+
+UNMEASURED = 0.03
+"""Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
 
 
 @dataclass(slots=True)
@@ -76,7 +80,7 @@ class TokenDrafter:
             return Drafts.empty(len(entries))
         started = [entries[index] for index in at]
         limits = [entry.draft_room for entry in started]
-        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.cost))
+        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.price))
         return Drafts(batch if len(started) == len(entries) else batch.scatter(np.array(at), len(entries)))
 
     @property
@@ -102,7 +106,7 @@ class TokenDrafter:
                 offsets=offsets_of(np.array([len(runs[at]) for at in started])),
                 verified=np.zeros(len(started), np.uint32),
                 max_draft=np.array(rooms, np.uint32),
-                cost=plan.cost,
+                min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
             )
         )
         return batch.scatter(np.array(started), len(entries))
@@ -120,7 +124,7 @@ class TokenDrafter:
             return PredictedDrafts.empty(len(entries))
         started = [entries[index] for index in at]
         limits = [_in_flight_tokens(entry) + entry.draft_room if entry.draft_room else 0 for entry in started]
-        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.cost))
+        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.price))
         paths = [batch.tokens_of(row)[: straight_length(batch.parents_of(row))] for row in range(len(at))]
         for entry, path in zip(started, paths, strict=True):
             self._reported[entry.sequence.sequence_id].path = path
@@ -154,7 +158,7 @@ class TokenDrafter:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
 
-    def _progress(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int], cost: float | None) -> Progress:
+    def _progress(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int], price: StepPrice | None) -> Progress:
         """Return the unreported tokens of these sequences, and mark them as reported."""
         reported = [self._reported[sequence.sequence_id] for sequence in sequences]
         added = [sequence.tokens[each.tokens :] for sequence, each in zip(sequences, reported, strict=True)]
@@ -166,7 +170,7 @@ class TokenDrafter:
             offsets=offsets_of(np.array([len(tokens) for tokens in added])),
             verified=np.array(verified, np.uint32),
             max_draft=np.array(limits, np.uint32),
-            cost=cost,
+            min_path_prob=UNMEASURED if price is None else price.min_path_prob,
             steps=steps if np.count_nonzero(steps > 1) else None,
         )
         for sequence in sequences:

@@ -1,4 +1,4 @@
-"""Build the executors of an engine: a KV cache, attention over it, and the measured cost of steps."""
+"""Build the executors of an engine: a KV cache, attention over it, and the measured durations of steps."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
-from engine.speculation.step_cost import Cost, ExpertUse, StepCost
+from ssd.budget.curve import StepCurve
+from ssd.budget.measure import measured_curve
 from ssd.errors import UserError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of tokens per step whose cost is measured."""
+"""Numbers of tokens per step whose durations are measured."""
 MAX_LOGIT_ROWS = 512
 """Largest number of rows of logits in a measured step, which limits its memory."""
 
 
 class Executors(NamedTuple):
-    """The executors of one engine, their page pool, and the measured cost of steps."""
+    """The executors of one engine, their page pool, and the measured durations of steps."""
 
     eager: EagerExecutor
     """Runs every step that `graph` does not run."""
     pages: PagePool
     graph: GraphExecutor | None = None
     """Runs steps in which no request needs the host."""
-    cost: Cost | None = None
-    """Cost of steps whose drafts the host makes, if it was measured."""
-    plain_cost: Cost | None = None
-    """Cost of steps without drafts on the graph executor, if it was measured and the device makes drafts."""
+    curve: StepCurve | None = None
+    """Durations of steps whose drafts the host makes, if they were measured."""
+    plain_curve: StepCurve | None = None
+    """Durations of steps without drafts on the graph executor, if they were measured and the device makes drafts."""
 
 
 def build_executors(
@@ -69,7 +70,7 @@ def build_executors(
 
     There is a graph executor on CUDA devices and where `config.in_flight` is 1, unless the host needs the results of
     every step, there are LoRA `adapters`, or the model is divided over ranks. `attention`: as in `choose_backend`.
-    `common` and `notify`: as in `build_engine`. `measure`: time steps for a few seconds to measure their cost.
+    `common` and `notify`: as in `build_engine`. `measure`: time steps for a few seconds.
     `needs`: outputs that the drafter needs. `bind`: gives the drafter access to the KV pages, and returns its drafting
     on the device, None if it drafts on the host. Raises UserError for an attention backend or KV cache dtype that is
     not available.
@@ -93,14 +94,14 @@ def build_executors(
     is_cuda = torch.device(device).type == "cuda"
     needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree" or adapters is not None
     if needs_host or isinstance(model, ShardedDecoder) or not (is_cuda or config.in_flight == 1):
-        cost = _measure(runner, model.config, config, pages) if measure else None
-        return Executors(eager, pages, cost=cost)
+        curve = _measure(runner, model.config, config, pages) if measure else None
+        return Executors(eager, pages, curve=curve)
     graph = build_graph_executor(model.config, config, runner, pages, device, chain)
     if is_cuda:
         graph.grid.capture(notify, graph.grid.kind_of([common], model.config.vocab_size))
     if chain is not None and measure:
-        cost = _measure(runner, model.config, config, pages)
-        return Executors(eager, pages, graph, cost, graph.grid.measure())
+        curve = _measure(runner, model.config, config, pages)
+        return Executors(eager, pages, graph, curve, graph.grid.measure())
     return Executors(eager, pages, graph, graph.grid.measure() if measure else None)
 
 
@@ -132,24 +133,23 @@ def build_graph_executor(
     return GraphExecutor(grid, runner, pages.page_size, model.vocab_size, max_draft, chain)
 
 
-def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCost:
-    """Measure the cost of steps, writing to pages that are not in use yet.
+def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: PagePool) -> StepCurve:
+    """Measure the durations of steps, writing to pages that are not in use yet.
 
     Tokens differ, because equal ones are all routed to the same experts.
     """
     rng = np.random.default_rng(0)
 
-    def run(tokens: int, sequences: int, equal: bool = False) -> None:
+    def run(tokens: int, sequences: int) -> None:
         # All sequences write to the same pages, because their content does not matter.
         table = list(range(pages.pages_for(tokens)))
         spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
         positions = np.tile(np.arange(tokens), sequences)
         rows = np.arange(tokens * sequences)[-MAX_LOGIT_ROWS:]
         offsets = np.arange(0, tokens * sequences + 1, tokens)
-        different = rng.integers(model.vocab_size, size=tokens * sequences)
         runner.forward(
             Batch(
-                tokens=np.zeros_like(different) if equal else different,
+                tokens=rng.integers(model.vocab_size, size=tokens * sequences),
                 positions=positions,
                 slots=positions,
                 spans=spans,
@@ -161,8 +161,7 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 
     largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     sizes = [size for size in SIZES if size < largest]
-    experts = None if model.experts is None else ExpertUse(model.experts.per_token, model.experts.count)
-    return StepCost.measured(run, [*sizes, largest], config.max_sequences, experts, lambda: runner.experts_used or 0.0)
+    return measured_curve(run, [*sizes, largest], config.max_sequences)
 
 
 def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype, state_bytes: int) -> int:

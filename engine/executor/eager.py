@@ -45,7 +45,6 @@ class EagerStep:
         """states: hidden states for the drafter, [N, layers, hidden size]."""
         self.plan = plan
         self._executor = executor
-        self._experts = executor.runner.experts_used
         self._batch = batch
         self._logits = logits
         self._states = states
@@ -62,7 +61,7 @@ class EagerStep:
             add_top_logits(results, self._batch, self._logits, self._executor.needs.top_k)
         if self.plan.extra_rows:
             add_extra_tokens(results, self._batch.extra_offsets, self._logits)
-        return StepResult(self.plan, results, self._experts)
+        return StepResult(self.plan, results)
 
     def _compact(self, results: list[SequenceResult]) -> None:
         """Move keys and values of accepted tree paths directly after those of the committed tokens."""

@@ -41,11 +41,6 @@ class Runner:
         """Attention over the KV cache."""
         return self._attention
 
-    @property
-    def experts_used(self) -> float | None:
-        """See `Decoder.experts_used`."""
-        return self._model.experts_used
-
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows`, float32 [M, vocab_size]."""
         return self.forward_with_states(batch, ())[0]

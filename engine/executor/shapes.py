@@ -15,7 +15,9 @@ from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
-from engine.speculation.step_cost import PaddedCost, StepCost, fastest
+from ssd.budget.curve import StepCurve
+from ssd.budget.measure import fastest, measured_curve
+from ssd.budget.padding import Padding
 
 MIN_DRAFT_ROWS = 4
 """Smallest number of draft rows of a step with drafts: a step of 5 tokens takes as long as one of 2."""
@@ -115,23 +117,20 @@ class StepGrid:
         """Run a step in the smallest shape that holds it; see `FixedStep.run`."""
         return self.step_of(*self.shape_for(len(inputs.contexts), sum(inputs.rows))).run(inputs, kind)
 
-    def padded_rows(self, tokens: np.ndarray | int, sequences: int) -> np.ndarray:
-        """Return the number of rows of the smallest shape for each number of tokens; `tokens` if no shape is large
-        enough."""
+    def padding(self, sequences: int) -> Padding:
+        """Return the numbers of rows that steps of a number of sequences are padded to."""
         padded = next(size for size in self.sequences if size >= sequences)
-        sizes = np.array(self.rows_of(padded))
-        # As in `shape_for`.
-        places = np.searchsorted(sizes, np.where(np.equal(tokens, sequences), tokens, np.maximum(tokens, padded + 1)))
-        return np.where(places < len(sizes), sizes[np.minimum(places, len(sizes) - 1)], tokens)
+        # As in `shape_for`: without drafts, a step has the first shape, and with drafts one of the others.
+        return Padding((sequences, *self.rows_of(padded)[1:]))
 
-    def measure(self) -> PaddedCost:
-        """Measure the cost of steps that do not draft, by running steps without sequences."""
+    def measure(self) -> StepCurve:
+        """Measure the durations of steps that do not draft, by running steps without sequences."""
         shapes = {rows: sequences for sequences, rows in self.shapes if rows == sequences or not self._drafts}
 
         def run(rows: int, _sequences: int) -> None:
             self._run_empty((shapes[rows], rows), self.greedy)
 
-        return PaddedCost(StepCost.measured(run, sorted(shapes)), self.padded_rows)
+        return measured_curve(run, sorted(shapes), padding=self.padding)
 
     def drafting_s(self, sequences: int) -> float:
         """Measure the seconds that drafting on the device adds to a step in which all of `sequences` have drafts."""

@@ -67,16 +67,6 @@ class Decoder(nn.Module):
             _store(states, layers, done, residual, change)
         return self.norm.normalize_sum(residual, change, ops)[1], states
 
-    @property
-    def experts_used(self) -> float | None:
-        """Number of distinct experts that the last pass used, the mean over the layers with experts.
-
-        None if there are no such layers, or on a device, where counting would wait for it.
-        """
-        mixtures = [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MixtureOfExperts)]
-        counts = [mixture.experts.used for mixture in mixtures if mixture.experts.used is not None]
-        return sum(counts) / len(counts) if counts else None
-
     def tie(self) -> None:
         """Share the embedding's weight with the output projection, if the model does."""
         if self.config.tie_embeddings:

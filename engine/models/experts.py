@@ -81,9 +81,6 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Feed-forward networks whose weights are stacked."""
 
-    used: int | None = None
-    """Number of distinct experts that the last step used; None if it was not counted."""
-
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.gate_up_proj = GroupedLinear(config.count, hidden_size, 2 * config.intermediate_size)
@@ -92,7 +89,6 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, routes: Routes, ops: Ops) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, [N, hidden_size] for [N, hidden_size]."""
         groups = group_by_expert(routes.experts, self.gate_up_proj.count)
-        self.used = None if groups.spans is None else len(groups.spans)
         tokens, per_token = routes.experts.shape
         rows = hidden[groups.order // per_token]
         rows = self.down_proj(ops.gate(self.gate_up_proj(rows, groups)), groups)

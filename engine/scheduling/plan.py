@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
     from engine.speculation.draft_tree import DraftTree, OwnDraft
+    from ssd.budget.token_budget import StepPrice
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_ROWS = np.empty(0, np.int64)
@@ -96,14 +97,8 @@ class StepPlan:
 
     entries: list[SequencePlan]
     """One per sequence, in the order of their arrival."""
-    cost: float | None = None
-    """Cost of verifying one more draft token, as a fraction of the step's time per sequence; None if it is not
-    measured."""
-    seconds: float | None = None
-    """Expected duration of the step without drafts; None if it is not measured."""
-    sequences: int = 0
-    """Number of sequences that produce tokens in the step, of which a drafter may be given a part. Set when a drafter
-    is called."""
+    price: StepPrice | None = None
+    """What draft tokens and time are worth; None if durations of steps are not measured."""
     q: Tensor | None = None
     """float32 [R, V]: distributions that draft tokens were sampled from; None if none were."""
     extra_rows: int = 0
@@ -114,8 +109,6 @@ class StepPlan:
     """Whether the drafter is called, or the device drafts, in this step."""
     is_backing_off: bool = False
     """Whether the drafter was not called because drafting was not worthwhile recently."""
-    is_probe: bool = False
-    """Whether a draft is verified only to measure the cost of a step of this size."""
     drafting_s: float = 0.0
     """Seconds by which drafting delayed the step."""
 
@@ -208,5 +201,3 @@ class StepResult:
 
     plan: StepPlan
     results: SequenceOf[SequenceResult]
-    experts: float | None = None
-    """Number of distinct experts that the step used, the mean over the layers with experts; None if not counted."""

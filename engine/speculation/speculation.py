@@ -15,11 +15,11 @@ from engine.drafters.guard import GuardedDrafter
 from engine.drafters.tokens import adapt
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.device_budget import DeviceBudget
+from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars, has_grammar_drafts
 from engine.speculation.sampled_drafts import DepthRates, hide_sampled, sampled_drafts
-from engine.speculation.token_budget import TokenBudget
+from engine.speculation.selection import DraftSelection
 from engine.speculation.verify import uses_rejection
 from ssd.types import ROOT, DraftBatch
 
@@ -35,16 +35,16 @@ class Speculation:
         drafter: AnyDrafter,
         config: EngineConfig,
         vocab_size: int,
-        budget: TokenBudget | None = None,
-        device_budget: DeviceBudget | None = None,
+        selection: DraftSelection | None = None,
+        device_drafting: DeviceDrafting | None = None,
     ) -> None:
-        """Without a `budget` all draft tokens are verified. Without a `device_budget` the device drafts in every step
-        with a request that wants drafts.
+        """Without a `selection` all draft tokens are verified. Without `device_drafting` the device drafts in every
+        step with a request that wants drafts.
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
         self._has_trees = config.draft_shape == "tree"
-        self._budget = budget
-        self._device_budget = device_budget
+        self._selection = selection
+        self._device_drafting = device_drafting
         self._rates = DepthRates(config.max_draft)
         self._started: set[int] = set()
         """Ids of the sequences that the drafter has started."""
@@ -71,21 +71,21 @@ class Speculation:
             add_extra_rows(plan, drafts.extra)
         sampled = sampled_drafts(drafts, plan.producing)
         shown = drafts.batch
-        if self._budget is not None and any(sampled):
+        if self._selection is not None and any(sampled):
             shown = hide_sampled(shown, sampled, plan.producing, self._rates)
         lengths = self._usable_lengths(shown)
-        if self._budget is not None:
-            lengths, plan.is_probe = self._budget.select(shown, lengths, plan.scheduled + plan.extra_rows)
+        if self._selection is not None:
+            lengths = self._selection.select(plan, shown, lengths)
         plan.q = drafts.q
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
-            self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._budget is not None)
+            self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._selection is not None)
 
     def leave_to_device(self, plan: StepPlan) -> None:
         """Start new sequences of a plan whose drafts the device makes, and decide whether it drafts in this step."""
         self._start(plan)
         plan.drafts_on_device = True
         if any(entry.sequence.request.is_drafted for entry in plan.entries):
-            plan.is_backing_off = self._device_budget is not None and self._device_budget.is_backing_off
+            plan.is_backing_off = self._device_drafting is not None and self._device_drafting.is_backing_off
             plan.is_drafting = not plan.is_backing_off
 
     def propose_ahead(self, plan: StepPlan) -> None:
@@ -96,9 +96,9 @@ class Speculation:
         plan.is_drafting = True
         drafts = Drafts(predicted.batch)
         lengths = np.diff(drafts.batch.offsets).astype(np.int64)
-        if self._budget is not None:
-            # The budget's calibration accounts for the probabilities of the outcomes.
-            lengths, plan.is_probe = self._budget.select(drafts.batch, lengths, plan.scheduled)
+        if self._selection is not None:
+            # The calibration accounts for the probabilities of the outcomes.
+            lengths = self._selection.select(plan, drafts.batch, lengths)
         ends = zip(predicted.accepted.tolist(), predicted.bonus.tolist(), strict=True)
         for index, (entry, (accepted, bonus)) in enumerate(zip(plan.producing, ends, strict=True)):
             self._assign(entry, drafts, index, int(lengths[index]), by_depth=False)
@@ -131,18 +131,16 @@ class Speculation:
         self._drafter.close()
 
     def _prepare(self, plan: StepPlan) -> bool:
-        """Start new sequences and set the plan's cost. Return whether the drafter is called in this step."""
+        """Start new sequences and set the plan's price. Return whether the drafter is called in this step."""
         self._start(plan)
         if not any(entry.sequence.request.is_drafted for entry in plan.producing):
             return False
-        if self._budget is not None and self._budget.is_backing_off:
-            plan.is_backing_off = True
-            return False
-        plan.sequences = len(plan.producing)
-        if self._budget is not None:
-            plan.cost = self._budget.cost_of_one_more(plan.scheduled, len(plan.producing))
-            plan.seconds = self._budget.seconds(plan.scheduled, len(plan.producing))
-        return True
+        if self._selection is None:
+            return True
+        plan.is_backing_off = self._selection.is_backing_off
+        if not plan.is_backing_off:
+            plan.price = self._selection.price(plan)
+        return not plan.is_backing_off
 
     def _draft(self, plan: StepPlan) -> Drafts:
         """Return the drafter's drafts for the producing entries; those of requests without drafts are empty."""

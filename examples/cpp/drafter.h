@@ -212,36 +212,24 @@ class Drafter {
   // Report the progress of a batch, and set the draft of each sequence; limits: maximum lengths of the drafts.
   void draft(const std::vector<Sequence*>& batch, const std::vector<uint32_t>& limits) {
     for (Sequence* each : batch) each->draft.clear();
-    if (!connect(batch) || is_late()) return;
-    Writer request;
-    std::vector<uint64_t> ids;
-    Tokens tokens;
-    std::vector<uint32_t> offsets{0}, verified, steps;
-    for (Sequence* each : batch) {
-      if (each->id == 0) register_again(request, *each);
-      Tokens unsent = each->unsent();
-      tokens.insert(tokens.end(), unsent.begin(), unsent.end());
-      ids.push_back(each->id);
-      offsets.push_back(uint32_t(tokens.size()));
-      verified.push_back(each->verified);
-      steps.push_back(each->steps);
-      each->sent = each->output.size();
-      each->verified = each->steps = 0;
+    if (pause_ > 0) {
+      --pause_;
+      return;
     }
-    Writer message;
-    message.array(1, ids);
-    message.array(2, tokens);
-    message.array(3, offsets);
-    message.array(4, verified);
-    message.array(5, limits);
-    message.array(7, steps);
-    request.bytes(5, message.data);
-    late_ = send(request);
-    std::string response;
-    if (await(late_, response, Clock::now() + deadline_)) {
-      late_ = 0;
-      read(response, batch);
-    }
+    const Clock::time_point began = Clock::now();
+    request_drafts(batch, limits);
+    drafting_s_ += std::chrono::duration<double>(Clock::now() - began).count();
+  }
+
+  // Record a step that has run, from which the service learns how much to draft. tokens: one of each sequence, its verified
+  // draft tokens, and tokens of prompts. seconds: its duration without `draft`.
+  void record_step(uint32_t tokens, uint32_t sequences, double seconds) {
+    if (step_tokens_.size() == 64) forget_steps();
+    step_tokens_.push_back(tokens);
+    step_sequences_.push_back(sequences);
+    step_seconds_.push_back(seconds);
+    drafting_seconds_.push_back(drafting_s_);
+    drafting_s_ = 0;
   }
 
   // End a sequence. learn: whether its output may be drafted for other requests.
@@ -267,6 +255,55 @@ class Drafter {
   uint64_t step_ = 0, last_id_ = 0;
   uint64_t late_ = 0;  // Number of the request whose drafts are late; 0: none.
   Clock::time_point next_attempt_{};
+  Tokens step_tokens_, step_sequences_;  // The steps since the last batch.
+  std::vector<double> step_seconds_, drafting_seconds_;
+  double drafting_s_ = 0;  // Time for which `draft` has delayed the next step.
+  uint64_t pause_ = 0;     // Number of steps in which no drafts are requested, because they have not saved time.
+
+  void forget_steps() {
+    step_tokens_.clear();
+    step_sequences_.clear();
+    step_seconds_.clear();
+    drafting_seconds_.clear();
+  }
+
+  void request_drafts(const std::vector<Sequence*>& batch, const std::vector<uint32_t>& limits) {
+    if (!connect(batch) || is_late()) return;
+    Writer request;
+    std::vector<uint64_t> ids;
+    Tokens tokens;
+    std::vector<uint32_t> offsets{0}, verified, steps;
+    for (Sequence* each : batch) {
+      if (each->id == 0) register_again(request, *each);
+      Tokens unsent = each->unsent();
+      tokens.insert(tokens.end(), unsent.begin(), unsent.end());
+      ids.push_back(each->id);
+      offsets.push_back(uint32_t(tokens.size()));
+      verified.push_back(each->verified);
+      steps.push_back(each->steps);
+      each->sent = each->output.size();
+      each->verified = each->steps = 0;
+    }
+    Writer message;
+    message.array(1, ids);
+    message.array(2, tokens);
+    message.array(3, offsets);
+    message.array(4, verified);
+    message.array(5, limits);
+    message.array(7, steps);
+    message.array(8, step_tokens_);
+    message.array(9, step_sequences_);
+    message.array(10, step_seconds_);
+    message.array(11, drafting_seconds_);
+    forget_steps();
+    request.bytes(5, message.data);
+    late_ = send(request);
+    std::string response;
+    if (await(late_, response, Clock::now() + deadline_)) {
+      late_ = 0;
+      read(response, batch);
+    }
+  }
 
   // Connect if there is no connection, at most every 50 ms. On a new stream the service has no sequences.
   bool connect(const std::vector<Sequence*>& batch) {
@@ -312,10 +349,13 @@ class Drafter {
     return step_;
   }
 
-  // Return whether the answer to a request is still missing after its deadline. Once it arrives, it is dropped.
+  // Return whether the answer to a request is still missing after its deadline. Once it arrives, its drafts are dropped.
   bool is_late() {
     std::string response;
-    if (late_ != 0 && await(late_, response, Clock::now())) late_ = 0;
+    if (late_ != 0 && await(late_, response, Clock::now())) {
+      late_ = 0;
+      read(response, {});
+    }
     return late_ != 0 || !frames_.is_open();
   }
 
@@ -352,6 +392,7 @@ class Drafter {
         if (drafts.field == 1) tokens = drafts.array<uint32_t>();
         if (drafts.field == 2) parents = drafts.array<int32_t>();
         if (drafts.field == 5) offsets = drafts.array<uint32_t>();
+        if (drafts.field == 6) pause_ = drafts.number;
       }
     }
     if (offsets.size() != batch.size() + 1 || parents.size() != tokens.size()) return;

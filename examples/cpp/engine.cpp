@@ -44,8 +44,15 @@ size_t run(ssd::Drafter& drafter, const std::vector<ssd::Tokens>& prompts) {
     for (ssd::Sequence* each : running)  // A step adds one token to the accepted ones.
       limits.push_back(uint32_t(std::min<size_t>(MAX_DRAFT, MAX_TOKENS - each->output.size() - 1)));
     drafter.draft(running, limits);
+    const auto began = ssd::Clock::now();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // The duration of a step of a real model.
-    for (ssd::Sequence* each : running) each->commit(verify(*each), each->draft.size());
+    size_t tokens = running.size();
+    for (ssd::Sequence* each : running) {
+      tokens += each->draft.size();
+      each->commit(verify(*each), each->draft.size());
+    }
+    const std::chrono::duration<double> seconds = ssd::Clock::now() - began;
+    drafter.record_step(uint32_t(tokens), uint32_t(running.size()), seconds.count());
     for (ssd::Sequence* each : running)
       if (each->output.size() >= MAX_TOKENS) drafter.finish(*each, true);
     running.erase(std::remove_if(running.begin(), running.end(),

@@ -170,7 +170,7 @@ def _rows(state: State) -> np.ndarray:
 
 
 def _named(tables: LearnedTables) -> dict[str, np.ndarray]:
-    names = ("cells", "logits", "weights", "pace")
+    names = ("cells", "logits", "weights")
     # Files keep the names of the first version.
     return {f"odds.{name}": array for name, array in zip(names, tables.arrays, strict=True)}
 
@@ -225,13 +225,12 @@ def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.
         return None
     for name, own in fresh.items():
         _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
-    cells, logits, weights, pace = (sections[name].reshape(own.shape) for name, own in fresh.items())
+    cells, logits, weights = (sections[name].reshape(own.shape) for name, own in fresh.items())
     means, seen = cells.T
     _require(((means >= 0) & (means <= 1)).all(), "probabilities outside 0 to 1")
     _require((np.abs(logits) <= MAX_LOGIT).all() and (seen >= 0).all(), "logits out of range")
     _require(np.isfinite(seen).all() and (np.abs(weights) <= MAX_WEIGHT).all(), "weights out of range")
-    _require(np.isfinite(pace).all() and (pace > 0).all(), "impossible running means")
-    return [cells, logits, weights, pace]
+    return [cells, logits, weights]
 
 
 def _stats(sections: Mapping[str, np.ndarray], notes: list[str]) -> Stats:

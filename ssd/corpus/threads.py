@@ -6,8 +6,8 @@ from threading import Thread
 
 import numpy as np
 
+from ssd.corpus.processors import usable_processors
 from ssd.corpus.suffix_array import sort_positions, split
-from ssd.hardware.processors import usable_processors
 
 MAX_THREADS = 4
 MIN_POSITIONS = 1 << 20

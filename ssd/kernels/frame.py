@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
+from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
+from ssd.budget.token_budget import TokenBudget
+from ssd.kernels.budget import FACTS, MAX_KNOTS, STATE, Budget
 from ssd.kernels.candidates import CONSIDERED, Counted, new_counted
 from ssd.kernels.estimate import Levels, new_levels
 from ssd.kernels.evidence import Evidence, new_evidence
@@ -37,8 +40,8 @@ from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, COUNTERS = 0, 7, 13
-EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 19, 25, 34, 40, 44, 46
+TABLES, MODEL, BUDGET, COUNTERS = 0, 7, 12, 18
+EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 24, 30, 39, 45, 49, 51
 
 
 class Tables(NamedTuple):
@@ -57,7 +60,6 @@ class Model(NamedTuple):
     cells: np.ndarray
     logits: np.ndarray
     weights: np.ndarray
-    pace: np.ndarray
     fallback: Fallback
 
 
@@ -77,7 +79,9 @@ class Own(NamedTuple):
 class Frame:
     """The addresses for one drafter; a new one is made when its tables grow."""
 
-    def __init__(self, sequences: Sequences, learned: LearnedTables, fallback: FallbackTable, stats: Stats) -> None:
+    def __init__(
+        self, sequences: Sequences, learned: LearnedTables, fallback: FallbackTable, budget: TokenBudget, stats: Stats
+    ) -> None:
         width = sequences.tables[1].shape[1]
         own = Own(
             np.zeros((LOCAL_TIERS, 3), np.int64),
@@ -86,7 +90,13 @@ class Frame:
             np.zeros(width, np.uint8),
         )
         scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_frontier(width), new_found(), own)
-        parts = (sequences.tables, (*learned.arrays, *fallback.arrays), tuple(stats.counters), *scratch)
+        parts = (
+            sequences.tables,
+            (*learned.arrays, *fallback.arrays),
+            budget.arrays,
+            tuple(stats.counters),
+            *scratch,
+        )
         self._kept = parts
         tables, *others = [[array.ctypes.data for array in part] for part in parts]
         addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
@@ -147,8 +157,20 @@ def open_model(frame):  # type: ignore[no-untyped-def]
         _floats(frame[MODEL], (CELL_COUNT, 2)),
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
         _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
-        _doubles(frame[MODEL + 3], (2,)),
-        Fallback(_words(frame[MODEL + 4], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 5], (1,))),
+        Fallback(_words(frame[MODEL + 3], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 4], (1,))),
+    )
+
+
+@inline
+def open_budget(frame):  # type: ignore[no-untyped-def]
+    """Return the arrays of the token budget."""
+    return Budget(
+        _doubles(frame[BUDGET], (MAX_KNOTS,)),
+        _doubles(frame[BUDGET + 1], (MAX_KNOTS,)),
+        longs(frame[BUDGET + 2], (MAX_SIZES,)),
+        longs(frame[BUDGET + 3], (MAX_LENGTHS,)),
+        longs(frame[BUDGET + 4], (FACTS,)),
+        _doubles(frame[BUDGET + 5], (STATE,)),
     )
 
 

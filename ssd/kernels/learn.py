@@ -13,7 +13,6 @@ from ssd.kernels.probabilities import (
     LEARNING_RATE,
     MIXED,
     NO_CELL,
-    PACE_RATE,
     SEEN_CAP,
     SOURCES,
     TABLE_INPUTS,
@@ -117,10 +116,3 @@ def record(counters, growing, accepted, verified, committed, steps):  # type: ig
     counters.steps[HITS] += 1 if verified > 0 else 0
     for node in range(1, verified + 1):
         record_node(counters, growing.nodes[node], growing.probs[node], accepted[node])
-
-
-@inline
-def update_pace(pace, cost, verified, committed):  # type: ignore[no-untyped-def]
-    """Update the running means of tokens per step and of the cost of a step."""
-    pace[0] += PACE_RATE * (committed - pace[0])
-    pace[1] += PACE_RATE * (1.0 + cost * verified - pace[1])

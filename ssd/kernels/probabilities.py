@@ -70,10 +70,6 @@ START_SEEN = 0.5
 FINAL_START_SEEN = 40.0
 FALLBACK_PRIOR, FALLBACK_START_SEEN = 0.01, 2.0
 
-# Rate and start of the running means from which the threshold of drafts is computed.
-PACE_RATE = 0.001
-START_TOKENS_PER_COST = 1.5
-
 _LENGTH_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 _COUNT_EDGES = (1, 2, 3, 4, 8, 16, 64)
 _RUN_EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -279,10 +275,7 @@ class LearnedTables:
         self.logits = np.zeros(CELL_COUNT, np.float32)
         fill_prior(self.cells, self.logits)
         self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
-        self.pace = np.array([START_TOKENS_PER_COST, 1.0])
-        """Running means of tokens per step and of the cost of a step; float64 [2]."""
-
-        self.arrays = (self.cells, self.logits, self.weights, self.pace)
+        self.arrays = (self.cells, self.logits, self.weights)
         """Arguments of kernels."""
 
     @property

@@ -8,9 +8,11 @@ import numpy as np
 from numba import types
 
 from ssd.corpus.ring import SEPARATOR
+from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_placed
 from ssd.kernels.frame import (
     longs,
+    open_budget,
     open_counted,
     open_counters,
     open_evidence,
@@ -23,7 +25,7 @@ from ssd.kernels.frame import (
 )
 from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
 from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
-from ssd.kernels.learn import learn, record, update_pace
+from ssd.kernels.learn import learn, record
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
 from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
@@ -184,8 +186,9 @@ def _growing(tables, row):  # type: ignore[no-untyped-def]
 
 
 @inline
-def commit_all(tables, model, counters, batch, ring, cost, depth, on_path):  # type: ignore[no-untyped-def]
+def commit_all(tables, model, budget, counters, batch, ring, depth, on_path):  # type: ignore[no-untyped-def]
     """Learn from the committed tokens of each sequence, count them, and append them to its text."""
+    drafted, tokens, tried = 0, 0.0, np.int64(0)
     for index in range(len(batch.rows)):
         row = batch.rows[index]
         sequence, verified = tables.state[row], np.int64(batch.verified[index])
@@ -195,12 +198,14 @@ def commit_all(tables, model, counters, batch, ring, cost, depth, on_path):  # t
             growing = _growing(tables, row)
             if sequence[NODES] > 0:
                 learn(growing, sequence, batch.tokens[first:end], model, on_path)
-                update_pace(model.pace, cost, verified, (end - first) / taken)
+                drafted, tokens, tried = drafted + 1, tokens + (end - first) / taken, tried + verified
             record(counters, growing, on_path, verified, end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, batch.tokens[position], ring)
             commit(sequence, batch.tokens[position], depth)
         sequence[NODES] = 0
+    if drafted > 0 and np.any(batch.limits):  # Not for sequences that end, which are a part of their step.
+        update_rate(budget, drafted, tokens, tried, 0.0)
 
 
 @inline
@@ -233,14 +238,37 @@ def draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits
 
 
 @inline
-def write_draft(growing, count, drafted, at):  # type: ignore[no-untyped-def]
-    """Write a draft of `count` nodes into a batch of drafts from `at` on; return its end."""
-    for node in range(1, count):
-        drafted.tokens[at] = np.uint32(growing.nodes[node, TOKEN])
-        drafted.parents[at] = growing.nodes[node, PARENT] - 1
-        drafted.accept_prob[at] = growing.probs[node, PROB]
-        drafted.sources[at] = growing.nodes[node, SOURCE]
-        at += 1
+def select_all(tables, batch, budget, drafts):  # type: ignore[no-untyped-def]
+    """Cut the drafts of a batch, of `drafts` tokens together, to the tokens that are worth verifying."""
+    offsets, lengths = np.empty(len(batch.rows) + 1, np.int64), np.empty(len(batch.rows), np.int64)
+    probs = np.empty(drafts, np.float32)
+    at = 0
+    for index in range(len(batch.rows)):
+        offsets[index], row = at, batch.rows[index]
+        for node in range(1, tables.state[row, NODES]):
+            probs[at] = tables.probs[row, node, PATH_PROB]
+            at += 1
+    offsets[len(batch.rows)] = at
+    select(budget, probs, offsets, lengths)
+    for index in range(len(batch.rows)):
+        sequence = tables.state[batch.rows[index]]
+        sequence[NODES] = min(sequence[NODES], lengths[index] + 1)
+
+
+@inline
+def write_drafts(tables, batch, drafted):  # type: ignore[no-untyped-def]
+    """Write the drafts of a batch; return the number of their tokens."""
+    at = 0
+    for index in range(len(batch.rows)):
+        row = batch.rows[index]
+        drafted.offsets[index] = at
+        for node in range(1, tables.state[row, NODES]):
+            drafted.tokens[at] = np.uint32(tables.nodes[row, node, TOKEN])
+            drafted.parents[at] = tables.nodes[row, node, PARENT] - 1
+            drafted.accept_prob[at] = tables.probs[row, node, PROB]
+            drafted.sources[at] = tables.nodes[row, node, SOURCE]
+            at += 1
+    drafted.offsets[len(batch.rows)] = at
     return at
 
 
@@ -251,15 +279,15 @@ _DRAFTED = (TokensOut, types.Array(types.int32, 1, "C"), FloatsOut, Bytes, Token
 @kernel(Longs, Longs, *_BATCH, *_DRAFTED, Float, Int, Int, Bool, returns=types.UniTuple(Int, 2))
 def step(  # type: ignore[no-untyped-def]
     frame, view, rows, tokens, offsets, verified, limits, steps,
-    drafted_tokens, parents, drafted_prob, sources, drafted_offsets, cost, depth, max_draft, is_tree,
+    drafted_tokens, parents, drafted_prob, sources, drafted_offsets, least, depth, max_draft, is_tree,
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
     frame: `Frame.addresses`. view: `View.frame`. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
     verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if they are all one. The
-    next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. cost: cost of
-    verifying one more token, as a fraction of a step. depth: maximum match length in tokens. max_draft: maximum number
-    of draft tokens.
+    next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. least: minimum path
+    probability of a draft token; 0: the token budget decides. depth: maximum match length in tokens. max_draft: maximum
+    number of draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
     batch = Batch(rows, tokens, offsets, verified, limits, steps)
@@ -268,26 +296,25 @@ def step(  # type: ignore[no-untyped-def]
     problem, at = check(tables.state, batch, max_draft)
     if problem != DONE:
         return problem, at
-    model, own = open_model(frame), open_own(frame)
+    model, own, budget = open_model(frame), open_own(frame), open_budget(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
-    commit_all(tables, model, open_counters(frame), batch, ring, cost, depth, own.on_path)
+    commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)
     scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
-    threshold = np.float32(cost * model.pace[0] / model.pace[1])
+    threshold = np.float32(least) if least > 0 else least_path_prob(budget, max_draft * len(rows))
     newest = (ring.head - 1) % ring.slots
-    at = 0
+    count = 0
     for index in range(len(rows)):
-        drafted.offsets[index] = at
         sequence, limit = tables.state[rows[index]], min(np.int64(limits[index]), max_draft)
         if limit == 0 or sequence[SIZE] == 0:
             continue
         growing = _growing(tables, rows[index])
         shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
         limits_here = Limits(threshold, limit, max_draft, is_tree)
-        count = draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits_here, model)
-        sequence[NODES] = count
-        at = write_draft(growing, count, drafted, at)
-    drafted.offsets[len(rows)] = at
-    return DONE, at
+        sequence[NODES] = draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits_here, model)
+        count += sequence[NODES] - 1
+    if least == 0 and not is_line(budget):
+        select_all(tables, batch, budget, count)
+    return DONE, write_drafts(tables, batch, drafted)

@@ -75,8 +75,6 @@ def answer(prompt, max_tokens):
 class ChainRunner:
     """Replaces `Runner`; reads and writes its cache only through page tables and slots."""
 
-    experts_used = None
-
     def __init__(self, pages):
         self.cache = [mixed(slot) for slot in range(pages * PAGE_SIZE)]
 
@@ -153,7 +151,7 @@ class ChosenDepth:
         assert 0 <= accepted <= produced
 
 
-def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=None, drafters=(), adapters=None):
+def chain_engine(config, pages, drafter, selection=None, *, has_graph=False, depth=None, drafters=(), adapters=None):
     """An engine with this model, whose outputs do not depend on adapters. depth: returns the number of steps in flight.
 
     has_graph: with a graph executor, unless the drafter needs the target's outputs.
@@ -163,7 +161,7 @@ def chain_engine(config, pages, drafter, budget=None, *, has_graph=False, depth=
     has_graph = has_graph and drafter.needs == NO_OUTPUTS
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
-    engine = Engine(MODEL, config, executors, drafter, budget=budget, drafters=drafters, adapters=adapters)
+    engine = Engine(MODEL, config, executors, drafter, selection=selection, drafters=drafters, adapters=adapters)
     if depth is not None:
         engine._depth = ChosenDepth(depth)
     return engine

@@ -29,8 +29,6 @@ def logits_after(text):
 class FakeRunner:
     """Stores tokens in the slots of keys and values, so that misplaced tokens are detected."""
 
-    experts_used = None
-
     def __init__(self, pages, page_size):
         self._cache = np.full(pages * page_size, -1)
         self._page_size = page_size

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.scheduling.request import Request
+from ssd.baselines.none import NoDrafter
 
 MAX_ULP = 2
 """Largest distance of the two best logits of a near tie, in units in the last place of bfloat16."""

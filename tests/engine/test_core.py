@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.speculation import verify
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder

@@ -19,7 +19,6 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.executor import fixed_step
@@ -31,6 +30,7 @@ from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify as verification
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head

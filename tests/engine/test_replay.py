@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.executor import fixed_step
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify
+from ssd.baselines.none import NoDrafter
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.workload import StrictDrafter, replayed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.drafters.model_free.none import NoDrafter
+from ssd.baselines.none import NoDrafter
 from ssd.types import DraftBatch, offsets_of
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
-from engine.speculation.token_budget import Selection
+from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
@@ -18,12 +18,12 @@ from tests.engine.trees import batch_of_trees, random_tree
 class StrictDrafter:
     """Drafts right and wrong tokens, and checks the order of the engine's calls."""
 
-    def __init__(self, rng, shape, sees_all_steps, budget=None):
+    def __init__(self, rng, shape, sees_all_steps, selection=None):
         self.rng = rng
         self.shape = shape
         self.sees_all_steps = sees_all_steps
         """Whether all of its drafts are verified, as without steps in flight."""
-        self.budget = budget
+        self.selection = selection
         self.answers = {}
         self.texts = {}
         self.offered = {}
@@ -47,7 +47,7 @@ class StrictDrafter:
         self.paths[sequence_id] = []
 
     def draft(self, progress):
-        assert self.budget is None or not self.budget.is_backing_off or not progress.max_draft.any()
+        assert self.selection is None or not self.selection.is_backing_off or not progress.max_draft.any()
         drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
@@ -83,7 +83,7 @@ class StrictDrafter:
 
 
 class RandomBackoff:
-    """A token budget that skips the drafter in random steps."""
+    """A selection that verifies all tokens, and skips the drafter in random steps."""
 
     def __init__(self, rng, is_late):
         """is_late: whether a step is recorded after the next one was planned."""
@@ -91,16 +91,13 @@ class RandomBackoff:
         self.is_late = is_late
         self.is_backing_off = False
 
-    def cost_of_one_more(self, tokens, sequences):
-        return 0.02
+    def price(self, plan):
+        return StepPrice(100.0, 0.03)
 
-    def seconds(self, tokens, sequences):
-        return 0.01
+    def select(self, plan, drafts, usable):
+        return usable
 
-    def select(self, drafts, usable, tokens):
-        return Selection(usable)
-
-    def record(self, plan, tokens, accepted, seconds, experts):
+    def record(self, plan, accepted, committed, seconds):
         assert self.is_late or not (self.is_backing_off and (plan.is_drafting or accepted))
         self.is_backing_off = bool(self.rng.random() < 0.5)
 
@@ -137,9 +134,9 @@ class Workload:
             draft_shape=shape,
         )
         self.config = config
-        budget = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
+        selection = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
         self.in_flight = in_flight
-        self.drafter = StrictDrafter(rng, shape, sees_all_steps=in_flight in (None, 0), budget=budget)
+        self.drafter = StrictDrafter(rng, shape, sees_all_steps=in_flight in (None, 0), selection=selection)
         depths = np.random.default_rng(seed)
         depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
         pages = int(rng.integers(8, 41))
@@ -147,7 +144,7 @@ class Workload:
             config,
             pages,
             wrap(self.drafter),
-            budget,
+            selection,
             has_graph=in_flight is not None,
             depth=depth if in_flight is not None else None,
         )

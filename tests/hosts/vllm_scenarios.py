@@ -192,8 +192,8 @@ def long_drafts():
 def wrong_drafts():
     """Replace all drafts by other tokens of the vocabulary."""
 
-    def draft_wrongly(drafted, session, texts):
-        return [[(token + 1) % 4096 for token in draft] for draft in drafted(session, texts)]
+    def draft_wrongly(drafted, session, *batch):
+        return [[(token + 1) % 4096 for token in draft] for draft in drafted(session, *batch)]
 
     with socket() as address, sidecar(address), engine(8) as llm, replaced_draft(draft_wrongly):
         outputs = tokens(generate(llm, prompts()))
@@ -208,9 +208,9 @@ def lost_sidecar():
     """Kill the sidecar in the middle of a batch, and start it again before the next."""
     waits, to_kill = [], []
 
-    def timed(drafted, session, texts):
+    def timed(drafted, session, *batch):
         began = time.perf_counter()
-        drafts = drafted(session, texts)
+        drafts = drafted(session, *batch)
         waits.append(time.perf_counter() - began)
         if len(waits) == 10:
             to_kill[0].kill()

@@ -21,7 +21,7 @@ TEXT = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
 
 @pytest.fixture
 def drafter():
-    with drafter_of() as drafter:
+    with drafter_of(cost=0.02) as drafter:
         yield drafter
 
 

@@ -19,17 +19,21 @@ class Check:
     """Whether there was a situation that the check is about."""
     failure: str | None = None
     """The first violation, as a sentence."""
+    is_optional: bool = False
+    """Whether the rule need not be tested, because it is about fields that need not be sent."""
 
     @property
     def has_passed(self) -> bool:
-        """Whether the rule was tested and always followed."""
-        return self.is_seen and self.failure is None
+        """Whether the rule was tested, unless it is optional, and always followed."""
+        return (self.is_seen or self.is_optional) and self.failure is None
 
     @property
     def line(self) -> str:
         """Return the outcome as a line."""
         if self.failure is not None:
             return f"FAIL  {self.name}: {self.failure}"
+        if not self.is_seen and self.is_optional:
+            return f"skip  {self.name}: {self.advice}"
         if not self.is_seen:
             return f"FAIL  {self.name}: not tested; {self.advice}"
         return f"pass  {self.name}: {self.claim}"
@@ -53,8 +57,8 @@ class Checks:
 
     @property
     def are_seen(self) -> bool:
-        """Whether all rules were tested."""
-        return all(check.is_seen for check in self._checks.values())
+        """Whether all rules were tested that are not optional."""
+        return all(check.is_seen or check.is_optional for check in self._checks.values())
 
     @property
     def have_passed(self) -> bool:

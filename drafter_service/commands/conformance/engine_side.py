@@ -6,6 +6,7 @@ of the engine can be checked: a step commits the accepted tokens of the draft th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,6 +45,12 @@ def engine_checks() -> Checks:
             Check("finishes", "every sequence finishes", "no sequence finished"),
             Check("counts", "tokens, verified and steps agree in every step", RUN_AGAIN),
             Check("drafts used", "drafts are verified and accepted", RUN_AGAIN),
+            Check(
+                "step times",
+                "durations of steps are possible, and agree with the tokens of the batch",
+                "the engine sends no step_seconds, so the service cannot learn how much to draft for it",
+                is_optional=True,
+            ),
             Check("output", "drafts do not change the output", RUN_AGAIN),
             Check("late answer", "the draft of a late answer does not count as verified", RUN_AGAIN),
             Check("lost sequence", "a lost sequence starts again with all of its tokens", RUN_AGAIN),
@@ -81,6 +88,7 @@ class EngineChecker:
     def __init__(self, *, is_overlapped: bool = False) -> None:
         """is_overlapped: whether the engine requests drafts while a step is in flight."""
         self.checks = engine_checks()
+        self._is_overlapped = is_overlapped
         self._predictions = Predictions()
         self._rules = SequenceRules(self.checks, self._predictions, is_overlapped=is_overlapped)
         self._streams: set[EngineStream] = set()
@@ -169,6 +177,7 @@ class EngineChecker:
         paths: list[list[int]] = []
         if batch is not None:
             self.checks.see("requests")
+            self._check_step_times(batch)
             paths, lost_in_batch = self._draft(stream, batch, event)
             lost += lost_in_batch
         response = pb.DraftResponse(
@@ -295,6 +304,31 @@ class EngineChecker:
                     sequence.event = EVENTS[event]
             paths.append(path)
         return paths, lost
+
+    def _check_step_times(self, batch: Progress) -> None:
+        """Check the durations of the steps that ran, and that a single one had the tokens that the batch is about."""
+        for step in batch.step_times:
+            self.checks.see("step times")
+            if not (0 < step.seconds < math.inf and 0 <= step.drafting_s < math.inf):
+                self.checks.fail(
+                    "step times",
+                    f"a step took {step.seconds} seconds, and drafting delayed it by {step.drafting_s}; these must be "
+                    "finite, and the first must not be 0",
+                )
+            if not 1 <= step.sequences <= step.tokens:
+                self.checks.fail(
+                    "step times",
+                    f"a step ran {step.tokens} tokens of {step.sequences} sequences; each has at least one",
+                )
+        is_one_step = batch.steps is None or int(batch.steps.max(initial=1)) <= 1
+        if batch.step_times and is_one_step and not self._is_overlapped:
+            least = int(np.count_nonzero(np.diff(batch.offsets))) + int(batch.verified.sum())
+            if batch.step_times[-1].tokens < least:
+                self.checks.fail(
+                    "step times",
+                    f"the last step ran {batch.step_times[-1].tokens} tokens; the sequences of its batch had {least}, "
+                    "verified draft tokens included",
+                )
 
     def _check_tokens(self, stream: EngineStream, runs: Iterable[np.ndarray]) -> None:
         for tokens in runs:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import grpc
 import numpy as np
@@ -19,12 +20,20 @@ from drafter_service.transport.wire import (
     read_drafts,
     unpack,
 )
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, Progress, StepTime
 
 LEARNING_TIMEOUT_S = 10.0
 """Maximum time until learned text is drafted."""
 POLL_S = 0.02
 NO_LIMIT = (1 << 32) - 1
+PERIOD = (1, 2, 3, 4) * 8
+"""A text with long drafts."""
+IMPOSSIBLE = [
+    *(StepTime(4, 1, seconds) for seconds in (0.0, -1.0, math.nan, math.inf)),
+    StepTime(0, 0, 1.0),
+    StepTime(1, 9, 1.0),
+]
+"""Durations that a service must ignore."""
 
 
 class BrokenRuleError(Exception):
@@ -75,9 +84,17 @@ class TestedStream:
         data = pack(self.text(*tokens), "u4")
         return pb.Finish(sequence_id=sequence_id, tokens=data, learn=learn, verified=verified, steps=1)
 
-    def batch(self, sequence_id: int, *tokens: int, verified: int = 0, limit: int = 3) -> pb.Batch:
+    def batch(
+        self,
+        sequence_id: int,
+        *tokens: int,
+        verified: int = 0,
+        limit: int = 3,
+        step_times: Sequence[StepTime] = (),
+    ) -> pb.Batch:
         """Return the progress of a sequence."""
-        return batch_message(Progress.of_one(sequence_id, self.text(*tokens), verified=verified, max_draft=limit))
+        progress = Progress.of_one(sequence_id, self.text(*tokens), verified=verified, max_draft=limit)
+        return batch_message(replace(progress, step_times=step_times))
 
     def draft(self, sequence_id: int, *tokens: int, verified: int = 0, limit: int = 3, **fields: object) -> list[int]:
         """Return the draft after progress of a sequence, counted from the stream's first token."""
@@ -177,6 +194,20 @@ def check_invalid(stream: TestedStream) -> None:
     require(draft[:1] == [4], f"after refused requests the draft is {draft}; it should begin with 4, as without them")
 
 
+def check_step_times(stream: TestedStream) -> None:
+    """Check that durations of steps are accepted, that impossible ones change nothing, and that malformed ones do not
+    count.
+    """
+    before = stream.draft(1, limit=16, starts=[stream.start(1, *PERIOD)])
+    stream.accepted(batch=stream.batch(1, limit=0, step_times=IMPOSSIBLE))
+    after = stream.draft(2, limit=16, starts=[stream.start(2, *PERIOD)])
+    require(after == before, f"after impossible durations of steps a draft is {after}; before, it was {before}")
+    possible = stream.batch(1, step_times=[StepTime(4, 1, 0.01, 0.001)])
+    stream.accepted(batch=possible)
+    possible.step_seconds = possible.step_seconds[:4]
+    stream.refusal("a batch with fewer step_seconds than step_tokens", batch=possible)
+
+
 def check_garbage(stream: TestedStream) -> None:
     """Check that bytes which are no message are answered with an error."""
     stream.raw.send(b"\xff\xff\xff")
@@ -229,6 +260,7 @@ RULES: dict[str, tuple[str, Rule]] = {
     "hints": ("hints are drafted", check_hints),
     "order": ("requests are answered in order", check_order),
     "invalid requests": ("invalid requests are answered with an error and have no effect", check_invalid),
+    "step times": ("durations of steps are accepted, and impossible ones are ignored", check_step_times),
     "garbage": ("bytes that are no message are answered with an error", check_garbage),
     "unknown sequences": ("unknown sequences are reported in lost_ids", check_unknown),
     "learning": ("text is learned if the start, the finish and the caller's rights allow it", check_learning),

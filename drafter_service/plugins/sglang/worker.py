@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from drafter_service.plugins.log import HostLog
-from drafter_service.plugins.options import PADDED_COST, HostLimits
+from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import host_settings
 from drafter_service.plugins.sglang.batch import BatchDrafts, accepted_tokens, ancestors, path_nodes
+from ssd.budget.padding import Padding
 
 LOG = HostLog("sglang.srt")
 
@@ -73,7 +74,7 @@ class NoCorpus:
 def limits_of(model_config: Any, nodes: int, width: int) -> HostLimits:
     """Return the limits of drafts of K nodes. width: maximum number of children of a node, 1 for paths."""
     vocab_size, context_window = model_config.vocab_size, model_config.context_len
-    return HostLimits(nodes - 1, vocab_size, context_window, trees=width > 1, cost=PADDED_COST)
+    return HostLimits(nodes - 1, vocab_size, context_window, trees=width > 1, padding=Padding(lengths=(nodes - 1,)))
 
 
 def open_session(server_args: Any, limits: HostLimits) -> HostSession:

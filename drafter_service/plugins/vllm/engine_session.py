@@ -9,6 +9,7 @@ from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.requests import settings_of
 from drafter_service.plugins.vllm.variants import Variant, choose
+from ssd.budget.padding import MAX_SIZES, NO_PADDING, Padding
 from ssd.config import MAX_DRAFT
 
 LOG = HostLog("vllm")
@@ -27,8 +28,17 @@ def variant_of(vllm_config: Any) -> Variant:
     return choice.variant
 
 
-def open_session(vllm_config: Any, cost: float | None = None) -> HostSession:
-    """Return the session of an engine. cost: see `HostLimits`. Raises UserError for settings that are not valid."""
+def padding_of(compilation: Any) -> Padding:
+    """Return the shapes that vLLM pads steps to, by its `CompilationConfig`: those of its CUDA graphs."""
+    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE":
+        return NO_PADDING
+    sizes = sorted({*(compilation.cudagraph_capture_sizes or ())}, reverse=True)
+    interval = -(-len(sizes) // MAX_SIZES)  # A drafter takes a limited number.
+    return Padding(tuple(reversed(sizes[:: max(1, interval)])))
+
+
+def open_session(vllm_config: Any, padding: Padding = NO_PADDING) -> HostSession:
+    """Return the session of an engine. padding: see `HostLimits`. Raises UserError for settings that are not valid."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     drafts = vllm_config.speculative_config.num_speculative_tokens
     limits = HostLimits(
@@ -36,7 +46,7 @@ def open_session(vllm_config: Any, cost: float | None = None) -> HostSession:
         vocab_size=model.get_vocab_size(),
         context_window=model.max_model_len,
         max_requests=max(HostLimits.max_requests, 2 * scheduler.max_num_seqs),
-        cost=cost,
+        padding=padding,
     )
     settings = settings_of(model, LOG.warning)
     session = HostSession(settings, limits, LOG.warning)

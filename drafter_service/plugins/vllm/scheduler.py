@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from drafter_service.plugins.session import HostSession
-from drafter_service.plugins.vllm.engine_session import LOG, open_session, variant_of
+from drafter_service.plugins.vllm.engine_session import LOG, open_session, padding_of, variant_of
 from drafter_service.plugins.vllm.requests import OptionsReader, end_of
 from drafter_service.plugins.vllm.variants import Variant
 
@@ -21,6 +23,9 @@ class SchedulerWithDrafts:
     if TYPE_CHECKING:  # Attributes of vLLM's scheduler.
         requests: dict[str, Any]
         running: list[Any]
+        waiting: Any
+        max_num_running_reqs: int
+        max_num_scheduled_tokens: int
         structured_output_manager: Any
         vllm_config: Any
 
@@ -33,8 +38,16 @@ class SchedulerWithDrafts:
         """Number of draft tokens that each request was given for the next step."""
         self._max_draft = 0
         """Longest draft of the next step."""
+        self._in_flight = 0
+        """Number of scheduled steps whose outputs have not been processed."""
+        self._began: float | None = None
+        """Time at which the last step began, after drafts were requested; None if others were in flight."""
+        self._is_admitting = True
+        """Whether waiting requests are likely to begin in the next step, rather than wait for memory."""
+        self._ended: tuple[int, int] | None = None
+        """Number of tokens and of sequences of the last step, after which the next one follows at once."""
         if variant_of(self.vllm_config) is not Variant.NONE:
-            self._session = open_session(self.vllm_config)
+            self._session = open_session(self.vllm_config, padding_of(self.vllm_config.compilation_config))
             self._max_draft = self.vllm_config.speculative_config.num_speculative_tokens
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,11 +56,27 @@ class SchedulerWithDrafts:
         if session is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         with session.guarded():
+            # What the host does between two steps is part of their duration.
+            if self._ended is not None and self._began is not None:
+                session.record_step(*self._ended, perf_counter() - self._began)
+            self._ended = None
             self._offer_drafts(session)
+        self._began = None if self._in_flight else perf_counter()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._in_flight += 1
         with session.guarded():
             self._record_scheduled(session, output)
         return output
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Process the output of a step."""
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self._in_flight -= 1
+        if self._session is not None and (self.running or self.waiting):
+            with self._session.guarded():
+                if tokens := scheduler_output.total_num_scheduled_tokens:
+                    self._ended = tokens, len(scheduler_output.num_scheduled_tokens)
+        return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Ignore the drafts of the workers, which have none."""
@@ -59,7 +88,11 @@ class SchedulerWithDrafts:
         if self._session is not None:
             with self._session.guarded():
                 self._session.finish(request.request_id, request.all_token_ids, end_of(request.status.name))
-        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._is_admitting = True
+        freed = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        if not (self.running or self.waiting):
+            self._ended = None  # What follows is not a part of the last step.
+        return freed
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Close the connection to the sidecar, and shut down."""
@@ -75,13 +108,24 @@ class SchedulerWithDrafts:
             for request in self.running
             if not request.is_prefill_chunk and not request.num_in_flight_tokens and request.request_id in session
         ]
-        drafts = session.draft([(request.request_id, request.all_token_ids) for request in ready])
+        texts = [(request.request_id, request.all_token_ids) for request in ready]
+        others = sum(not request.is_prefill_chunk for request in self.running) - len(ready)
+        drafts = session.draft(texts, self._expected_prompt_tokens(len(ready) + others), others)
         for request, draft in zip(ready, drafts, strict=True):
             tokens = draft[: self._max_draft]
             if tokens and request.use_structured_output:
                 tokens = self.structured_output_manager.validate_tokens(request, tokens)
             request.spec_token_ids = tokens
             self._offered[request.request_id] = len(tokens)
+
+    def _expected_prompt_tokens(self, decoding: int) -> int:
+        """Return how many prompt tokens the host is likely to run in the next step beside `decoding` requests."""
+        tokens = sum(
+            request.num_tokens - request.num_computed_tokens for request in self.running if request.is_prefill_chunk
+        )
+        free = self.max_num_running_reqs - len(self.running) if self._is_admitting else 0
+        tokens += sum(request.num_prompt_tokens for request in islice(self.waiting, max(0, free)))
+        return max(0, min(tokens, self.max_num_scheduled_tokens - decoding))
 
     def _record_scheduled(self, session: HostSession, output: Any) -> None:
         """Record which drafts a step verifies, and start the requests that begin in it."""
@@ -94,6 +138,7 @@ class SchedulerWithDrafts:
             # vLLM pads requests whose whole prompt is cached. Its counters leave out what is named here.
             output.num_invalid_spec_tokens = {**(output.num_invalid_spec_tokens or {}), **padding}
         self._max_draft = output.num_spec_tokens_to_schedule
+        self._is_admitting = bool(output.scheduled_new_reqs)
         for data in output.scheduled_new_reqs:
             if data.req_id not in session:
                 self._start(session, self.requests[data.req_id])

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from drafter_service.plugins.options import PADDED_COST
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.async_scheduler import REPORT
 from drafter_service.plugins.vllm.engine_session import open_session
 from drafter_service.plugins.vllm.runner import null_speculator_class, to_device
+from ssd.budget.padding import Padding
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def runner_class() -> type:
             # A late answer must not make ranks verify different drafts, so one of them drafts for all.
             if self._group.rank_in_group == 0:
                 context_window = vllm_config.model_config.max_model_len
-                session = open_session(vllm_config, PADDED_COST)
+                session = open_session(vllm_config, Padding(lengths=(self.max_draft,)))
                 self.drafts = WorkerDrafts(session, self.max_draft, context_window)
 
         def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> Any:

@@ -19,7 +19,7 @@ from engine.commands.compare.rows import Row, unusable
 from engine.commands.compare.trial import BATCH, Trial, Workload
 from engine.commands.launch import load
 from engine.commands.options import EngineOptions
-from engine.commands.progress import RequestProgress
+from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_prompt_file
 from engine.commands.reports import package_versions, prepare_reports
 from engine.config import Verification
@@ -27,8 +27,8 @@ from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
+from ssd.budget.cost_profile import CostProfile
 from ssd.errors import UserError
-from ssd.hardware.cost_profile import CostProfile
 
 EXACT: tuple[Verification, ...] = ("exact",)
 JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"
@@ -97,7 +97,7 @@ def run_comparison(options: CompareOptions) -> bool:
         ]
         for condition in options.conditions
     }
-    with RequestProgress(console, _requests(missing, workload)) as progress:
+    with LongProgress(console, _requests(missing, workload)) as progress:
 
         def warn(text: str) -> None:
             console.print(f"[yellow]warning:[/] {escape(text)}")

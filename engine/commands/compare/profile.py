@@ -24,7 +24,7 @@ from engine.executor.build import SIZES, build_executors
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
-from ssd.hardware.cost_profile import CostProfile
+from ssd.budget.cost_profile import CostProfile
 
 STEPS = 24
 """Number of steps whose median is the time of drafting."""
@@ -58,11 +58,11 @@ def measure_steps(model: Decoder, options: EngineOptions, concurrency: Sequence[
     """Return the durations of steps with up to `max_draft` draft tokens for each of `concurrency` sequences."""
     config = _config(options, max(concurrency))
     executors = build_executors(model, config, options.attention, COMMON_SAMPLING, lambda _: None, measure=True)
-    assert executors.cost is not None
+    assert executors.curve is not None
     largest = config.max_sequences * (1 + config.max_draft)
     step_ms = {
         tokens: {
-            sequences: round(1e3 * float(executors.cost.seconds(tokens, sequences)), 6)
+            sequences: round(1e3 * float(executors.curve.seconds(tokens, sequences)), 6)
             for sequences in concurrency
             if sequences <= tokens <= sequences * (1 + config.max_draft)
         }

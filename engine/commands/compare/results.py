@@ -12,9 +12,9 @@ from typing import Any
 from engine.commands.compare.figures import Figures
 from engine.commands.compare.rows import Row
 from engine.config import Verification
+from ssd.budget.cost_profile import CostProfile
 from ssd.config import DraftShape
 from ssd.errors import UserError
-from ssd.hardware.cost_profile import CostProfile
 
 VERSION = 1
 MIN_SPEEDUP = 1.05

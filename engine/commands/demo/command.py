@@ -17,11 +17,10 @@ from engine.commands.demo.outputs import find_lengths
 from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, write_report
 from engine.commands.demo.sidecar import running_sidecar
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests
-from engine.commands.progress import RequestProgress
+from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_texts
 from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
@@ -30,6 +29,7 @@ from engine.models.packed import pack
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from ssd.errors import UserError
@@ -96,7 +96,7 @@ class EnginePair:
     def run(self, items: Sequence[WorkItem], requests: Sequence[Request], console: Console) -> list[Measurement]:
         """Run the workload with a progress bar. Raises UserError if the sidecar is lost: the figures would be wrong."""
         recent: list[Measurement] = []
-        with RequestProgress(console, len(items)) as progress:
+        with LongProgress(console, len(items)) as progress:
 
             def observe(measurement: Measurement) -> None:
                 recent.append(measurement)

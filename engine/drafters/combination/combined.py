@@ -134,8 +134,9 @@ class CombinedDrafter:
             with self.skipping.timed():
                 for number in models:
                     add_drafts(self._draft(self.parts[number], plan).batch, number, merged)
-            self._search_again(plan, merged)
-            self.skipping.learn(self._expected(entries, merged))
+                self._search_again(plan, merged)
+                expected = self._expected(entries, merged)
+            self.skipping.learn(expected)
         for entry, one in zip(entries, merged, strict=True):
             self._merged[entry.sequence.sequence_id] = one
         return Drafts(joint_drafts(merged), extra=extra)

@@ -1,8 +1,8 @@
 """Decide whether a step of combined drafters runs their networks.
 
 The tokens that a network's drafts add are predicted from what the other drafters offer: the better that is, the less a
-network adds. A forward pass is skipped if tokens per second, for the batch as a whole, are expected to be higher
-without it.
+network adds. A forward pass is skipped if the tokens that it is expected to add, for the batch as a whole, are fewer
+than the engine produces in its time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from engine.scheduling.plan import StepPlan
 EDGES = np.array([0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0])
 """Upper bounds of the intervals of expected tokens within which gains are averaged."""
 FIRST_GAIN = 2.0
-"""Gain in tokens that is assumed before any was observed."""
-DECAY = 0.95
-"""Decay per observed sequence of the mean gains."""
+"""Gain in tokens that is assumed before any was observed; it counts as one observation."""
+RATE = 0.05
+"""Smallest weight of an observed sequence in the mean gains."""
 TIME_DECAY = 0.8
 """Decay per step of the mean time of the networks."""
 MAX_SKIPPED = 32
@@ -34,6 +34,7 @@ class SkipRule:
         self.skipped = 0
         """Number of steps in which the networks were skipped."""
         self._gains = np.full(len(EDGES) + 1, FIRST_GAIN)
+        self._observed = np.ones(len(EDGES) + 1)
         self._model_s = 0.0
         self._step_model_s = 0.0
         self._since_run = 0
@@ -46,11 +47,10 @@ class SkipRule:
         """
         self._expected = expected
         self._step_model_s = 0.0
-        if plan.seconds is None or not self._model_s or self._since_run >= MAX_SKIPPED:
+        if plan.price is None or not self._model_s or self._since_run >= MAX_SKIPPED:
             return True
-        tokens = plan.sequences + float(expected.sum())
         gain = float(self._gains[np.searchsorted(EDGES, expected)].sum())
-        if (tokens + gain) / (plan.seconds + self._model_s) > tokens / plan.seconds:
+        if plan.price.is_worthwhile(gain, self._model_s):
             return True
         self.skipped += 1
         self._since_run += 1
@@ -58,7 +58,7 @@ class SkipRule:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure the time of a network's drafts."""
+        """Measure the time of the networks' drafts, and of what follows from them."""
         began = perf_counter()
         yield
         self._step_model_s += perf_counter() - began
@@ -70,4 +70,5 @@ class SkipRule:
         self._model_s = TIME_DECAY * self._model_s + (1 - TIME_DECAY) * seconds if self._model_s else seconds
         gains = expected - self._expected
         for place, gain in zip(np.searchsorted(EDGES, self._expected).tolist(), gains.tolist(), strict=True):
-            self._gains[place] = DECAY * self._gains[place] + (1 - DECAY) * gain
+            self._observed[place] += 1
+            self._gains[place] += max(RATE, 1 / self._observed[place]) * (gain - self._gains[place])

@@ -20,8 +20,8 @@ from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
+from engine.drafters.model_based.depth import DraftDepth
 from engine.drafters.model_based.device_chain import DeviceChain
-from engine.drafters.model_based.pace import Pace
 from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
@@ -55,7 +55,9 @@ class AutoregressiveDrafter(Drafter):
         self._is_coupled = is_coupled
         self._source = source
         self._calibration = Calibration()
-        self._pace = Pace()
+        self._draft_depth = DraftDepth()
+        self._has_drafted = False
+        """Whether it has drafted since the last result."""
 
     def bind(self, forward: DraftForward) -> None:
         """Store access to the KV pages."""
@@ -72,9 +74,11 @@ class AutoregressiveDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        self._writer.observe(result.results)
+        # While nothing is drafted, missing slots are written together later.
+        self._writer.observe(result.results, fills_pages=self._has_drafted)
+        self._has_drafted = False
         for each in result.results:
-            self._pace.record_acceptance(self._calibration.learn(each), each.accepted)
+            self._draft_depth.record_acceptance(self._calibration.learn(each), each.accepted)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
@@ -90,6 +94,7 @@ class AutoregressiveDrafter(Drafter):
         entries = [plan.producing[index] for index in at]
         growth = self._grow(plan, entries)
         growth.keep_slots()
+        self._has_drafted = True
         found = growth.drafts(self._source)
         self._calibration.remember([entry.sequence for entry in entries], found)
         drafts = found.with_q(torch.cat(growth.q) if growth.q else None)
@@ -120,12 +125,14 @@ class AutoregressiveDrafter(Drafter):
         for depth in range(1, self._depth + 1):
             growth.expand(depth)
             now = perf_counter()
-            self._pace.record_forward(now - began, is_first=depth == 1)
+            if depth > 1:
+                self._draft_depth.record_forward(now - began)
             began = now
             nodes = growth.next_nodes()
             if depth == self._depth or not len(nodes):
                 break
-            if plan.seconds is not None and not self._pace.should_draft_deeper(plan, growth.pool, nodes):
+            path_prob = growth.pool.nodes.path_prob[nodes]
+            if plan.price is not None and not self._draft_depth.should_draft_deeper(plan.price, path_prob):
                 break
             growth.run(nodes)
         return growth

@@ -99,7 +99,7 @@ class SlotWriter:
         """Return the slots of a sequence of which the target has computed all known tokens but the last."""
         return self._at(sequence, len(sequence) - 1)
 
-    def observe(self, results: SequenceOf[SequenceResult], *, fills_pages: bool = True) -> None:
+    def observe(self, results: SequenceOf[SequenceResult], *, fills_pages: bool) -> None:
         """Store the states of computed tokens. fills_pages: whether to write all slots of pages that became full."""
         size = self._forward.page_size
         full = []

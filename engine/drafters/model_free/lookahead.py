@@ -28,7 +28,7 @@ from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.token_budget import path_prob
+from engine.speculation.selection import path_prob
 from ssd.types import ROOT, offsets_of
 
 PROMPT_TOKENS = 8192

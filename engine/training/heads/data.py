@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import StepReport, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -18,6 +17,7 @@ from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from engine.training.dataset import prepare
 from engine.training.heads.features import fingerprint_of
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 
 HELD_OUT_EVERY = 50

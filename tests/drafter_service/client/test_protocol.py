@@ -1,5 +1,7 @@
 """The client's protocol against a simple reference service: everything is sent once, in any order of events."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -8,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from drafter_service.client.pending import Phase
 from drafter_service.client.sequences import RunningSequences
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import read_batch
+from ssd.types import StepTime
 from tests.drafter_service.client_wire import Wire, connected, counting, finish, start
 from tests.drafter_service.fake_engine import FakeEngine, Request
 from tests.drafter_service.fake_server import FakeService
@@ -197,6 +201,43 @@ def test_verified_counts_of_an_earlier_registration_are_not_sent():
     assert wire.service.drafted == 0
     assert len(wire.draft(progress_of({1: [7, 8]}, limit=2, verified=2)).tokens) == 2
     assert wire.service.drafted == 2
+
+
+def test_durations_are_sent_with_the_next_request():
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    sent = []
+    for number in range(6):
+        steps = [StepTime(number + 1, 1, 0.5)]
+        wire.draft(replace(progress_of({1: [6]}, limit=2), step_times=steps), in_time=number not in (1, 2))
+        sent.append([each.tokens for one in wire.service.requests if one.HasField("batch") for each in times_of(one)])
+    assert sent[1] == [1]
+    wire.settle()
+    wire.draft(progress_of({1: [6]}, limit=2))
+    assert [each.tokens for one in wire.service.requests for each in times_of(one)] == [1, 2, 3, 4, 5, 6]
+
+
+def times_of(request):
+    return read_batch(request.batch).step_times if request.HasField("batch") else ()
+
+
+def test_a_late_response_can_pause_drafting(monkeypatch):
+    wire = connected(counting)
+    start(wire.client, 1, [5])
+    wire.draft(progress_of({1: []}, limit=2))
+    answer = wire.service.answer
+
+    def pausing(request):
+        response = answer(request)
+        response.drafts.pause_steps = 7
+        return response
+
+    wire.service.answer = pausing
+    assert wire.draft(progress_of({1: [6]}, limit=2), in_time=False).pause_steps == 0
+    wire.settle()
+    wire.service.answer = answer
+    pauses = [wire.draft(progress_of({1: [7]}, limit=2)).pause_steps for _ in range(3)]
+    assert pauses == [7, 0, 0]
 
 
 def test_names_that_are_too_long_are_refused():

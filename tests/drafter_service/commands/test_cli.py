@@ -321,6 +321,7 @@ def test_the_help_names_the_defaults(run):
         for option in serve.params
         if (found := re.search(r"\[default: (.*)\]", option.help or ""))
     }
+    assert named.pop("drafting.cost") == "learned from the durations of steps that engines report"
     assert len(named) > 8
     assert load_settings(flags=named, environment={}) == load_settings(environment={})
 

@@ -18,6 +18,7 @@ import pytest
 
 from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel
 from tests.drafter_service.plugins import signatures
+from tests.drafter_service.plugins.equal_steps import use_equal_steps
 
 VOCAB_SIZE = 50
 CONTEXT = 80
@@ -113,7 +114,8 @@ def llama(request, monkeypatch):
 
 
 @pytest.fixture
-def ssd(llama):
+def ssd(llama, monkeypatch):
+    use_equal_steps(monkeypatch, "step_clock")
     with SsdDraftModel(llama, sidecar="embedded", capacity=20_000, max_draft=8) as ssd:
         llama.draft_model = ssd
         yield ssd

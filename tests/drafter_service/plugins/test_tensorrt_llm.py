@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from drafter_service.plugins import tensorrt_llm as plugin
-from drafter_service.plugins.options import PADDED_COST
 from tests.drafter_service.plugins import signatures
 
 MAX_DRAFT = 4
@@ -78,7 +77,7 @@ def prepare(drafter, *requests):
 
 def test_drafts_are_as_long_as_the_padding(drafter):
     prepare(drafter, Request())
-    assert drafter._ssd_drafts._session._limits.cost == PADDED_COST
+    assert drafter._ssd_drafts._session._limits.padding.lengths == (MAX_DRAFT,)
 
 
 def target(text):

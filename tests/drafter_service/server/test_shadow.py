@@ -257,11 +257,12 @@ def observe(namespace, *requests, names=()):
 
 def test_observed_requests_are_scored_before_they_are_learned(namespace):
     twin = new_namespace()
-    verifying = twin.new_drafter()
     for number, (prompt, output) in enumerate(REQUESTS * 2):
         observe(namespace, (prompt, output))
         namespace.corpus.refresh()
+        verifying = twin.new_drafter()
         verify(verifying, number, prompt, output, limit=namespace.config.max_draft)
+        twin.release(verifying)
         twin.corpus.refresh()
     assert counts(namespace.shadow.stats) == counts(twin.stats)
     assert namespace.corpus.appended == twin.corpus.appended, "of a prompt, the end is learned"

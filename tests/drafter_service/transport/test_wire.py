@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import (
+    MAX_STEP_TIMES,
     WireError,
     batch_message,
     drafts_message,
@@ -12,9 +15,19 @@ from drafter_service.transport.wire import (
     read_drafts,
     unpack_batch,
 )
-from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
+from ssd.types import DraftBatch, Path, Progress, Source, StepTime, offsets_of
 from tests.strategies import LARGEST
 
+step_times = st.lists(
+    st.builds(
+        StepTime,
+        st.integers(0, LARGEST),
+        st.integers(0, LARGEST),
+        st.floats(allow_nan=False),
+        st.floats(allow_nan=False),
+    ),
+    max_size=MAX_STEP_TIMES,
+)
 runs = st.lists(st.lists(st.integers(0, LARGEST), max_size=5), max_size=5)
 
 
@@ -33,6 +46,9 @@ def progress(committed, cost=None, steps=False):
 
 def assert_equal(left, right):
     for name, value in vars(left).items():
+        if name == "step_times":
+            assert [*getattr(right, name)] == [*value]
+            continue
         if not isinstance(value, np.ndarray):
             assert getattr(right, name) == value, name
             continue
@@ -40,9 +56,13 @@ def assert_equal(left, right):
         assert getattr(right, name).tolist() == value.tolist(), name
 
 
-@given(runs, st.none() | st.floats(0, 1, exclude_min=True), st.booleans())
-def test_progress_is_equal_after_encoding_and_decoding(committed, cost, steps):
-    sent = progress(committed, cost, steps)
+fractions = st.none() | st.floats(0, 1, exclude_min=True)
+
+
+@given(runs, fractions, st.booleans(), fractions, step_times, st.integers(0, 99), st.integers(0, 99))
+def test_progress_is_equal_after_encoding_and_decoding(committed, cost, steps, least, times, tokens, sequences):
+    others = {"other_tokens": tokens, "other_sequences": sequences}
+    sent = replace(progress(committed, cost, steps), min_path_prob=least, step_times=times, **others)
     received = pb.Batch.FromString(batch_message(sent).SerializeToString())
     assert_equal(sent, read_batch(received))
     if not steps:
@@ -88,6 +108,16 @@ MALFORMED = {
     "an infinite cost": (changed(cost=float("inf")), "batch.cost is inf"),
     "too many limits": (changed(max_draft=u4(1, 2, 3)), "batch.max_draft has 3 elements, not 2"),
     "too few steps": (changed(steps=u4(1)), "batch.steps has 1 elements, not 2"),
+    "durations without numbers of tokens": (
+        changed(step_tokens=u4(1, 2), step_sequences=u4(1), step_seconds=bytes(16)),
+        "batch.step_sequences has 4 bytes, not 8",
+    ),
+    "fewer durations": (
+        changed(step_tokens=u4(1, 2), step_sequences=u4(1, 1), step_seconds=bytes(8)),
+        "batch.step_seconds has 8 bytes, not 16",
+    ),
+    "too many durations": (changed(step_tokens=bytes(4 * 65)), "batch.step_tokens has 65 elements; the maximum is 64"),
+    "a path probability of 0": (changed(min_path_prob=0.0), "batch.min_path_prob is 0.0"),
     "too many steps": (changed(steps=u4(1, 0xFFFFFFFF)), "batch.steps holds 4294967295"),
 }
 
@@ -106,6 +136,21 @@ def test_any_bytes_in_any_field_are_read_or_refused(data, field):
         return
     assert read.offsets[-1] == len(read.tokens)
     assert len(read.sequence_ids) == len(read.offsets) - 1
+
+
+def test_steps_without_durations_are_impossible_ones():
+    [read] = read_batch(changed(step_tokens=u4(3), step_sequences=u4(1))).step_times
+    assert read == StepTime(3, 1, 0.0)
+
+
+def test_only_the_last_durations_are_sent():
+    times = [StepTime(index + 1, 1, 0.1) for index in range(MAX_STEP_TIMES + 2)]
+    assert read_batch(batch_message(replace(progress([[1]]), step_times=times))).step_times == times[2:]
+
+
+def test_numbers_that_do_not_fit_become_impossible_ones():
+    [read] = read_batch(batch_message(replace(progress([[1]]), step_times=[StepTime(-3, 1 << 40, 0.1)]))).step_times
+    assert (read.tokens, read.sequences) == (0, LARGEST + 1)
 
 
 def test_drafts_for_another_number_of_sequences_are_refused():

@@ -13,7 +13,6 @@ from engine.attention import layout
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
@@ -23,6 +22,7 @@ from engine.models.loader import load_model
 from engine.models.ops import PLAIN
 from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.attention.test_tree_attention import requests

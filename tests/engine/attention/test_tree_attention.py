@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from engine.attention.plain import PlainAttention
 from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.models.loader import load_model
@@ -22,6 +21,7 @@ from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.conftest import VOCAB

@@ -5,14 +5,14 @@ import io
 from rich.console import Console
 
 from engine.commands import progress
-from engine.commands.progress import RequestProgress
+from engine.commands.progress import LongProgress
 
 
 def shown(*, is_terminal):
     """Return what is printed while three of four requests end."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=120)
-    with RequestProgress(console, 4) as requests:
+    with LongProgress(console, 4) as requests:
         requests.advance(1, "ngram")
         requests.advance(2, "[ssd]")
     return file.getvalue()

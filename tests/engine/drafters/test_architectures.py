@@ -10,13 +10,13 @@ from engine.drafters.kinds import KINDS
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.draft_model import ModelHead
 from engine.drafters.model_based.medusa import MedusaDrafter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.quantized.linear import quantize_int8
+from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of

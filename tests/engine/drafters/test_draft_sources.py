@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.tokens import innermost
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import VOCAB
 from tests.engine.trees import RandomTrees, random_tree
 

@@ -11,7 +11,6 @@ import torch
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.base import ExtraRows, TargetOutputs
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.tokens import TokenDrafter
 from engine.engine import build_engine
 from engine.executor.batch import build_batch
@@ -20,6 +19,7 @@ from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.draft_tree import DraftTree
+from ssd.baselines.none import NoDrafter
 from tests.engine.chain import VOCAB, chain_engine, contents, scores
 from tests.engine.forward import new_runner, prompt_logits, sequence_of
 from tests.engine.trees import batch_of_trees, random_tree

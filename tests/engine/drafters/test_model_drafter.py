@@ -8,11 +8,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafters.base import Drafts, TargetInfo, TargetOutputs
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Path
 from tests.engine.drafters.toy import ToyDrafter, naive_logits

@@ -7,9 +7,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.test_core import outputs, requests

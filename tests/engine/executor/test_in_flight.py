@@ -8,10 +8,10 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.kinds import DEFAULT_ADDRESS
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, VOCAB, answer, chain_engine
 from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of

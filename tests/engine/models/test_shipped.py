@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.loader import load_model
@@ -17,6 +16,7 @@ from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.forward import prompt_logits
 

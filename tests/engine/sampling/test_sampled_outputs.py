@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafters.model_free.none import NoDrafter
 from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
 from engine.sampling.processors import Rows
 from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine import naive_sampling as naive

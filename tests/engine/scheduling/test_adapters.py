@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.models.lora.format import Adapter
 from engine.models.lora.pool import AdapterPool
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.chain import VOCAB, answer, chain_engine
 

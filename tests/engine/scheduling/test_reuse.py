@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from tests.engine.forward import cached_and_fresh
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.scheduling import page_hashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
 from tests.engine.chain import PAGE_SIZE, VOCAB, ChainRunner, answer, chain_engine
 from tests.engine.workload import Workload
 

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from engine.drafters.model_free.none import NoDrafter
 from engine.executor import eager
 from engine.scheduling import times
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.times import StageTimes, Stopwatch
+from ssd.baselines.none import NoDrafter
 from tests.engine.fake_runner import fake_engine
 
 

@@ -20,8 +20,10 @@ from engine.sampling.noise import uniforms
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import rejection, verify
 from engine.speculation import speculation as speculation_module
-from engine.speculation.token_budget import Selection, TokenBudget
+from engine.speculation.selection import DraftSelection
+from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
+from tests.curves import line
 from tests.engine.drafters.toy import ToyDrafter, attend_densely
 from tests.engine.speculation.test_rejection import FAULTS as REJECTION_FAULTS
 from tests.engine.speculation.test_rejection import planted
@@ -83,22 +85,19 @@ def expected(target):
 
 
 class ByOwnProbability:
-    """A token budget that drops every token with a low `accept_prob`."""
+    """A selection that drops every token with a low `accept_prob`."""
 
     is_backing_off = False
 
-    def seconds(self, tokens, sequences):
-        return 0.01
+    def price(self, plan):
+        return StepPrice(100.0, 0.03)
 
-    def cost_of_one_more(self, tokens, sequences):
-        return 0.02
-
-    def select(self, drafts, usable, tokens):
+    def select(self, plan, drafts, usable):
         lengths = []
         for start, end in zip(drafts.offsets[:-1].tolist(), drafts.offsets[1:].tolist(), strict=True):
             unlikely = drafts.accept_prob[start:end] < 0.2
             lengths.append(int(unlikely.argmax()) if unlikely.any() else end - start)
-        return Selection(np.array(lengths))
+        return np.array(lengths)
 
     def record(self, *_):
         pass
@@ -113,9 +112,9 @@ class BoastfulDrafter(ToyDrafter):
         return replace(drafts, batch=replace(drafts.batch, accept_prob=own))
 
 
-def outputs_of(target, config, drafter, budget=None):
+def outputs_of(target, config, drafter, selection=None):
     engine = build_engine(target, config, drafter)
-    engine._speculation._budget = engine._budget = budget
+    engine._speculation._selection = engine._selection = selection
     sampling = SamplingParams(max_tokens=LENGTH + 5, temperature=1.0, logit_bias=BIAS, ignore_eos=True)
     completions = engine.generate(Request(PROMPT, replace(sampling, seed=seed)) for seed in range(COUNT))
     assert sum(completion.accepted for completion in completions) > COUNT / 50
@@ -163,23 +162,10 @@ def test_selection_does_not_depend_on_a_sampled_tokens_probability(target, expec
     assert fits(outputs_of(target, CONFIG, drafter, ByOwnProbability()), expected)
 
 
-class FixedCost:
-    """A fixed cost at which only some draft tokens are worth verifying, so that the test is deterministic."""
-
-    def seconds(self, tokens, sequences):
-        return 1 + 0.002 * np.asarray(tokens, np.float64)
-
-    def of_one_more(self, tokens, sequences):
-        return 0.02
-
-    def record(self, *_, **__):
-        pass
-
-
 def test_outputs_have_the_targets_distribution_with_the_token_budget(target, expected, monkeypatch):
     monkeypatch.setattr(speculation_module, "perf_counter", lambda: 0.0)  # No backoff from measured times.
     drafter = toy(target, width=3, depth=2)
-    assert fits(outputs_of(target, CONFIG, drafter, TokenBudget(FixedCost())), expected)
+    assert fits(outputs_of(target, CONFIG, drafter, DraftSelection(line(0.002))), expected)
 
 
 def budget_sees_tokens(monkeypatch):
@@ -210,9 +196,9 @@ def q_of_another_row(monkeypatch):
 @pytest.mark.parametrize("fault", [budget_sees_tokens, residual_is_p, one_number_for_all_trials, q_of_another_row])
 def test_faults_planted_in_paths_are_caught(target, expected, monkeypatch, fault):
     fault(monkeypatch)
-    budget = ByOwnProbability() if fault is budget_sees_tokens else None
+    selection = ByOwnProbability() if fault is budget_sees_tokens else None
     drafter = toy(target, BoastfulDrafter, width=1)
-    assert not fits(outputs_of(target, CONFIG, drafter, budget), expected)
+    assert not fits(outputs_of(target, CONFIG, drafter, selection), expected)
 
 
 @pytest.mark.parametrize("fault", ["residual of the first rejection", "q stays for the next candidate"])

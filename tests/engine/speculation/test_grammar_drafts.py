@@ -9,21 +9,23 @@ import pytest
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.registry import build_drafter, configure
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler, GrammarState
+from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation import verify
 from engine.speculation.draft_tree import OwnDraft
 from engine.speculation.grammar_drafts import follow_grammar
-from engine.speculation.token_budget import TokenBudget, path_prob
+from engine.speculation.selection import DraftSelection, path_prob
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
+from tests.curves import line
 from tests.engine.conftest import VOCAB
 from tests.engine.drafters.kinds import EMBEDDED
 from tests.engine.sampling.test_grammar_state import GRAMMARS, SCHEMA, walk
@@ -37,22 +39,6 @@ EVERY_KIND = [*(kind for kind in EMBEDDED if kind != "none"), *(kind for kind in
 @pytest.fixture(scope="module")
 def compiler(model, model_folder):
     return GrammarCompiler(Tokenizer(model_folder), VOCAB, model.config.eos_token_ids)
-
-
-class LinearCost:
-    """Cost of a step that takes 1 s and more for each token."""
-
-    def __init__(self, per_token):
-        self.per_token = per_token
-
-    def seconds(self, tokens, sequences):
-        return 1 + self.per_token * np.asarray(tokens, np.float64)
-
-    def record(self, tokens, sequences, seconds, *, is_probe=False, experts=None):
-        pass
-
-    def of_one_more(self, tokens, sequences):
-        return self.per_token
 
 
 def requests(count=12):
@@ -148,15 +134,15 @@ def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder,
 
 def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compiler, plain):
     """The drafter is useless, so that the budget seldom calls it."""
-    budget = TokenBudget(LinearCost(0.01))
+    selection = DraftSelection(line(1e-9, 1e-7))  # Calling the drafter takes longer than a step.
     built = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
     executors = Executors(built._executor, built.scheduler.pages)
-    engine = Engine(model.config, CONFIG, executors, NoDrafter(), budget=budget, grammars=compiler)
+    engine = Engine(model.config, CONFIG, executors, NoDrafter(), selection=selection, grammars=compiler)
     reports = []
     compare(plain, engine.generate(requests(), reports.append))
     drafted = [sum(each.drafted for each in report.results) for report in reports if report.is_backing_off]
     assert sum(drafted) > 20
-    assert budget.calibration == 1
+    assert selection.calibration == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -213,14 +199,15 @@ def paths_of(tokens, parents):
 
 def test_the_budget_knows_that_forced_tokens_are_accepted():
     """Drafts of the drafter were rejected, so its tokens are not verified; forced ones are."""
-    budget = TokenBudget(LinearCost(0.5))
-    budget._expected = 100.0
+    selection = DraftSelection(line(0.5))
+    selection._expected = 100.0
+    plan = StepPlan([SequencePlan(None, 9, 1, produces=True, draft_room=3)])
     path = Path(array([1, 2, 3]), np.array([1, 1, 0.9], np.float32))
     batch = DraftBatch.from_paths([path])
-    assert budget.select(batch, np.array([3]), 1).lengths.tolist() == [0]
+    assert selection.select(plan, batch, np.array([3])).tolist() == [0]
     batch.source[:2] = DraftSource.GRAMMAR
-    assert budget.select(batch, np.array([3]), 1).lengths.tolist() == [2]
-    assert budget._expected == 100
+    assert selection.select(plan, batch, np.array([3])).tolist() == [2]
+    assert selection._expected == 100
 
 
 def test_drafters_get_results_of_their_own_drafts():

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import grammar_state as module
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB
 from tests.engine.sampling.test_grammar_state import END, GRAMMARS

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, Drafts, TargetInfo, TargetOutputs
-from engine.drafters.model_free.none import NoDrafter
+from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
-from engine.speculation.token_budget import Selection
+from ssd.baselines.none import NoDrafter
+from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -54,11 +54,13 @@ def asked_for(*choices):
     return [Request(rng.integers(1, VOCAB, 5).astype(np.uint32), sampling, **choice) for choice in choices]
 
 
-def run(requests, *, in_flight=None, budget=None, drafters=("a", "b")):
+def run(requests, *, in_flight=None, selection=None, drafters=("a", "b")):
     outputs = [answer(request.prompt, TOKENS) for request in requests]
     drafter = Oracle([[*request.prompt, *output] for request, output in zip(requests, outputs, strict=True)])
     depth = None if in_flight is None else lambda: in_flight
-    engine = chain_engine(CONFIG, 60, drafter, budget, has_graph=in_flight is not None, depth=depth, drafters=drafters)
+    engine = chain_engine(
+        CONFIG, 60, drafter, selection, has_graph=in_flight is not None, depth=depth, drafters=drafters
+    )
     reports = []
     completions = engine.generate(requests, reports.append)
     assert [completion.tokens.tolist() for completion in completions] == outputs
@@ -89,27 +91,8 @@ def test_steps_without_drafted_requests_do_not_call_the_drafter(in_flight):
     assert not any(report.is_backing_off for report in reports)
 
 
-class PlanRecorder(Drafter):
-    """Drafts nothing, and records the numbers of sequences that it may draft for and of those in the step."""
-
-    needs = TargetOutputs()
-
-    def __init__(self):
-        self.sequences = set()
-
-    def propose(self, plan):
-        self.sequences.add((len(plan.producing), plan.sequences))
-        return Drafts.empty(len(plan.producing))
-
-
-def test_plans_of_drafters_have_the_number_of_sequences_of_the_whole_step():
-    drafter = PlanRecorder()
-    chain_engine(CONFIG, 60, drafter).generate(asked_for({}, {"max_draft": 0}, {}))
-    assert drafter.sequences == {(2, 3)}
-
-
 class Backoff:
-    """A token budget under which drafting is not worthwhile in every second step."""
+    """A selection for which drafting is not worthwhile in every second step."""
 
     def __init__(self):
         self.plans = []
@@ -118,29 +101,27 @@ class Backoff:
     def is_backing_off(self):
         return len(self.plans) % 2 == 1
 
-    def cost_of_one_more(self, tokens, sequences):
-        return 0.02
+    def price(self, plan):
+        assert len(plan.producing) == 2  # All producing sequences, drafted for or not, as each yields a token.
+        return StepPrice(100.0, 0.03)
 
-    def seconds(self, tokens, sequences):
-        return 1.0
+    def select(self, plan, drafts, usable):
+        assert len(plan.producing) == len(drafts) == len(usable) == 2
+        return usable
 
-    def select(self, drafts, usable, tokens):
-        assert len(drafts) == len(usable) == 2  # All producing sequences, drafted for or not, as each yields a token.
-        return Selection(usable)
-
-    def record(self, plan, tokens, accepted, seconds, experts):
+    def record(self, plan, accepted, committed, seconds):
         self.plans.append(plan)
 
 
 def test_steps_in_which_drafting_does_not_pay_are_reported():
-    budget = Backoff()
-    _, _, reports = run(asked_for({"max_draft": 1}, {"drafters": NONE})[:2], budget=budget)
+    selection = Backoff()
+    _, _, reports = run(asked_for({"max_draft": 1}, {"drafters": NONE})[:2], selection=selection)
     drafting = [any(result.sequence_id == 0 for result in report.results) for report in reports]
     assert [report.is_backing_off for report in reports] == [
         index % 2 == 1 and is_drafting for index, is_drafting in enumerate(drafting)
     ]
     assert (
-        sum(plan.is_drafting for plan in budget.plans)
+        sum(plan.is_drafting for plan in selection.plans)
         == sum(drafting) - sum(each.is_backing_off for each in reports)
         > 3
     )

@@ -261,7 +261,6 @@ def rewrite(path, **changed):
         ("odds.cells", 1, -1.0),
         ("odds.logits", 0, 100.0),
         ("odds.weights", 0, np.nan),
-        ("odds.pace", 1, 0.0),
     ],
 )
 def test_impossible_contents_are_refused(path, name, at, value):

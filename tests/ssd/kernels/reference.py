@@ -36,6 +36,7 @@ from ssd.kernels.probabilities import (
     token_share,
 )
 from ssd.sequences.tables import ABSENT, EVIDENCE, KEPT, KEPT_FOR_PATH, MISSES, POINTERS, RUNS, TEXT
+from tests.curves import speedup_of
 from tests.naive import SEPARATOR
 from tests.ssd.addresses import uint32_at
 
@@ -88,8 +89,7 @@ class DraftReference:
         self.state = drafter._sequences.state[0]
         self.evidence = next(part for part in drafter._frame._kept if isinstance(part, Evidence))
         self.learned = drafter.corpus.learned
-        tokens_per_step, cost_of_step = self.learned.pace
-        self.threshold = np.float32(cost * tokens_per_step / cost_of_step)
+        self.threshold = np.float32(cost * speedup_of(drafter.budget))
         self.is_tree = drafter.config.draft_shape == "tree"
 
     def node(self, index: int, path: Sequence[int], path_prob: float, tokens: Sequence[int]) -> NodeReference:

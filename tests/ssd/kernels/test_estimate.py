@@ -46,7 +46,6 @@ def randomize(learned, seed):
     # Around the limits of the number of outcomes.
     learned.cells[:FALLBACK_CELLS, SEEN] = rng.choice([0.5, 59.5, 249.5, 499.5], FALLBACK_CELLS)
     learned.weights[:] = rng.uniform(0, 0.5, learned.weights.shape)
-    learned.pace[:] = rng.uniform(1, 4, 2)
 
 
 def drafter_in(world, seed, **settings):

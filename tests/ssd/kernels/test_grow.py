@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ssd.types import ROOT, Source
 from tests import naive
+from tests.curves import speedup_of
 from tests.replay import drafter_of, progress_of
 from tests.strategies import ALPHABETS, array, examples
 
@@ -73,9 +74,8 @@ def test_a_draft_is_a_tree_whose_nodes_all_pay(world, shape, cost, limit):
         assert_is_a_tree(drafts)
         if shape == "path":
             assert drafts.parents.tolist() == list(range(ROOT, len(drafts.tokens) - 1))
-        tokens_per_step, cost_of_step = drafter.corpus.learned.pace
         path_probs = path_probs_of(drafts)
-        assert all(prob >= cost * tokens_per_step / cost_of_step * (1 - 1e-4) for prob in path_probs)
+        assert all(prob >= cost * speedup_of(drafter.budget) * (1 - 1e-4) for prob in path_probs)
         # Nodes are added in descending order of path probability.
         assert all(later <= earlier * (1 + 1e-4) for earlier, later in itertools.pairwise(path_probs))
 
@@ -97,11 +97,10 @@ def test_a_lower_limit_only_cuts_the_end_of_a_draft(world, shape, cost, limit):
 def test_nodes_that_clearly_pay_do_not_depend_on_the_price(world, shape):
     with drafter_in(world, draft_shape=shape) as drafter:
         cheap = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=0.001))
-        tokens_per_step, cost_of_step = drafter.corpus.learned.pace
         for cost in (0.01, 0.05, 0.3):
             expensive = drafter.draft(progress_of({1: []}, MAX_DRAFT, cost=cost))
             # Nodes near the threshold are not searched for again, so their children may differ.
-            clear = sum(prob > CLEARLY * cost * tokens_per_step / cost_of_step for prob in path_probs_of(cheap))
+            clear = sum(prob > CLEARLY * cost * speedup_of(drafter.budget) for prob in path_probs_of(cheap))
             assert nodes_of(expensive)[:clear] == nodes_of(cheap)[:clear]
 
 

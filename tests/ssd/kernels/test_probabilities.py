@@ -27,6 +27,7 @@ from ssd.kernels.probabilities import (
     sigmoid,
 )
 from ssd.stats import COUNT, OBSERVED, PREDICTED
+from tests.curves import speedup_of
 from tests.replay import progress_of
 from tests.strategies import array
 
@@ -106,7 +107,6 @@ def test_initial_tables_are_probabilities_with_their_logits():
     assert np.allclose(logits, np.clip(np.log(means / (1 - means)), -6.9, 6.9), atol=0.01)
     assert (cells[:, SEEN] > 0).all()
     assert np.isfinite(tables.weights).all()
-    assert (tables.pace > 0).all()
 
 
 # Ways in which learning can be broken: each changes the tables after a step, given the tables before it.
@@ -252,7 +252,7 @@ def test_running_means_follow_tokens_and_cost_of_steps():
         for _ in range(5000):
             drafts = drafter.draft(progress_of({1: [1, 2, 3]}, limit=2, verified=2))
             assert drafts.tokens.tolist() == [1, 2]
-        assert drafter.corpus.learned.pace == pytest.approx([3, 1 + 2 * 0.1], rel=0.01)
+        assert speedup_of(drafter.budget) == pytest.approx(3 / (1 + 2 * 0.1), rel=0.01)
 
 
 def test_shares_use_only_samples_that_agree():

@@ -37,7 +37,7 @@ def contents(drafts):
 @examples(60)
 def test_a_draft_does_not_depend_on_the_rest_of_the_batch(world, shape, random):
     requests, sequences = world
-    with drafter_of(requests, draft_shape=shape) as drafter:
+    with drafter_of(requests, draft_shape=shape, cost=0.02) as drafter:
         for sequence_id, (prompt, _) in enumerate(sequences):
             drafter.start(sequence_id, array(prompt))
         drafter.corpus.refresh()
@@ -161,7 +161,7 @@ def test_a_refused_step_has_no_effect(progress, message):
             drafter.corpus.refresh()
             second = drafter.draft(progress_of({1: [6, 7], 2: [6, 9]}, limit=4, verified=4))
             counters = [counter.tolist() for counter in drafter.stats.counters]
-            return contents(second), counters, drafter.corpus.learned.pace.tolist()
+            return contents(second), counters, drafter.budget.arrays[-1].tolist()
 
     assert run(with_refusal=True) == run(with_refusal=False)
 

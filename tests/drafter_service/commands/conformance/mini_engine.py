@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import batch_message, pack, read_drafts
-from ssd.types import Progress
+from ssd.types import Progress, StepTime
 from tests.strategies import array
 
 VOCAB_SIZE = 100
@@ -27,6 +27,10 @@ class MiniEngine:
     protocol = 3
     steps_after_late = 2
     """Number of steps without a draft before the next batch, after a late answer."""
+
+    def time_of(self, tokens):
+        """Return what to report of a step with this number of tokens."""
+        return StepTime(tokens, 1, 0.01, 0.001)
 
     def target(self, text):
         return (7 * text[-1] + 3 * len(text)) % 90
@@ -101,10 +105,12 @@ class MiniEngine:
             self.connect()
         self.start(prompt)
         output, draft, unsent, verified, steps, extra = [], [], [], 0, 0, 0
+        times = []
         while len(output) < length:
             tried = self.cut(draft)
             tokens = self.verify([*prompt, *output], tried)[: length - len(output)]
             verified, steps = verified + len(tried), steps + 1
+            times.append(self.time_of(1 + len(tried)))
             output, unsent, last, draft = [*output, *tokens], [*unsent, *tokens], draft, []
             if extra or len(output) == length:
                 extra = max(0, extra - 1)
@@ -113,6 +119,7 @@ class MiniEngine:
             progress = Progress.of_one(
                 self.last_id, array(unsent), verified=said[0], steps=said[1], max_draft=length - len(output) - 1
             )
+            progress.step_times, times = [time for time in times if time is not None], []
             reply = self.send(batch=batch_message(progress))
             if reply.response is None:
                 self.connect()

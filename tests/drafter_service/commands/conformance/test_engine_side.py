@@ -7,6 +7,7 @@ import pytest
 
 from drafter_service.commands.conformance.engine_side import EngineChecker, engine_checks
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd.types import StepTime
 from tests.drafter_service.commands.conformance.mini_engine import PROMPT, MiniEngine
 
 
@@ -25,6 +26,12 @@ def test_a_correct_engine_passes():
 
 def test_an_engine_that_verifies_a_part_of_each_draft_passes():
     assert failures(cut=lambda _, draft: draft[:2]) == {}
+
+
+def test_durations_of_steps_are_optional():
+    engine = type("SilentEngine", (MiniEngine,), {"time_of": lambda *_: None})(EngineChecker())
+    assert engine.run_all() == {}
+    assert engine.checker.checks.have_passed
 
 
 def test_an_engine_that_waits_for_late_answers_passes():
@@ -99,6 +106,26 @@ FAULTS = {
         "another one than in the run of the same prompt without drafts",
     ),
     "tokens outside of the vocabulary": ("vocabulary", {"target": lambda _, text: 100}, "vocab_size is 100"),
+    "durations of 0": (
+        "step times",
+        {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.0)},
+        "a step took 0.0 seconds",
+    ),
+    "negative times of drafting": (
+        "step times",
+        {"time_of": lambda _, tokens: StepTime(tokens, 1, 0.1, -0.1)},
+        "delayed it by -0.1",
+    ),
+    "steps with more sequences than tokens": (
+        "step times",
+        {"time_of": lambda _, tokens: StepTime(tokens, tokens + 1, 0.1)},
+        "each has at least one",
+    ),
+    "steps without their draft tokens": (
+        "step times",
+        {"time_of": lambda _, tokens: StepTime(1, 1, 0.1)},
+        "the last step ran 1 tokens; the sequences of its batch had",
+    ),
     "another protocol": ("hello", {"protocol": 2}, "hello.protocol is 2; this command tests protocol 3"),
 }
 

@@ -7,6 +7,7 @@ would.
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ REQUEST_ATTRIBUTES = {
     "is_prefill_chunk",
     "lora_request",
     "max_tokens",
+    "num_computed_tokens",
     "num_in_flight_tokens",
     "num_prompt_tokens",
+    "num_tokens",
     "prompt_embeds",
     "request_id",
     "sampling_params",
@@ -30,11 +33,14 @@ REQUEST_ATTRIBUTES = {
     "status",
     "use_structured_output",
 }
+SCHEDULER_ATTRIBUTES = {"max_num_running_reqs", "max_num_scheduled_tokens", "running", "waiting"}
 OUTPUT_ATTRIBUTES = {
     "num_invalid_spec_tokens",
+    "num_scheduled_tokens",
     "num_spec_tokens_to_schedule",
     "scheduled_new_reqs",
     "scheduled_spec_decode_tokens",
+    "total_num_scheduled_tokens",
 }
 
 
@@ -62,6 +68,7 @@ class Request:
     prompt_embeds: object = None
     use_structured_output: bool = False
     is_prefill_chunk: bool = False
+    num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     spec_token_ids: list[int] = field(default_factory=list)
@@ -73,6 +80,10 @@ class Request:
     @property
     def output(self):
         return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
 
 
 class StructuredOutputManager:
@@ -103,6 +114,7 @@ def vllm_config(drafts=8, **scheduler):
             method="custom_class", model="drafter_service.plugins.vllm.NullProposer", num_speculative_tokens=drafts
         ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, worker_cls=""),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"), cudagraph_capture_sizes=[]),
         use_v2_model_runner=False,
     )
 
@@ -127,6 +139,7 @@ class FakeScheduler:
         self.vllm_config = vllm_config
         self.structured_output_manager = structured_output_manager or StructuredOutputManager()
         self.requests, self.running, self.waiting, self.freed = {}, [], [], []
+        self.max_num_running_reqs, self.max_num_scheduled_tokens = 8, 64
         self.is_shut_down = False
         self.steps = self.verified = self.accepted = 0
         self.padded = set()
@@ -155,9 +168,13 @@ class FakeScheduler:
                 drafts[request.request_id] = [-1] * self.vllm_config.speculative_config.num_speculative_tokens
         self.running += self.waiting
         self.waiting = []
+        scheduled = {}
         for request in self.running:
-            request.num_in_flight_tokens = 1 + len(drafts.get(request.request_id, ()))
+            scheduled[request.request_id] = 1 + len(drafts.get(request.request_id, ()))
+            request.num_in_flight_tokens = scheduled[request.request_id]
         return SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_spec_decode_tokens=drafts,
             scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id) for request in new],
             num_invalid_spec_tokens=None,
@@ -215,7 +232,7 @@ def compare_with_host():
     from vllm.v1.request import Request as HostRequest
     from vllm.v1.request import RequestStatus as HostStatus
 
-    for name in ("schedule", "update_draft_token_ids", "_free_request", "shutdown"):
+    for name in ("schedule", "update_from_output", "update_draft_token_ids", "_free_request", "shutdown"):
         fake, real = (inspect.signature(getattr(each, name)) for each in (FakeScheduler, Scheduler))
         assert list(fake.parameters) == list(real.parameters)
     assert set(SchedulerOutput.__dataclass_fields__) >= OUTPUT_ATTRIBUTES
@@ -223,5 +240,7 @@ def compare_with_host():
         status.name for status in RequestStatus if status > RequestStatus.PREEMPTED
     ]
     source = inspect.getsource(HostRequest)
+    source_of_scheduler = inspect.getsource(Scheduler.__init__)
+    assert all(re.search(rf"self\.{name}( =|: )", source_of_scheduler) for name in SCHEDULER_ATTRIBUTES)
     missing = [name for name in REQUEST_ATTRIBUTES if f"self.{name}" not in source and f"def {name}" not in source]
     assert not missing

@@ -7,10 +7,11 @@ import pytest
 
 import drafter_service.plugins.vllm as plugin
 from drafter_service.plugins.vllm import NullProposer
-from drafter_service.plugins.vllm.engine_session import LOG
+from drafter_service.plugins.vllm.engine_session import LOG, padding_of
 from drafter_service.plugins.vllm.scheduler import SchedulerWithDrafts
 from drafter_service.plugins.vllm.variants import Choice, Variant
 from ssd.errors import UserError
+from tests.drafter_service.plugins.equal_steps import use_equal_steps
 from tests.drafter_service.plugins.vllm.fake_vllm import (
     FakeScheduler,
     Request,
@@ -60,6 +61,7 @@ def tested_version(monkeypatch):
     choice = Choice(Variant.V1_SCHEDULER, "")
     monkeypatch.setattr("drafter_service.plugins.vllm.engine_session.choose", lambda _: choice)
     monkeypatch.setenv("SSD_PLUGIN", '{"sidecar": "embedded", "capacity": 20000}')
+    use_equal_steps(monkeypatch, "vllm.scheduler")
 
 
 @pytest.fixture
@@ -260,3 +262,88 @@ def test_the_proposer_of_the_workers_proposes_nothing():
 def test_the_module_has_no_other_names():
     with pytest.raises(AttributeError, match="no attribute 'Drafter'"):
         plugin.Drafter  # noqa: B018
+
+
+class Clock:
+    """A clock that is advanced by what the host does."""
+
+    now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_step_lasts_from_the_end_of_drafting_to_the_next_request_for_drafts(scheduler, monkeypatch):
+    clock, steps = Clock(), []
+    monkeypatch.setattr("drafter_service.plugins.vllm.scheduler.perf_counter", clock)
+    scheduler.add_request(Request("a", PROMPT))
+    scheduler.step()
+    session = scheduler._session
+    draft = session.draft
+    session.record_step = lambda *step: steps.append(step)
+
+    def slow_draft(*args):
+        clock.now += 100  # It is not part of the step.
+        return draft(*args)
+
+    session.draft = slow_draft
+    sizes = []
+    for seconds in (2.0, 3.0):
+        output = scheduler.schedule()
+        sizes.append(output.total_num_scheduled_tokens)
+        clock.now += seconds
+        scheduler.update_from_output(output)
+        clock.now += 0.5
+    while scheduler.requests:
+        scheduler.step()
+    clock.now += 1000  # No request was left: this is not a step.
+    scheduler.run(Request("b", PROMPT, max_tokens=1))
+    assert steps[1:3] == [(sizes[0], 1, 2.5), (sizes[1], 1, 3.5)]
+    assert max(step[2] for step in steps) < 10
+
+
+def test_steps_in_flight_at_once_are_not_measured(scheduler):
+    scheduler.add_request(Request("a", PROMPT))
+    scheduler.step()
+    steps = []
+    scheduler._session.record_step = lambda *step: steps.append(step)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    steps.clear()
+    scheduler.update_from_output(first)
+    scheduler.update_from_output(second)
+    scheduler.schedule()
+    assert steps == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 1000])
+def test_a_limited_number_of_sizes_of_cuda_graphs_is_reported(count):
+    graphs = SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[*range(1, count + 1)]
+    )
+    sizes = padding_of(graphs).sizes
+    assert len(sizes) == min(count, 256) or count // 2 - 256 < len(sizes) <= 256
+    assert list(sizes) == sorted(sizes)
+    assert not sizes or sizes[-1] == count
+    assert padding_of(SimpleNamespace(cudagraph_mode=None)).sizes == ()
+
+
+def test_requests_without_drafts_are_sequences_of_the_step(scheduler):
+    for name in "ab":
+        scheduler.add_request(Request(name, PROMPT))
+    scheduler.step()
+    scheduler._session.finish("b", None)  # It has no drafts any more.
+    calls, draft = [], scheduler._session.draft
+    scheduler._session.draft = lambda *args: calls.append(args[1:]) or draft(*args)
+    scheduler.step()
+    assert calls == [(0, 1)]
+
+
+def test_waiting_requests_count_only_while_the_host_admits_some(scheduler):
+    scheduler.add_request(Request("a", PROMPT))
+    scheduler.step()
+    waiting = Request("b", PROMPT, status=RequestStatus.RUNNING)
+    scheduler.waiting = [waiting]
+    assert scheduler._expected_prompt_tokens(1) == len(PROMPT)
+    scheduler._is_admitting = False
+    assert scheduler._expected_prompt_tokens(1) == 0
+    scheduler.waiting = []

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_service.plugins.options import PADDED_COST, End, HostLimits, RequestOptions
+from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.plugins.vllm import runner, speculator
 from drafter_service.plugins.vllm.async_scheduler import REPORT, SchedulerWithReports, StepReport
 from drafter_service.plugins.vllm.speculator import WorkerDrafts
 from drafter_service.plugins.vllm.variants import Choice, Variant
+from ssd.budget.padding import Padding
 from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.vllm.fake_vllm import FakeScheduler, Request, RequestStatus, vllm_config
 
@@ -147,8 +148,8 @@ def host(monkeypatch):
 
 
 def test_other_ranks_get_the_drafts_of_the_first(host, drafts, monkeypatch):
-    costs = []
-    monkeypatch.setattr(speculator, "open_session", lambda _, cost: costs.append(cost) or drafts.session)
+    shapes = []
+    monkeypatch.setattr(speculator, "open_session", lambda _, padding: shapes.append(padding) or drafts.session)
     batch = SimpleNamespace(req_ids=["a"], num_reqs=1, num_draft_tokens_per_req=None)
     proposed = []
     for rank in range(2):
@@ -160,7 +161,7 @@ def test_other_ranks_get_the_drafts_of_the_first(host, drafts, monkeypatch):
         proposed.append(made.speculator.propose(batch, None, None).tolist())
         made.shutdown()
     assert proposed == [[[1, 2, 3, 1]]] * 2
-    assert costs == [PADDED_COST]
+    assert shapes == [Padding(lengths=(MAX_DRAFT,))]
 
 
 def test_methods_have_the_signatures_of_the_host(host):

@@ -12,7 +12,7 @@ from engine.commands.compare import trial
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, console_tables, notes
 from engine.commands.compare.results import Comparison, read_results
 from engine.speculation import verify
-from ssd.hardware.cost_profile import CostProfile
+from ssd.budget.cost_profile import CostProfile
 from tests.browser import chart_faults
 
 FIELDS = {

@@ -6,9 +6,9 @@ import pytest
 from engine.commands.compare.figures import Figures, Output, Step, groups, run_group
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.types import DraftBatch, Path
 from tests.engine.drafters.toy import ToyDrafter
 

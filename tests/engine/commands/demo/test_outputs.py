@@ -14,10 +14,10 @@ from engine.commands.demo.outputs import (
     find_lengths,
 )
 from engine.config import EngineConfig
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 
 METHOD = "class A:\n    def f(self):\n        pass\n\n    async def g(self):\n        '''Do it.'''\n"
 

@@ -13,9 +13,9 @@ import pytest
 from drafter_service.client import DrafterClient
 from engine.commands import launch
 from engine.drafters.kinds import KINDS
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
-from engine.speculation import token_budget
+from ssd.baselines.none import NoDrafter
+from ssd.budget.backoff import Backoff
 from ssd.types import ROOT
 from tests.engine.commands.generate.outputs import PROMPT, completions, records
 from tests.engine.drafters.toy import ToyDrafter
@@ -190,7 +190,7 @@ def test_a_killed_sidecar_does_not_change_outputs(run, model_folder, tmp_path, s
 
     monkeypatch.setattr(DrafterClient, "draft", draft_and_kill)
     # Otherwise the number of steps that call the drafter would depend on measured durations.
-    monkeypatch.setattr(token_budget, "MAX_BACKOFF", 0)
+    monkeypatch.setattr(Backoff, "record_drafts", lambda *_, **__: None)
     with served("--listen", socket_address, "--capacity", "100k") as process:
         remote = ("--drafter", "ssd-remote", "--address", socket_address, "--out", tmp_path / "remote")
         code, _, err = run("generate", "--model", model_folder, *remote, *options)

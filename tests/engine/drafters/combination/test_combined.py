@@ -9,7 +9,6 @@ from engine.drafters.base import Drafter, Drafts, TargetOutputs
 from engine.drafters.combination.combined import CombinedDrafter, Part
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
@@ -19,6 +18,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Path

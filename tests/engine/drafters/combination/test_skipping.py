@@ -1,7 +1,6 @@
 """When combined drafters run their networks: the rule with given times, and steps in which it skips them."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,32 +8,30 @@ import pytest
 from engine.drafters.combination import skipping
 from engine.drafters.combination.combined import CombinedDrafter
 from engine.drafters.combination.skipping import FIRST_GAIN, MAX_SKIPPED, SkipRule
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
+from ssd.budget.token_budget import StepPrice
 from tests.engine.drafters.combination.test_combined import make_part
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
-
-
-def step_of(seconds, sequences):
-    """The part of a plan that the rule reads."""
-    return SimpleNamespace(seconds=seconds, sequences=sequences)
 
 
 class Steps:
     """Runs a rule over steps whose networks take a given time and add a given number of tokens."""
 
-    def __init__(self, monkeypatch, *, step_s, model_s, gain, others=0):
-        """others: number of sequences in each step that have no drafts."""
-        self.rule, self.step_s, self.gain, self.others = SkipRule(), step_s, gain, others
+    def __init__(self, monkeypatch, *, rate, model_s, gain):
+        """rate: tokens per second; None: it is not known."""
+        self.rule, self.gain = SkipRule(), gain
+        self.plan = StepPlan([], price=None if rate is None else StepPrice(rate, 0.03))
         self.now, self.model_s = 0.0, model_s
         monkeypatch.setattr(skipping, "perf_counter", lambda: self.now)
 
     def run(self, expected):
         """Return whether the networks ran in a step; expected: tokens of each sequence without them."""
         expected = np.array(expected, np.float64)
-        if not self.rule.should_run_networks(step_of(self.step_s, len(expected) + self.others), expected):
+        if not self.rule.should_run_networks(self.plan, expected):
             return False
         with self.rule.timed():
             self.now += self.model_s
@@ -43,20 +40,15 @@ class Steps:
 
 
 def test_networks_run_while_nothing_is_measured(monkeypatch):
-    steps = Steps(monkeypatch, step_s=None, model_s=100.0, gain=0.0)
+    steps = Steps(monkeypatch, rate=None, model_s=100.0, gain=0.0)
     assert all(steps.run([5.0]) for _ in range(100))
     assert steps.rule.skipped == 0
 
 
-@pytest.mark.parametrize(
-    ("model_s", "others", "runs"), [(0.45, 0, True), (0.55, 0, False), (0.35, 2, True), (0.45, 2, False)]
-)
-def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, others, runs):
-    """Two sequences with 2 and 4 tokens each step in 1 s; networks add 1.5 to each, so half a second is worth it.
-
-    It is worth less where it delays other sequences: two of these produce two tokens.
-    """
-    steps = Steps(monkeypatch, step_s=1.0, model_s=model_s, gain=1.5, others=others)
+@pytest.mark.parametrize(("model_s", "runs"), [(0.45, True), (0.55, False)])
+def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, runs):
+    """Six tokens per second; networks add 1.5 tokens to each of two sequences, so half a second is worth it."""
+    steps = Steps(monkeypatch, rate=6.0, model_s=model_s, gain=1.5)
     for _ in range(200):
         steps.run([1.0, 3.0])
     ran = [steps.run([1.0, 3.0]) for _ in range(2 * MAX_SKIPPED)]
@@ -65,7 +57,7 @@ def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, others, ru
 
 
 def test_a_gain_is_assumed_before_any_was_observed(monkeypatch):
-    steps = Steps(monkeypatch, step_s=1.0, model_s=0.94 * FIRST_GAIN, gain=0.0)
+    steps = Steps(monkeypatch, rate=1.0, model_s=0.49 * FIRST_GAIN, gain=0.0)
     assert steps.run([0.0])  # the first step measures the time
     assert steps.run([0.0])
     assert not steps.run([0.0])  # the gain of the step before has reduced the mean
@@ -73,22 +65,21 @@ def test_a_gain_is_assumed_before_any_was_observed(monkeypatch):
 
 def test_gains_depend_on_what_the_others_offer(monkeypatch):
     """Networks add two tokens where the others offer none, and none where they offer many."""
-    steps = Steps(monkeypatch, step_s=1.0, model_s=0.5, gain=0.0)
+    steps = Steps(monkeypatch, rate=3.0, model_s=0.5, gain=0.0)
     for _ in range(200):
         for offered, gain in ((0.0, 2.0), (5.0, 0.0)):
             steps.gain = gain
             steps.run([offered])
     assert steps.run([0.0])
     assert not steps.run([5.0])
-    # The batch as a whole decides: two tokens more for one of two sequences.
-    assert not steps.run([0.0, 5.0, 5.0])
+    # The batch as a whole decides.
     steps.gain = np.array([2.0, 0.0])
-    assert steps.run([0.0, 0.0])
+    assert steps.run([0.0, 5.0])
 
 
 def test_networks_are_measured_again(monkeypatch):
     """Networks that were slow once are not skipped for ever."""
-    steps = Steps(monkeypatch, step_s=1.0, model_s=1000.0, gain=1.0)
+    steps = Steps(monkeypatch, rate=1.0, model_s=1000.0, gain=1.0)
     assert steps.run([1.0])
     assert [steps.run([1.0]) for _ in range(MAX_SKIPPED + 1)] == [False] * MAX_SKIPPED + [True]
     assert steps.rule.skipped == MAX_SKIPPED

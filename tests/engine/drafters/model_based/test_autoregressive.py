@@ -9,13 +9,13 @@ import torch
 from engine.config import EngineConfig
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter, Growth
 from engine.drafters.model_based.slots import SlotWriter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_size=16, kv_memory_mib=1)

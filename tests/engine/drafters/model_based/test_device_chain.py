@@ -14,7 +14,6 @@ from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.device_chain import FixedChain
 from engine.drafters.model_based.slots import SlotWriter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
@@ -28,6 +27,7 @@ from engine.sampling.sampler import row_settings, sample
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 from tests.engine.drafters.model_based.test_autoregressive import TOLERANCE, tokens_of
 from tests.engine.drafters.model_based.test_autoregressive import Recorder as EagerRecorder
@@ -94,7 +94,7 @@ class Alternating:
 
 
 class Switching:
-    """A device budget that allows drafts in random runs of steps, or in those of a list."""
+    """Allows drafts in random runs of steps, or in those of a list."""
 
     def __init__(self, allowed=None):
         self._allowed = None if allowed is None else iter(allowed)
@@ -116,14 +116,14 @@ class Switching:
         assert tokens <= sum(1 + entry.max_verified for entry in committed.producing)
 
 
-def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None, budget=None):
+def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None, drafting=None):
     """An engine with a graph executor whose drafts are made on the device, and the drafter's head."""
     head = make_head(kind, model)
     engine = build_engine(
         model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=DraftSource.DRAFT_MODEL)
     )
     engine._depth = Alternating(in_flight)
-    engine._device_budget = engine._speculation._device_budget = budget
+    engine._device_drafting = engine._speculation._device_drafting = drafting
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size), draft_ahead=depth)
     return engine, head
@@ -196,7 +196,7 @@ def test_the_time_of_drafting_is_that_of_the_same_step_without_it(model, monkeyp
     passes, forward = [], type(head).forward
     monkeypatch.setattr(type(head), "forward", lambda *arguments: (passes.append(0), forward(*arguments))[1])
     # A clock that advances with each pass of the head.
-    monkeypatch.setattr("engine.speculation.step_cost.perf_counter", lambda: len(passes) / 4)
+    monkeypatch.setattr("ssd.budget.measure.perf_counter", lambda: len(passes) / 4)
     assert engine.device_drafting_s(3) == DEPTH / 4
     engine._graph = None
     assert engine.device_drafting_s(3) is None
@@ -236,7 +236,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
     rng = np.random.default_rng(4)
     submitted = requests(temperature, 24, penalized=0.15)
     config = replace(CONFIG, watermark=0.0)
-    engine, head = engine_of(model, kind, "any", config=config, pages=9, budget=(budget := Switching()))
+    engine, head = engine_of(model, kind, "any", config=config, pages=9, drafting=(drafting := Switching()))
     waiting, added, finished = iter(range(len(submitted))), {}, {}
     while engine.scheduler.has_work or len(added) < len(submitted):
         if len(added) < len(submitted) and rng.random() < 0.5:
@@ -259,7 +259,7 @@ def test_workloads_with_cancellations_and_preemptions(model, plain, monkeypatch,
         is_whole = finished[sequence_id].finish_reason is not FinishReason.ABORT
         assert produced == (expected if is_whole else expected[: len(produced)])
     assert min(len(on_device.drafts), len(eager.calls)) > 20
-    assert min(budget.drafted.count(True), budget.drafted.count(False)) > 4
+    assert min(drafting.drafted.count(True), drafting.drafted.count(False)) > 4
     found = list(on_device.right(head, model))
     # Drafts that reach the next page are worse if no page is free.
     assert all(right for right, _ in found)
@@ -288,10 +288,10 @@ def test_sequences_can_share_pages_that_the_device_filled(model, monkeypatch):
 def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, monkeypatch, kind, in_flight):
     """Runs of plain steps begin and end at any place in a page."""
     recorder = Recorder(monkeypatch)
-    engine, head = engine_of(model, kind, in_flight, budget=(budget := Switching()))
+    engine, head = engine_of(model, kind, in_flight, drafting=(drafting := Switching()))
     completions = engine.generate(requests(0.8, 16))
     assert tokens_of(completions) == plain(0.8, 16)
-    assert min(budget.drafted.count(True), budget.drafted.count(False)) > 20
+    assert min(drafting.drafted.count(True), drafting.drafted.count(False)) > 20
     assert any(each.cached_tokens for each in completions)
     assert len(recorder.drafts) > 50
     assert recorder.are_right(head, model)
@@ -302,7 +302,7 @@ def test_slots_of_plain_steps_are_written_before_the_next_draft(model, plain, mo
 def test_pages_that_plain_steps_filled_can_be_shared(model, monkeypatch, kind, fault):
     """Planted faults: slots that plain steps left are not written, or pages that lack them are not marked."""
     recorder = Recorder(monkeypatch)
-    engine, head = engine_of(model, kind, 1, budget=Switching([False] * 60))
+    engine, head = engine_of(model, kind, 1, drafting=Switching([False] * 60))
     prompt = np.arange(1, 12, dtype=np.uint32)
     [first] = engine.generate([Request(prompt, SamplingParams(60, ignore_eos=True))])
     assert not recorder.drafts

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine.drafters.model_based.medusa import MedusaDrafter
-from engine.drafters.model_free.none import NoDrafter
 from engine.engine import build_engine
 from engine.models.ops import PLAIN
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.pages import PagePool
 from engine.scheduling.scheduler import Scheduler
+from ssd.baselines.none import NoDrafter
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, requests, tokens_of
 from tests.engine.drafters.toy import attend_densely

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.drafters.combination.combined import CombinedDrafter, Part
 from engine.drafters.model_free.lookahead import LookaheadDrafter, LookaheadSizes, NgramPool, Trees, Window
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
+from ssd.baselines.none import NoDrafter
 from tests.engine.forward import prompt_logits
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=12, draft_shape="tree")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.drafters.calibration import AcceptanceTable
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.model_free.recycle import RecycleDrafter
 from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=9, draft_shape="tree")
 

@@ -8,12 +8,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.model_free.rest import check_snapshot
 from engine.drafters.registry import build_drafter, check_kind, configure
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import SEPARATOR
 from ssd.errors import UserError

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
-from engine.drafters.model_free.none import NoDrafter
 from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.models.heads.formats import check_head, load_head
 from engine.models.loader import load_config, load_model, model_checkpoint
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.forward import prompt_logits

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ssd.budget.cost_profile import CostProfile
 from ssd.errors import UserError
-from ssd.hardware.cost_profile import CostProfile
 
 CONTEXT = 1024
 """Tokens of KV cache that each sequence reads."""

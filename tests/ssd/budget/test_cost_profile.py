@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssd.budget.cost_profile import VERSION, CostProfile
 from ssd.errors import UserError
-from ssd.hardware.cost_profile import VERSION, CostProfile
 
 PROFILE = CostProfile(
     "a device",
@@ -58,14 +58,13 @@ def test_time_of_drafting(drafter, depth, sequences, expected):
     assert PROFILE.drafting(drafter, depth, sequences) == (None if expected is None else pytest.approx(expected))
 
 
-@given(st.floats(1, 6), st.floats(0, 8), st.floats(0, 50), st.floats(0, 20))
-def test_the_speedup_is_the_ratio_of_times_per_token(tokens, drafted, drafting_ms, prompt_tokens):
+@given(st.floats(1, 6), st.floats(0, 8), st.floats(0, 50))
+def test_the_speedup_is_the_ratio_of_times_per_token(tokens, drafted, drafting_ms):
     for sequences in (1, 2):
-        prompt_ms = PROFILE.prompt_token_ms * prompt_tokens
-        plain_ms_per_token = PROFILE.step(sequences, sequences) / sequences + prompt_ms
+        plain_ms_per_token = PROFILE.step(sequences, sequences) / sequences
         step_ms = PROFILE.step(sequences + sequences * drafted, sequences) + drafting_ms
-        expected = plain_ms_per_token / (step_ms / (sequences * tokens) + prompt_ms)
-        assert PROFILE.speedup(tokens, drafted, drafting_ms, sequences, prompt_tokens) == pytest.approx(expected)
+        expected = plain_ms_per_token / (step_ms / (sequences * tokens))
+        assert PROFILE.speedup(tokens, drafted, drafting_ms, sequences) == pytest.approx(expected)
 
 
 def test_prompts_are_computed_in_the_largest_steps():
@@ -80,6 +79,8 @@ def test_prompts_are_computed_in_the_largest_steps():
         ({"step_ms": {}}, "step_ms is empty"),
         ({"step_ms": {"1": {"0": 1.0}}}, "out of range"),
         ({"step_ms": {"1": {"1": float("nan")}}}, "out of range"),
+        ({"step_ms": {"1": {"1": 0.0}}}, "a step takes 0 ms"),
+        ({"step_ms": {str(size): {"1": 1.0} for size in range(65)}}, "step_ms has 65 sizes; the maximum is 64"),
         ({"step_ms": [1]}, "is not a cost profile"),
         ({"drafter_ms": {"mtp": 1}}, "is not a cost profile"),
         ({"source": "guessed"}, "source must be one of"),

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.drafters.kinds import KINDS
+from ssd.budget.roofline import GPUS, SIZES, roofline
 from ssd.errors import UserError
-from ssd.hardware.roofline import GPUS, SIZES, roofline
 
 
 @pytest.mark.parametrize("gpu", GPUS)

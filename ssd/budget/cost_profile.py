@@ -15,6 +15,8 @@ import numpy as np
 
 from ssd.errors import UserError
 
+MAX_SIZES = 64
+"""Largest number of sizes of steps."""
 VERSION = 1
 """Version of the file's format; it changes when a field is removed or changes its meaning."""
 Source = Literal["measured", "roofline"]
@@ -46,6 +48,10 @@ class CostProfile:
         """Raise ValueError without any step duration, or for a number that is out of range."""
         if not any(self.step_ms.values()):
             raise ValueError("step_ms is empty")
+        if len(self.step_ms) > MAX_SIZES:
+            raise ValueError(f"step_ms has {len(self.step_ms)} sizes; the maximum is {MAX_SIZES}")
+        if any(ms == 0 for row in self.step_ms.values() for ms in row.values()):
+            raise ValueError("a step takes 0 ms")
         tables = [
             *self.step_ms.values(),
             *(of_depth for each in self.drafter_ms.values() for of_depth in each.values()),
@@ -62,14 +68,30 @@ class CostProfile:
         source = "from data sheets" if self.source == "roofline" else self.source
         return f"{self.model} on {self.device} ({source})"
 
-    def step(self, tokens: float, sequences: int) -> float:
-        """Return the milliseconds of a step of `tokens` tokens in total, interpolated linearly."""
+    @property
+    def _columns(self) -> dict[int, list[tuple[int, float]]]:
+        """Pairs of tokens and milliseconds by number of sequences."""
         columns: dict[int, list[tuple[int, float]]] = {}
         for size, row in sorted(self.step_ms.items()):
             for count, ms in row.items():
                 columns.setdefault(count, []).append((size, ms))
+        return columns
+
+    def step(self, tokens: float, sequences: int) -> float:
+        """Return the milliseconds of a step of `tokens` tokens in total, interpolated linearly."""
+        columns = self._columns
         counts = sorted(columns)
         return float(np.interp(sequences, counts, [_line(columns[count], tokens) for count in counts]))
+
+    def table(self) -> tuple[list[int], list[int], np.ndarray]:
+        """Return the numbers of sequences and of tokens, ascending, and the seconds for each pair, float64 [S, T].
+
+        Pairs that are not in the profile are interpolated and extrapolated by their number of tokens.
+        """
+        columns = self._columns
+        sizes = sorted(self.step_ms)
+        seconds = [[_line(columns[count], size) / 1e3 for size in sizes] for count in sorted(columns)]
+        return sorted(columns), sizes, np.array(seconds)
 
     def drafting(self, drafter: str, depth: int, sequences: int) -> float | None:
         """Return the milliseconds that drafting `depth` positions adds to a step, None if they are not known.
@@ -107,17 +129,15 @@ class CostProfile:
         drafted_per_step: float,
         drafting_ms: float,
         sequences: int,
-        prompt_tokens: float = 0.0,
     ) -> float:
         """Return the speed-up over plain decoding, as derived in docs/drafters.md.
 
         tokens_per_step, drafted_per_step: mean over the steps of a sequence. drafting_ms: time that drafting adds to a
-        step. prompt_tokens: tokens of prompts that are computed per output token, which drafts do not save.
+        step.
         """
-        prompts = prompt_tokens * self.prompt_token_ms
-        plain = self.step(sequences, sequences) / sequences
+        plain = self.step(sequences, sequences)
         drafted = self.step(sequences * (1 + drafted_per_step), sequences) + drafting_ms
-        return (plain + prompts) / (drafted / (sequences * tokens_per_step) + prompts)
+        return plain / drafted * tokens_per_step
 
     def write(self, path: Path) -> None:
         """Write the file. Raises UserError if that is not possible."""

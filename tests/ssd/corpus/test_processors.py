@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from ssd.hardware.processors import usable_processors
+from ssd.corpus.processors import usable_processors
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system has no affinity")

@@ -1,0 +1,103 @@
+"""Select the draft tokens that a step verifies, and decide in which steps the drafter is called."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.drafters.sources import DraftSource
+from engine.scheduling.plan import StepPlan
+from ssd.budget.backoff import Backoff
+from ssd.budget.curve import StepCurve
+from ssd.budget.token_budget import StepPrice, TokenBudget
+from ssd.types import DraftBatch
+
+DECAY = 0.98
+"""Decay per step of the sums that calibrate drafts: an effective window of about 50 steps."""
+PRIOR_ACCEPTED = 0.5
+"""Prior number of accepted tokens. It keeps the calibration above 0, so that drafts that were never accepted are still
+tried at times."""
+
+
+class DraftSelection:
+    """The token budget of an engine, for drafts of any drafter, whose probabilities it calibrates."""
+
+    def __init__(self, curve: StepCurve) -> None:
+        """curve: durations of steps, in seconds."""
+        self._budget = TokenBudget(curve)
+        self._backoff = Backoff()
+        self._expected = self._accepted = 0.0
+        """Expected (from path_prob) and actual number of recently accepted draft tokens."""
+
+    @property
+    def is_backing_off(self) -> bool:
+        """Whether the next step skips the drafter."""
+        return self._backoff.is_stopped
+
+    @property
+    def calibration(self) -> float:
+        """Recent ratio of accepted draft tokens to those expected from path_prob, at most 1."""
+        return min(1.0, (self._accepted + PRIOR_ACCEPTED) / (self._expected + PRIOR_ACCEPTED))
+
+    def price(self, plan: StepPlan) -> StepPrice:
+        """Return the price of draft tokens and of time in a step, for the drafter."""
+        sequences = len(plan.producing)
+        self._budget.prepare(sequences, plan.scheduled - sequences)
+        return self._budget.price(sum(entry.draft_room for entry in plan.producing))
+
+    def select(self, plan: StepPlan, drafts: DraftBatch, usable: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each draft to verify, int64 [B]. Drafters put the most likely tokens first.
+
+        usable: int64 [B], largest number of tokens of each draft.
+        """
+        sequences = len(plan.producing)
+        self._budget.prepare(sequences, plan.scheduled + plan.extra_rows - sequences)
+        likely = path_prob(drafts.accept_prob, drafts.parents, drafts.offsets)
+        offsets = drafts.offsets.astype(np.int64)
+        starts, sizes = offsets[:-1], np.diff(offsets)
+        places = np.arange(len(likely)) - starts.repeat(sizes)
+        likely[places >= usable.repeat(sizes)] = 0
+        # What a grammar forces is accepted with certainty, and says nothing about the drafter.
+        is_forced = drafts.source == DraftSource.GRAMMAR
+        calibrated = np.where(is_forced & (likely == 1), 1.0, likely * self.calibration)
+        lengths = np.minimum(self._budget.select(calibrated.astype(np.float32), offsets), usable)
+        self._expected += float(likely[(places < lengths.repeat(sizes)) & ~is_forced].sum())
+        return lengths
+
+    def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
+        """Learn from a step that took `seconds`, drafting excluded.
+
+        accepted: number of accepted draft tokens, without those that a grammar forced. committed: number of all
+        committed tokens.
+        """
+        # Sums decay with every step, with or without drafts: old results say little about the present.
+        self._expected *= DECAY
+        self._accepted = DECAY * (self._accepted + accepted)
+        self._budget.curve.record(plan.tokens, len(plan.entries), seconds)
+        sequences = len(plan.producing)
+        if plan.is_backing_off:
+            self._backoff.record_pause()
+        if not plan.is_drafting or not sequences:
+            return
+        self._budget.prepare(sequences, plan.scheduled - sequences)
+        verified = plan.tokens - plan.scheduled
+        self._budget.record(sequences, committed, verified, plan.drafting_s)
+        saved = self._budget.saved(accepted, plan.tokens, verified)
+        # After a pause, a network first runs the tokens that were committed meanwhile.
+        is_beginning = self._backoff.steps == 0
+        drafting = plan.drafting_s / self._budget.seconds(sequences)
+        self._backoff.record_drafts(saved, drafting, is_beginning=is_beginning)
+
+
+def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the product of `accept_prob` along each token's path from the root, float64 [T].
+
+    accept_prob: float [T], of each token given its parent. parents and offsets as in `DraftBatch`.
+    """
+    starts = np.repeat(np.asarray(offsets[:-1], np.int64), np.diff(offsets).astype(np.int64))
+    root = len(accept_prob)
+    ancestor = np.append(np.where(parents < 0, root, parents + starts), root)
+    logs = np.append(np.log(np.maximum(np.asarray(accept_prob, np.float64), 1e-30)), 0.0)
+    # Each round doubles the number of ancestors that are included.
+    while np.count_nonzero(ancestor < root):
+        logs, ancestor = logs + logs[ancestor], ancestor[ancestor]
+    return np.exp(logs[:root])

@@ -1,0 +1,106 @@
+"""Decide in which steps drafts are made, from what drafting costs and saves.
+
+A step with drafts saves the time that steps without drafts would have taken for the tokens that it committed, less its
+own time and that of drafting. The sum of what is saved is limited, so that drafting stops soon after it is no longer
+worthwhile. It is tried again after a pause, which is short at first, because a corpus that is still empty will soon be
+useful, and doubles with each trial that does not succeed. In the end drafting costs a small fraction of the time,
+whatever the drafter costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil
+from statistics import median
+
+MAX_LOSS = 0.01
+"""Fraction of the time that drafting costs in the end while it is not worthwhile."""
+TRIAL = 1.0
+"""Time that a trial may lose before drafting stops."""
+MIN_TRIAL_STEPS = 6
+"""Smallest number of steps of a trial: what a single one saves says little."""
+MAX_SAVED, MAX_LOST = 5.0, 50.0
+"""Limits of the sum of saved time above and below 0, in trials: how much drafting may lose after it stops being
+worthwhile, and how much a very slow step counts."""
+FIRST_PAUSE = 128.0
+"""Number of steps of the first pause if a step with drafts loses as much time as a step without drafts takes. The pause
+is in proportion to that loss."""
+MAX_DOUBLINGS = 30
+"""Number of times that a pause doubles; the loss of a trial limits it earlier."""
+RECENT = 5
+"""Number of recent steps whose median counts."""
+
+
+class Backoff:
+    """Stops drafting while it is not worthwhile. All times are multiples of the duration of a step without drafts."""
+
+    def __init__(
+        self,
+        trial: float = TRIAL,
+        *,
+        shortest_pause: int = 1,
+        longest_run: int | None = None,
+        is_stopped: bool = False,
+    ) -> None:
+        """trial: time that a trial may lose. shortest_pause, longest_run: numbers of steps without and with drafts, for
+        callers that measure both kinds. is_stopped: whether the first steps have no drafts.
+        """
+        self._trial, self._shortest_pause, self._longest_run = trial, shortest_pause, longest_run
+        self._sum = self._run = trial
+        """Time saved, within the limits above; the second since drafting last began, without steps that were slow
+        because it began."""
+        self._failures = 0
+        """Number of pauses since drafting was last worthwhile."""
+        self._drafting, self._saved = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        """Time of drafting in recent steps with drafts, and the time that each of these saved."""
+        self.steps = 0
+        """Number of steps since drafting last began or stopped."""
+        self.pause_steps = shortest_pause if is_stopped else 0
+        """Number of steps of the current pause; 0 while drafting is not stopped."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the next step has no drafts."""
+        return self.pause_steps > 0
+
+    def record_drafts(self, saved: float, drafting: float = 0.0, *, is_beginning: bool = False) -> None:
+        """Record a step with drafts: the time that it saved, negative if it cost time, and that of drafting.
+
+        The median of recent times of drafting counts, since the first call loads modules or connects. is_beginning:
+        whether the step took longer than later ones will, because drafting began again.
+        """
+        self._drafting.append(drafting)
+        if len(self._drafting) > RECENT // 2:
+            saved -= median(self._drafting)
+        self._saved.append(saved)
+        most = MAX_SAVED * self._trial
+        self._sum = min(max(self._sum + saved, -MAX_LOST * self._trial), most)
+        if not is_beginning:
+            self._run = min(self._run + saved, most)
+        if self._sum == most:
+            self._failures = 0
+        self.steps += 1
+        if max(self._sum, self._run) < 0 and self.steps >= MIN_TRIAL_STEPS:
+            self._stop()
+        elif self.steps == self._longest_run:
+            self.steps, self.pause_steps = 0, self._shortest_pause
+
+    def record_pause(self) -> None:
+        """Record a step in which no drafts were made because drafting was stopped."""
+        self.steps += 1
+        if self.steps >= self.pause_steps:
+            self.end_pause()
+
+    def end_pause(self) -> None:
+        """Try drafting again."""
+        self._sum, self._run = max(self._sum, self._trial), self._trial
+        self.steps = self.pause_steps = 0
+
+    def _stop(self) -> None:
+        """Stop drafting for so long that the loss of this trial is `MAX_LOSS` of the time; after few failures, for
+        less."""
+        steps = (self._trial - self._sum) / MAX_LOSS
+        if any(self._drafting) and (loss := -median(self._saved)) > 0:
+            steps = min(steps, FIRST_PAUSE * loss * 2.0 ** min(self._failures, MAX_DOUBLINGS))
+        self._failures += 1
+        self.steps, self.pause_steps = 0, max(self._shortest_pause, ceil(steps))

@@ -1,0 +1,163 @@
+"""The token budget: which draft tokens of a batch are verified, given a step-time curve and their probabilities."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ssd.budget.backoff import Backoff
+from ssd.budget.curve import MAX_SECONDS, StepCurve
+from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
+from ssd.budget.totals import BudgetTotals
+from ssd.kernels.budget import (
+    FACTS,
+    KNOTS,
+    LENGTHS,
+    MAX_KNOTS,
+    SEQUENCES,
+    SIZES,
+    START_STATE,
+    TOKENS,
+    WITHHELD,
+    current_rate,
+    least_worthwhile,
+    record_rate,
+    seconds_of,
+    select_drafts,
+)
+from ssd.types import Progress
+
+
+class StepPrice(NamedTuple):
+    """What draft tokens and time are worth in a step."""
+
+    tokens_per_second: float
+    """Mean rate of its sequences."""
+    min_path_prob: float
+    """Smallest path probability of a token to draft."""
+
+    def is_worthwhile(self, tokens: float, seconds: float) -> bool:
+        """Return whether an expected number of tokens is worth a time, in the unit of the curve."""
+        return tokens > self.tokens_per_second * seconds
+
+
+class TokenBudget:
+    """Selects draft tokens for one engine. One thread at a time may use it."""
+
+    def __init__(self, curve: StepCurve) -> None:
+        """Raise ValueError for a curve with too many knots or padded shapes."""
+        self.curve = curve
+        self.arrays = (
+            np.zeros(MAX_KNOTS),
+            np.zeros(MAX_KNOTS),
+            np.zeros(MAX_SIZES, np.int64),
+            np.zeros(MAX_LENGTHS, np.int64),
+            np.zeros(FACTS, np.int64),
+            np.array(START_STATE),
+        )
+        """The fields of `ssd.kernels.budget.Budget`."""
+        self._knots, self._seconds, self._sizes, self._lengths, self._facts, self._state = self.arrays
+        self._backoff = Backoff()
+        self._shown: tuple[object, ...] = ()
+        """What the arrays show: cost or revision of the curve, and number of sequences."""
+        self.prepare(1)
+
+    def prepare(self, sequences: int, other_tokens: int = 0, cost: float | None = None) -> None:
+        """Describe the next step: its sequences, and its tokens beside one of each sequence and the drafts.
+
+        cost: instead of the curve's, the time that a draft token of each sequence takes, as a fraction of a step
+        without drafts. Raises ValueError for a cost outside (0, 1].
+        """
+        sequences = max(1, sequences)
+        shown = (cost, self.curve.revision if cost is None else 0, sequences)
+        if shown != self._shown:
+            if cost is not None:
+                self._write(StepCurve.constant(cost), sequences)  # It checks the cost.
+            else:
+                self._write(self.curve, sequences)
+            self._facts[SEQUENCES] = sequences
+            self._shown = shown
+        self._facts[TOKENS] = sequences + other_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Mean rate of the sequences of the step, in tokens per unit of time of the curve."""
+        return float(current_rate(*self.arrays))
+
+    @property
+    def totals(self) -> BudgetTotals:
+        """Totals of the curve, and of the draft tokens that were not worth verifying."""
+        recorded = self.curve.totals
+        return BudgetTotals(recorded.sizes.copy(), recorded.ignored, int(self._state[WITHHELD]))
+
+    def seconds(self, tokens: int) -> float:
+        """Return the expected duration of the step with `tokens` tokens in all."""
+        return float(seconds_of(*self.arrays, tokens))
+
+    def price(self, max_draft: int) -> StepPrice:
+        """Return the price of the step; max_draft: maximum number of draft tokens of all sequences together."""
+        least = min(1.0, float(least_worthwhile(*self.arrays, max_draft)))
+        return StepPrice(self.tokens_per_second, least)
+
+    def select(self, path_probs: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return how many tokens of each draft to verify, counted from its first, int64 [B].
+
+        path_probs: float32 [T], not ascending within a draft. offsets: int64 [B + 1], into `path_probs`.
+        """
+        lengths = np.empty(len(offsets) - 1, np.int64)
+        select_drafts(*self.arrays, path_probs, offsets, lengths)
+        return lengths
+
+    def record(self, sequences: int, committed: float, verified: int, drafting_s: float = 0.0) -> None:
+        """Update the mean rate with a step in which drafts were requested for `sequences` of its sequences.
+
+        committed: number of tokens that these produced. verified: number of their verified draft tokens. drafting_s:
+        time by which drafting delayed the step, in the unit of the curve.
+        """
+        record_rate(*self.arrays, sequences, committed, verified, drafting_s)
+
+    def saved(self, accepted: int, tokens: int, drafted: int) -> float:
+        """Return the time that the drafts of a step saved, as a multiple of that of one token of each sequence.
+
+        accepted: number of accepted draft tokens. tokens: all of the step, of which `drafted` are draft tokens.
+        """
+        sequences = int(self._facts[SEQUENCES])
+        whole, plain, of_one_each = map(self.seconds, (tokens, tokens - drafted, sequences))
+        return accepted / sequences - (whole - plain) / of_one_each
+
+    def learn(self, progress: Progress) -> int:
+        """Learn from the steps that an engine has run; return `DraftBatch.pause_steps`.
+
+        progress: what the last of these steps committed.
+        """
+        are_possible = [self.curve.record(step.tokens, step.sequences, step.seconds) for step in progress.step_times]
+        step, drafting_s = progress.step_times[-1], sum(step.drafting_s for step in progress.step_times)
+        has_tokens = np.diff(progress.offsets) > 0
+        steps = np.count_nonzero(has_tokens) if progress.steps is None else progress.steps[has_tokens].sum()
+        if not (are_possible[-1] and 0 < drafting_s <= MAX_SECONDS and steps):
+            return 0
+        if self._backoff.is_stopped:
+            self._backoff.end_pause()
+            return 0
+        drafted = self.curve.step_tokens(progress.verified) - len(progress.verified)
+        self.prepare(step.sequences)
+        saved = self.saved(len(progress.tokens) - int(steps), step.tokens, drafted)
+        # The curve may have another unit than seconds.
+        drafting = drafting_s / step.seconds * self.seconds(step.tokens) / self.seconds(step.sequences)
+        self._backoff.record_drafts(saved, drafting)
+        return self._backoff.pause_steps
+
+    def _write(self, curve: StepCurve, sequences: int = 1) -> None:
+        """Copy a curve into the arrays. Raises ValueError if it does not fit."""
+        padding = curve.padding(sequences)
+        for index, array, values in (
+            (KNOTS, self._knots, curve.knots),
+            (KNOTS, self._seconds, curve.row(sequences)),
+            (SIZES, self._sizes, padding.sizes),
+            (LENGTHS, self._lengths, padding.lengths),
+        ):
+            if len(values) > len(array):
+                raise ValueError(f"a step-time curve has {len(values)} sizes; at most {len(array)} are supported")
+            array[: len(values)] = values
+            self._facts[index] = len(values)

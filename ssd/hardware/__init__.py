@@ -1,1 +1,0 @@
-"""Durations of the steps of a target on given hardware, measured or estimated."""

@@ -1,0 +1,170 @@
+"""What a service learns from the durations of steps: of each engine for itself, and whatever they are."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.server.namespace import Namespace
+from drafter_service.server.requests import read_padding
+from drafter_service.server.session import Session
+from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import WireError, batch_message, pack
+from ssd.budget.curve import StepCurve
+from ssd.budget.padding import Padding
+from ssd.config import DrafterConfig
+from ssd.corpus.corpus import Corpus
+from ssd.types import StepTime
+from tests.drafter_service.guarded import run
+from tests.drafter_service.raw import batch, drafted, start
+from tests.replay import progress_of
+
+LOOP = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2
+CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600, max_draft=32)
+
+
+def namespace_of(config=CONFIG):
+    return Namespace("some", ModelIdentity(), config, Corpus(config.capacity, config.match_depth))
+
+
+@pytest.fixture
+def namespace():
+    namespace = namespace_of()
+    yield namespace
+    namespace.close()
+    namespace.corpus.close()
+
+
+async def send(session, **fields):
+    """Return the response to a request, after the session has learned from it."""
+    response = session.answer(pb.DraftRequest(**fields), may_learn=True)
+    assert not response.HasField("error"), response.error.message
+    await asyncio.sleep(0)
+    return response
+
+
+def ran(*steps, committed=(), verified=0, limit=32):
+    """Return a batch of sequence 1 that reports steps."""
+    return batch_message(replace(progress_of({1: committed}, limit, verified), step_times=steps))
+
+
+async def teach(session, seconds_per_token):
+    for index in range(300):
+        tokens = 1 + index % 40
+        await send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
+
+
+@run
+async def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
+    sessions = [Session(namespace, Limits()) for _ in range(2)]
+    for session, seconds_per_token in zip(sessions, (0.001, 0.5), strict=True):
+        await send(session, starts=[start(1, LOOP)])
+        await teach(session, seconds_per_token)
+    fast, slow = [drafted(await send(session, batch=batch({1: ()}, 32))) for session in sessions]
+    assert len(fast) > 2 * len(slow) > 0
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500
+    sessions[0].close()
+    sessions[1].close()
+    assert namespace.budget_totals.sizes[:, 0].sum() > 500, "totals of engines that have left are kept"
+
+
+@run
+async def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
+    session = Session(namespace, Limits())
+    await send(session, starts=[start(1, LOOP)])
+    pauses = []
+    for _ in range(30):
+        step = StepTime(2, 1, 0.01, drafting_s=0.02)
+        response = await send(session, batch=ran(step, committed=[50], limit=1))
+        pauses.append(response.drafts.pause_steps)
+    assert any(pauses)
+    session.close()
+
+
+@given(
+    st.lists(
+        st.builds(
+            StepTime,
+            st.integers(0, 2**32 - 1),
+            st.integers(0, 2**32 - 1),
+            st.floats(),
+            st.floats(),
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_no_duration_is_an_error(steps):
+    @run
+    async def test():
+        namespace = namespace_of()
+        session = Session(namespace, Limits())
+        await send(session, starts=[start(1, LOOP)])
+        for step in steps:
+            await send(session, batch=ran(step, step))
+        possible = namespace.budget_totals.sizes[:, 0].sum()
+        assert possible + namespace.budget_totals.ignored == 2 * len(steps)
+        assert drafted(await send(session, batch=batch({1: ()}, 8))) is not None
+        session.close()
+        namespace.close()
+        namespace.corpus.close()
+
+    test()
+
+
+@run
+async def test_a_configured_cost_is_not_corrected():
+    namespace = namespace_of(replace(CONFIG, cost=0.02))
+    session = Session(namespace, Limits())
+    await send(session, starts=[start(1, LOOP)])
+    before = drafted(await send(session, batch=batch({1: ()}, 32)))
+    await teach(session, 0.5)
+    assert drafted(await send(session, batch=batch({1: ()}, 32))) == before
+    session.close()
+    namespace.close()
+    namespace.corpus.close()
+
+
+@run
+async def test_withheld_drafts_have_the_price_of_the_others(namespace):
+    session = Session(namespace, Limits())
+    await send(session, starts=[start(1, LOOP), start(2, LOOP, shadow=True)])
+    assert session._shadow.drafter.budget.curve is session._drafter.budget.curve
+    session.close()
+
+
+def hello_of(sizes, lengths):
+    return pb.Hello(
+        step_sizes=pack(np.array(sizes, np.uint32), "u4"), draft_lengths=pack(np.array(lengths, np.uint32), "u4")
+    )
+
+
+@run
+async def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
+    padding = read_padding(hello_of([1, 8, 16], []))
+    assert padding == Padding(sizes=(1, 8, 16))
+    session = Session(namespace, Limits(), padding=padding)
+    curve: StepCurve = session._drafter.budget.curve
+    assert float(curve.seconds(2, 1)) == float(curve.seconds(8, 1)) < float(curve.seconds(9, 1))
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (hello_of([2, 1], []), "hello.step_sizes must be ascending"),
+        (hello_of([], [1, 1]), "hello.draft_lengths must be ascending"),
+        (hello_of(range(5000), []), "hello.step_sizes has 5000 elements; the maximum is"),
+        (pb.Hello(step_sizes=b"123"), "hello.step_sizes has 3 bytes"),
+    ],
+)
+def test_impossible_shapes_are_refused(hello, reason):
+    with pytest.raises(WireError, match=reason):
+        read_padding(hello)

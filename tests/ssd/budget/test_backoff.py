@@ -1,0 +1,80 @@
+"""When drafting stops because it costs more than it saves, and when it is tried again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.budget.backoff import MAX_LOSS, MAX_SAVED, TRIAL, Backoff
+
+
+def run(backoff, steps, saved, drafting):
+    """Run steps, and return in which of them drafts were made; saved: by drafts of a step, without drafting."""
+    made = []
+    for _ in range(steps):
+        made.append(not backoff.is_stopped)
+        if backoff.is_stopped:
+            backoff.record_pause()
+        else:
+            backoff.record_drafts(saved, drafting)
+    return made
+
+
+def test_drafts_that_save_more_than_they_cost_never_stop():
+    assert all(run(Backoff(), 1000, saved=0.5, drafting=0.4))
+
+
+@pytest.mark.parametrize("drafting", [0.01, 0.1, 1.0])
+def test_drafting_that_saves_nothing_costs_a_small_fraction_of_the_time(drafting):
+    steps = 20_000
+    made = run(Backoff(), steps, saved=0.0, drafting=drafting)
+    assert sum(made) * drafting < 0.02 * steps
+    assert sum(made[10_000:]) * drafting < 0.012 * 10_000
+    assert any(made[10_000:]), "it is still tried"
+
+
+@given(st.floats(-1, 3), st.floats(0, 3), st.integers(100, 2000))
+def test_the_loss_is_limited(saved, drafting, steps):
+    backoff, lost = Backoff(), 0.0
+    for _ in range(steps):
+        if backoff.is_stopped:
+            backoff.record_pause()
+        else:
+            backoff.record_drafts(saved, drafting)
+            lost += drafting - saved
+    # The costs of a trial and of the step that ends it: for each of the first pauses, and then for each 100 steps.
+    assert lost <= (TRIAL + max(0.0, drafting - saved)) * (10 + MAX_LOSS * steps)
+
+
+def test_drafting_may_be_useless_for_ever():
+    made = run(Backoff(), 300_000, saved=0.0, drafting=0.5)
+    assert 0 < sum(made[-10_000:]) < 300
+
+
+def test_what_was_saved_is_lost_again_before_it_stops():
+    backoff = Backoff()
+    run(backoff, 100, saved=1.0, drafting=0.5)
+    made = run(backoff, 100, saved=0.0, drafting=0.5)
+    assert made.index(False) == pytest.approx(MAX_SAVED * TRIAL / 0.5, abs=2)
+
+
+def test_first_pauses_are_short_and_double():
+    made = run(Backoff(), 3000, saved=0.0, drafting=0.05)
+    pauses = [len(pause) for pause in "".join(" x"[each] for each in made).strip().split("x") if pause]
+    assert pauses[:4] == [7, 13, 26, 52]
+    assert max(pauses) <= 1.1 / MAX_LOSS
+
+
+def test_pauses_are_short_again_after_drafting_was_worthwhile():
+    backoff = Backoff()
+    run(backoff, 3000, saved=0.0, drafting=0.5)
+    while backoff.is_stopped:
+        backoff.record_pause()
+    run(backoff, 50, saved=1.0, drafting=0.5)
+    made = run(backoff, 200, saved=0.0, drafting=0.5)
+    assert made[made.index(False) :].index(True) == 64
+
+
+def test_a_first_call_that_loads_modules_does_not_count():
+    backoff = Backoff()
+    backoff.record_drafts(0.0, 1000.0)
+    assert all(run(backoff, 100, saved=0.2, drafting=0.1))

@@ -1,0 +1,306 @@
+"""Step-time curves: where they come from, and what they learn from the steps that ran."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.budget.cost_profile import CostProfile
+from ssd.budget.curve import StepCurve, usual_knots
+from ssd.budget.fit import CurveFit, parts_of
+from ssd.budget.padding import Padding
+from ssd.budget.roofline import roofline
+from ssd.budget.token_budget import TokenBudget
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def ran(curve, seconds_of, sequences=1, steps=400, largest=512, seed=0, noise=0.0, outliers=0.0):
+    """Record steps of random sizes, as many small ones as large ones."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        tokens = sequences * int((largest / sequences) ** rng.random())
+        factor = max(0.01, 1 + noise * rng.standard_normal()) * (5 if rng.random() < outliers else 1)
+        curve.record(tokens, sequences, factor * seconds_of(tokens, sequences))
+
+
+# --- Where curves come from
+
+
+def test_a_profile_is_interpolated_and_extrapolated():
+    profile = CostProfile("some", "some", {1: {1: 10.0, 4: 13.0}, 9: {1: 18.0, 4: 29.0}})
+    curve = StepCurve.from_profile(profile)
+    assert curve.seconds(np.array([1, 5, 9, 17]), 1) == pytest.approx([0.010, 0.014, 0.018, 0.026])
+    assert curve.seconds(5, 4) == pytest.approx(0.021)
+    assert curve.seconds(5, 2) == pytest.approx((0.014 * 2 + 0.021) / 3)
+    assert curve.seconds(5, 400) == pytest.approx(0.021), "no sequence is extrapolated"
+
+
+def test_a_table_that_decreases_is_raised():
+    curve = StepCurve.from_table([1], [1, 8, 16, 64], np.array([[1.0, 3.0, 2.0, 4.0]]))
+    assert curve.seconds(np.array([1, 8, 16, 64]), 1) == pytest.approx([1, 3, 3, 4])
+
+
+@pytest.mark.parametrize("cost", [0.001, 0.02, 1.0])
+def test_a_fixed_cost_is_that_of_a_draft_token_of_each_sequence(cost):
+    curve = StepCurve.constant(cost)
+    for sequences in (1, 4, 64):
+        plain, longer = curve.seconds(np.array([sequences, 3 * sequences]), sequences)
+        assert longer / plain - 1 == pytest.approx(2 * cost)
+        assert curve.record(sequences, sequences, 9.0)
+        assert float(curve.seconds(sequences, sequences)) == plain, "it learns nothing"
+    assert not curve.totals.sizes.any()
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, 1.01, float("nan")])
+def test_impossible_costs_are_refused(cost):
+    with pytest.raises(ValueError, match="greater than 0 and at most 1"):
+        StepCurve.constant(cost)
+
+
+def test_knots_have_equal_ratios():
+    knots = usual_knots()
+    assert {1, 2, 4, 8, 1024, 8192} <= {*knots.tolist()}
+    assert (np.diff(knots) > 0).all()
+    assert max(right / left for left, right in itertools.pairwise(knots[6:])) < 1.4
+
+
+def test_padding_is_part_of_the_duration():
+    curve = StepCurve.from_profile(CostProfile("a", "b", {1: {1: 1.0}, 100: {1: 100.0}}), Padding(sizes=(4, 16)))
+    assert curve.seconds(np.array([1, 4, 5, 17]), 1) == pytest.approx([0.004, 0.004, 0.016, 0.017])
+    assert curve.step_tokens(np.array([2, 0, 5]), other_tokens=3) == 13
+    padded = StepCurve.constant(0.1, Padding(lengths=(0, 4)))
+    assert padded.step_tokens(np.array([2, 0, 3]), other_tokens=3) == 18
+    assert padded.step_tokens(np.array([0, 0, 0])) == 3
+    assert padded.step_tokens(np.array([7])) == 8, "a length that the engine does not have"
+
+
+# --- What they learn
+
+
+def h100(tokens, sequences):
+    return 0.005 + 0.0001 * max(0, tokens - 64) + 0.00001 * sequences
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("start", "tolerance"),
+    [
+        pytest.param(StepCurve.unknown, 0.15, id="unknown"),
+        pytest.param(lambda: StepCurve.from_profile(roofline("l4", "8b")), 0.4, id="other hardware"),
+    ],
+)
+def test_the_curve_of_noisy_steps_is_learned(start, tolerance, seed):
+    curve = start()
+    ran(curve, h100, steps=1500, seed=seed, noise=0.1, outliers=0.01)
+    expected = np.array([h100(size, 1) for size in SIZES])
+    assert curve.seconds(np.array(SIZES), 1) == pytest.approx(expected, rel=tolerance)
+
+
+def test_outliers_count_little():
+    """Here 2 % of the steps take 40 times as long, by which a least-squares fit is misled."""
+    curve, rng, steps = StepCurve.unknown(), np.random.default_rng(1), []
+    for _ in range(400):
+        tokens = int(512 ** rng.random())
+        steps.append((tokens, h100(tokens, 1) * (40 if rng.random() < 0.02 else 1)))
+        curve.record(tokens, 1, steps[-1][1])
+    at = np.array([1, 512])
+    expected = np.array([h100(size, 1) for size in at])
+    least_squares = np.poly1d(np.polyfit(*zip(*steps, strict=True), 2))
+    errors = [np.abs(found / expected - 1).max() for found in (curve.seconds(at, 1), least_squares(at))]
+    assert errors[0] < 0.15 < 0.5 < errors[1]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(1, 20), st.floats(1e-6, 100.0)),
+        max_size=30,
+    ),
+    st.booleans(),
+)
+def test_larger_steps_never_take_less_time(steps, is_known):
+    curve = StepCurve.from_profile(roofline("h100", "8b")) if is_known else StepCurve.unknown()
+    for tokens, sequences, seconds in steps:
+        curve.record(max(tokens, sequences), sequences, seconds)
+    for sequences in (1, 7, 64):
+        row = curve.row(sequences)
+        assert np.isfinite(row).all()
+        assert (row >= 0).all()
+        assert (np.diff(row) >= -1e-12).all()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_impossible_durations_are_counted_and_change_nothing(seconds):
+    curve = StepCurve.unknown()
+    ran(curve, h100)
+    before = curve.row(1).tolist(), curve.revision
+    assert not curve.record(4, 1, seconds)
+    assert (curve.row(1).tolist(), curve.revision) == before
+    assert curve.totals.ignored == 1
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 0), (0, 1), (1, 0), (3, 4), (-1, -1), (1 << 40, 1)])
+def test_impossible_sizes_are_counted_and_change_nothing(tokens, sequences):
+    curve = StepCurve.unknown()
+    assert not curve.record(tokens, sequences, 0.1)
+    assert curve.totals.ignored == 1
+    assert not curve.totals.sizes.any()
+
+
+def test_an_engine_that_becomes_slower_is_followed():
+    curve = StepCurve.unknown()
+    ran(curve, h100)
+    ran(curve, lambda tokens, sequences: 2 * h100(tokens, sequences), seed=1)
+    assert curve.seconds(np.array(SIZES), 1) == pytest.approx([2 * h100(size, 1) for size in SIZES], rel=0.2)
+
+
+def test_first_steps_that_compile_do_not_count():
+    curve = StepCurve.unknown()
+    for _ in range(3):
+        curve.record(1, 1, 30.0)
+    ran(curve, h100, steps=200)
+    assert float(curve.seconds(1, 1)) == pytest.approx(h100(1, 1), rel=0.1)
+
+
+def test_a_few_steps_of_prompts_show_what_large_steps_take():
+    curve = StepCurve.unknown()
+    for step in range(40):
+        curve.record(1, 1, 0.01)
+        if step % 4 == 0:
+            curve.record(400 + step, 2, 0.05)
+    assert float(curve.seconds(420, 2)) == pytest.approx(0.05, rel=0.15)
+
+
+def test_sequences_have_a_price_of_their_own():
+    curve = StepCurve.unknown()
+    rng = np.random.default_rng(0)
+    for _ in range(600):
+        sequences = int(rng.choice([1, 8, 32]))
+        tokens = sequences * int(rng.integers(1, 5))
+        curve.record(tokens, sequences, 0.01 + 0.0005 * sequences + 0.0001 * tokens)
+    for sequences in (1, 8, 32):
+        expected = 0.01 + 0.0005 * sequences + 0.0001 * 2 * sequences
+        assert float(curve.seconds(2 * sequences, sequences)) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_next_size_is_tried_and_then_known():
+    """Sizes that never ran are expected to be free until some steps have tried them, one part at a time."""
+    curve, sizes = StepCurve.unknown(), []
+    budget = TokenBudget(curve)
+    for step in range(400):
+        budget.prepare(1)
+        found = step % 5
+        [drafted] = budget.select(np.full(found, 0.3, np.float32), np.array([0, found]))
+        sizes.append(1 + int(drafted))
+        curve.record(sizes[-1], 1, float(sizes[-1]))
+    assert max(sizes) > 1
+    assert sizes[-300:] == [1] * 300
+
+
+def test_trials_of_sizes_that_are_not_worthwhile_take_less_than_a_hundredth_of_the_time():
+    def seconds(tokens, sequences):
+        return 0.01 + 0.0004 * tokens
+
+    curve = StepCurve.unknown()
+    budget, spent, plain, rng = TokenBudget(curve), 0.0, 0.0, np.random.default_rng(0)
+    for _ in range(20_000):
+        budget.prepare(8)
+        [drafted] = budget.select(np.array([0.02] * 8, np.float32), np.array([0, 8]))
+        tokens = 8 + int(drafted)
+        spent, plain = spent + seconds(tokens, 8), plain + seconds(8, 8)
+        curve.record(tokens, 8, seconds(tokens, 8) * (1 + 0.1 * rng.standard_normal()))
+    assert spent < 1.01 * plain
+
+
+def test_later_steps_are_recorded_in_part_and_all_are_checked():
+    curve = StepCurve.unknown()
+    for _ in range(356):
+        curve.record(1, 1, 0.1)
+    curve.record(1, 1, -1.0)
+    assert curve.totals.sizes[:, 0].tolist() == [256 + 25] + [0] * 14
+    assert curve.totals.ignored == 1
+
+
+def test_totals_have_the_durations_by_size():
+    curve = StepCurve.unknown()
+    for tokens in (1, 2, 3, 4, 5, 9000, 20_000):
+        curve.record(tokens, 1, 0.5)
+    assert curve.totals.sizes[:, 0].tolist() == [1, 1, 2, 1, *[0] * 10, 2]
+    assert curve.totals.sizes[2, 1] == pytest.approx(1.0)
+    assert (curve.totals.sizes[[0, 1, 2, 3, 14], 2] > 0).all()
+
+
+# --- The fit against a slow one
+
+
+class SlowFit:
+    """`CurveFit` that remembers every step, and finds the best factors by trying each set of them that may be 0."""
+
+    def __init__(self, knots, spread):
+        middle = np.log(knots[1:] * knots[:-1]) / 2
+        covariance = np.diag([1.0, spread**2] + [0.0] * len(middle))
+        for row, column in itertools.product(range(len(middle)), repeat=2):
+            nearness = np.exp(-abs(middle[row] - middle[column]))
+            covariance[2 + row, 2 + column] = spread**2 * (0.5 + 0.5 * nearness)
+        self.knots, self.prior = knots, np.linalg.inv(covariance)
+        self.rows, self.scale, self.mean_deviation, self.prior_ratio, self.number = [], 1.0, 0.0, 0.0, 0
+
+    def record(self, factors, parts, tokens, seconds):
+        """factors: those before the step. Returns by how much later ones are divided."""
+        shares = np.maximum(0, (tokens - self.knots[:-1]) / np.diff(self.knots))
+        shares[:-1] = np.minimum(shares[:-1], 1)
+        features = parts * np.concatenate(([1, 1], shares))
+        expected = features @ factors
+        if self.number == 0 or (self.number < 20 and seconds < expected * self.scale / 2):
+            self.scale, self.rows = seconds / expected, []
+        self.number += 1
+        limit = max(0.4, 3 * self.mean_deviation)
+        deviation = seconds / (expected * self.scale) - 1
+        self.mean_deviation += 0.1 * (min(abs(deviation), 2 * limit) - self.mean_deviation)
+        deviation = np.clip(deviation, -limit, limit)
+        level = 1 + 0.1 * deviation
+        self.scale *= level
+        self.rows = [(0.999 * weight, *row) for weight, *row in self.rows]
+        self.rows.append((1 / (0.1 * expected) ** 2, features, expected * (1 + deviation) / level))
+        self.prior_ratio += 0.05 * (np.log((1 + deviation) * expected / features.sum()) - self.prior_ratio)
+        if abs(self.prior_ratio) > np.log(3):
+            mean, self.prior_ratio = np.exp(self.prior_ratio), 0.0
+            self.scale *= mean
+            self.rows = [(weight * mean**2, each, value / mean) for weight, each, value in self.rows]
+
+    def loss(self, factors):
+        """Return the negative logarithm of the probability of the factors, without a constant."""
+        difference = factors - 1
+        errors = sum(weight * (each @ factors - value) ** 2 for weight, each, value in self.rows)
+        return (difference @ self.prior @ difference + errors) / 2
+
+    def best_factors(self):
+        precision = self.prior + sum(weight * np.outer(each, each) for weight, each, _ in self.rows)
+        target = self.prior.sum(1) + sum(weight * each * value for weight, each, value in self.rows)
+        candidates = []
+        for free in itertools.product([False, True], repeat=len(target)):
+            chosen, solution = np.flatnonzero(free), np.zeros(len(target))
+            solution[chosen] = np.linalg.solve(precision[np.ix_(chosen, chosen)], target[chosen])
+            if (solution >= 0).all():
+                candidates.append(solution)
+        return min(candidates, key=self.loss)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0.3, 9.0)), min_size=1, max_size=30),
+    st.floats(0.01, 100),
+    st.sampled_from([0.5, 1]),
+)
+def test_the_fit_is_the_most_probable_one(steps, unit, spread):
+    knots = np.array([1.0, 2.0, 4.0, 8.0])
+    parts = parts_of(1 + knots / 4 + 0.25, 1.25, knots, 2)
+    fit, slow = CurveFit(knots, spread), SlowFit(knots, spread)
+    for tokens, seconds in steps:
+        slow.record(fit.factors.copy(), parts, tokens, unit * seconds)
+        fit.record(parts, tokens, unit * seconds)
+        assert fit._state[0] == pytest.approx(slow.scale)
+        # It ends after a limited number of passes, which leave something to those after the next step.
+        least = slow.loss(slow.best_factors())
+        assert slow.loss(fit.factors) == pytest.approx(least, rel=0.02, abs=0.5)

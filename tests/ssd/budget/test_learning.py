@@ -1,0 +1,111 @@
+"""What a token budget learns from the progress of an engine: the curve, and when drafting is not worthwhile."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ssd.budget.curve import StepCurve
+from ssd.budget.token_budget import TokenBudget
+from ssd.types import Progress, StepTime
+
+DRAFTED = 4
+
+
+def progress(committed, *times, sequences=2):
+    """Return progress of some sequences, each of which committed this many tokens of a verified draft."""
+    each = [
+        Progress.of_one(index, np.arange(committed, dtype=np.uint32), verified=DRAFTED) for index in range(sequences)
+    ]
+    return Progress(
+        sequence_ids=np.concatenate([one.sequence_ids for one in each]),
+        tokens=np.concatenate([one.tokens for one in each]),
+        offsets=np.arange(sequences + 1, dtype=np.uint32) * committed,
+        verified=np.concatenate([one.verified for one in each]),
+        max_draft=np.zeros(sequences, np.uint32),
+        step_times=times,
+    )
+
+
+def step(drafting_s, seconds=0.1, sequences=2):
+    return StepTime(sequences * (1 + DRAFTED), sequences, seconds, drafting_s)
+
+
+def pauses_after(committed, drafting_s, steps=40):
+    """Return the first pause that a budget asks for within some steps; 0: none."""
+    budget = TokenBudget(StepCurve.unknown())
+    for _ in range(20):
+        budget.curve.record(2, 2, 0.1)
+        budget.curve.record(2 * (1 + DRAFTED), 2, 0.1)
+    return next((pause for _ in range(steps) if (pause := budget.learn(progress(committed, step(drafting_s))))), 0)
+
+
+def test_an_answer_that_is_always_late_saves_nothing():
+    """Two steps without a draft commit two tokens; the wait for each answer is lost."""
+    budget = TokenBudget(StepCurve.from_table([1, 100], [1, 100], np.ones((2, 2))))
+    late = replace(progress(2), verified=np.zeros(2, np.uint32), steps=np.full(2, 2, np.uint32))
+    late.step_times = [StepTime(2, 2, 1.0, 0.1), StepTime(2, 2, 1.0)]
+    assert any(budget.learn(late) for _ in range(40))
+
+
+@pytest.mark.parametrize("drafting_s", [float("nan"), float("inf"), -1.0])
+def test_impossible_times_of_drafting_are_ignored(drafting_s):
+    assert pauses_after(committed=1, drafting_s=drafting_s) == 0
+
+
+def test_a_fixed_cost_pauses_drafting_as_a_learned_curve_does():
+    budget = TokenBudget(StepCurve.constant(0.001))
+    assert any(budget.learn(progress(1, step(0.05))) for _ in range(40))
+    budget = TokenBudget(StepCurve.constant(0.001))
+    assert not any(budget.learn(progress(3, step(0.05))) for _ in range(40))
+
+
+def test_durations_are_recorded():
+    budget = TokenBudget(StepCurve.unknown())
+    budget.learn(progress(1, *[step(0.0, seconds) for seconds in (0.1, 0.1, -1.0)]))
+    assert budget.totals.ignored == 1
+    assert budget.totals.sizes[:, 0].sum() == 2
+
+
+def test_drafting_is_paused_where_it_costs_more_than_it_saves():
+    assert pauses_after(committed=1, drafting_s=0.05) > 0
+    assert pauses_after(committed=3, drafting_s=0.05) == 0
+    assert pauses_after(committed=3, drafting_s=0.5) > 0
+
+
+def test_drafting_whose_time_is_not_known_is_not_paused():
+    assert pauses_after(committed=1, drafting_s=0.0) == 0
+
+
+def test_impossible_times_pause_nothing():
+    budget = TokenBudget(StepCurve.unknown())
+    for seconds in (float("nan"), -1.0, 0.0, 1e12):
+        assert [budget.learn(progress(1, step(1e9, seconds))) for _ in range(100)] == [0] * 100
+    assert budget.totals.ignored == 400
+
+
+def test_after_a_pause_drafting_is_tried_again():
+    budget = TokenBudget(StepCurve.from_table([1, 100], [1, 100], np.ones((2, 2))))
+    found = [budget.learn(progress(1, step(0.5, 1.0))) for _ in range(12)]
+    first = next(index for index, pause in enumerate(found) if pause)
+    assert found[first + 1] == 0, "the step after a pause is a trial"
+
+
+def test_curves_with_a_fixed_cost_learn_nothing():
+    budget = TokenBudget(StepCurve.constant(0.02))
+    before = budget.price(8)
+    budget.learn(progress(1, *[step(0.0, seconds) for seconds in (0.1, 5.0)]))
+    assert budget.price(8) == before
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, 1.5, float("nan")])
+def test_impossible_costs_of_a_step_are_refused(cost):
+    with pytest.raises(ValueError, match="greater than 0 and at most 1"):
+        TokenBudget(StepCurve.unknown()).prepare(1, cost=cost)
+
+
+def test_a_part_of_the_batch_has_the_time_of_the_whole_step():
+    """Sequences of a step that are not in the batch of a drafter save nothing, but its time is theirs, too."""
+    budget = TokenBudget(StepCurve.from_table([1, 100], [1, 100], np.ones((2, 2))))
+    shared = replace(progress(3, sequences=1), step_times=[StepTime(60, 50, 1.0, 0.5)])
+    assert any(budget.learn(shared) for _ in range(40))
