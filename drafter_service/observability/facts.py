@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from ssd.budget.totals import BudgetTotals
+
 if TYPE_CHECKING:
     # Clients import this module and should not have to load pydantic and numba.
     from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
@@ -151,6 +153,8 @@ class NamespaceFacts:
     """Texts that were sent again after they had been learned."""
     uses: Mapping[str, ClientUse] = field(default_factory=dict)
     """By name and version of the client, since the namespace was loaded."""
+    budget: BudgetTotals = field(default_factory=BudgetTotals)
+    """Totals of the engines' token budgets, since the namespace was loaded."""
 
     def sample(self, now: float) -> Sample:
         """Return the totals at a time, in seconds since 1970."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.observability.facts import BOUNDS_S, Latency, NamespaceFacts
+from ssd.budget.totals import EXPECTED_S, SECONDS, SIZES, STEPS
 from ssd.stats import ACCEPTED, COUNT, OBSERVED, POSITIONS, PREDICTED, PROB_BINS, VERIFIED
 from ssd.types import Source
 
@@ -32,6 +33,9 @@ AGE_STARTS = (0, 9, 13, 17, 21, 25, 29)
 """Row b of the table counts ages of b bits: below 2 ** b."""
 PROB_STARTS = tuple(range(0, PROB_BINS, 2))
 PROBS = tuple(f"{start / PROB_BINS:.1f}-{(start + 2) / PROB_BINS:.1f}" for start in PROB_STARTS)
+
+STEP_SIZES = (*(f"{1 << power:04d}" for power in range(SIZES - 1)), "more")
+"""Maximum numbers of tokens of a step."""
 
 Numbers = np.ndarray | float
 Read = Callable[[NamespaceFacts], Numbers]
@@ -108,6 +112,10 @@ def _by_path_prob(name: str, text: str, column: int) -> Counter:
     return Counter(name, text, _ranges("calibration", column, PROB_STARTS), "path_prob", PROBS)
 
 
+def _by_step_size(name: str, text: str, column: int) -> Counter:
+    return Counter(name, text, lambda facts: facts.budget.sizes[:, column], "step_tokens", STEP_SIZES, is_cut=True)
+
+
 COUNTERS: tuple[Counter | Histogram, ...] = (
     _counter(
         "vllm:spec_decode_num_drafts_total",
@@ -173,6 +181,29 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
         "ssd_drafter_accepted_tokens_by_path_prob_total",
         "Draft tokens that were accepted, by path probability.",
         OBSERVED,
+    ),
+    _by_step_size(
+        "ssd_drafter_recorded_steps_total",
+        "Engine steps whose durations were recorded, by number of tokens, at most this.",
+        STEPS,
+    ),
+    _by_step_size(
+        "ssd_drafter_step_seconds_total", "Seconds that the recorded engine steps took, by number of tokens.", SECONDS
+    ),
+    _by_step_size(
+        "ssd_drafter_expected_step_seconds_total",
+        "Seconds that the recorded engine steps were expected to take, by number of tokens.",
+        EXPECTED_S,
+    ),
+    _counter(
+        "ssd_drafter_ignored_steps_total",
+        "budget.ignored",
+        "Engine steps that were ignored because their reported values are impossible.",
+    ),
+    _counter(
+        "ssd_drafter_withheld_tokens_total",
+        "budget.withheld",
+        "Draft tokens that were not verified because they were not worth the time.",
     ),
     _counter(
         "ssd_drafter_appended_tokens_total",

@@ -26,6 +26,7 @@ from drafter_service.observability.report.figures import (
 )
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
+    BudgetReport,
     ClientReport,
     CorpusReport,
     DurationBin,
@@ -36,7 +37,9 @@ from drafter_service.observability.report.schema import (
     Report,
     ServiceReport,
     ShadowReport,
+    StepSize,
 )
+from ssd.budget.totals import SIZES, BudgetTotals
 from ssd.corpus.snapshot import load
 
 
@@ -104,6 +107,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         clients=facts.clients.model_copy(),
         by_client=_by_client(facts.uses),
         shadow=_shadow(facts.shadow),
+        budget=_budget(facts.budget),
         memory_bytes=facts.memory_bytes,
         streams=facts.streams,
         sequences=facts.sequences,
@@ -131,6 +135,16 @@ def _shadow(use: ShadowUse) -> ShadowReport | None:
         return None
     drafting = tables(use.stats.counters).drafting
     return ShadowReport(observed_requests=use.observed, scored_requests=use.scored, drafting=drafting)
+
+
+def _budget(totals: BudgetTotals) -> BudgetReport:
+    bounds = [*(1 << power for power in range(SIZES - 1)), None]
+    sizes = [
+        StepSize(most_tokens=bound, steps=int(steps), mean_s=seconds / steps, expected_s=expected_s / steps)
+        for bound, (steps, seconds, expected_s) in zip(bounds, totals.sizes.tolist(), strict=True)
+        if steps
+    ]
+    return BudgetReport(withheld_tokens=totals.withheld, ignored_steps=totals.ignored, step_sizes=sizes)
 
 
 def _model(model: ModelIdentity) -> ModelReport:

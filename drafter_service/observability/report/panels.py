@@ -27,6 +27,7 @@ def namespace_panels(namespace: NamespaceReport) -> list[str]:
         _calibration,
         _sources,
         _speed,
+        _step_sizes,
         _latencies,
         _occupancy,
         _corpus,
@@ -179,6 +180,16 @@ def _tally_table(head: str, known: Iterable[table_rows.Row]) -> str:
 
 
 # --- Latencies, corpus, engines
+
+
+def _step_sizes(namespace: NamespaceReport) -> list[str]:
+    budget = namespace.budget
+    if budget is None or not budget.step_sizes:
+        return []
+    note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
+    note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
+    plot = plots.step_times(budget.step_sizes) + legend([("blue", "mean duration"), (DASHED, "expected")])
+    return [panel("Steps of engines", note, plot, table(table_rows.STEP_HEADS, table_rows.step_sizes(budget)))]
 
 
 def _latencies(namespace: NamespaceReport) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from drafter_service.observability import charts
 from drafter_service.observability.charts import Frame, Scale
 from drafter_service.observability.report import units
-from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally
+from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally, StepSize
 from drafter_service.observability.report.table_rows import Row
 
 FRAME = Frame()
@@ -260,6 +260,26 @@ def durations(known: LatencyReport, title: str, counted: str) -> str:
     parts += _quantile(frame, known, "p99", known.p99_s, slot, frame.top + 24)
     label = f"{title}: half within {units.duration(known.p50_s)}, 99% within {units.duration(known.p99_s)}"
     return charts.chart(frame, label, parts)
+
+
+def step_times(sizes: Sequence[StepSize]) -> str:
+    """Chart the mean durations of steps, and the expected ones, against their numbers of tokens."""
+    frame = FRAME
+    longest = max(max(size.mean_s, size.expected_s) for size in sizes)
+    scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    marks = charts.ticks(scale * longest)
+    y, x = frame.y_scale(0, marks[-1]), frame.x_scale(0, max(1, len(sizes) - 1))
+    labels = [units.count(size.most_tokens) if size.most_tokens else "more" for size in sizes]
+    parts = charts.y_axis(frame, y, marks, "{:g}".format)
+    parts += charts.x_axis(frame, x, list(enumerate(labels)))
+    parts += [charts.x_title(frame, "tokens of a step, at most"), charts.y_title(frame, unit)]
+    expected = [(x(place), y(scale * size.expected_s)) for place, size in enumerate(sizes)]
+    measured = [(x(place), y(scale * size.mean_s)) for place, size in enumerate(sizes)]
+    parts += [charts.polyline(expected, kind=charts.DASHED), charts.polyline(measured, kind="line blue")]
+    for (left, top), size, label in zip(measured, sizes, labels, strict=True):
+        words = f"{label} tokens: {units.duration(size.mean_s)}, expected {units.duration(size.expected_s)}"
+        parts.append(charts.circle(left, top, 3.5, f"{words}, {units.counted(size.steps, 'step')}", kind="dot blue"))
+    return charts.chart(frame, "Mean duration of steps by number of tokens", parts)
 
 
 def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None, slot: float, y: float) -> list[str]:

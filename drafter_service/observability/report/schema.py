@@ -237,6 +237,27 @@ class ShadowReport(_Part):
     drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
 
 
+class StepSize(_Part):
+    """Engines' steps with similar numbers of tokens."""
+
+    most_tokens: Count | None = Field(
+        description="Maximum number of tokens; each step has more than half of it. Null: no maximum."
+    )
+    steps: Count = Field(description="Steps that were recorded; of the later ones of an engine, every fourth is.")
+    mean_s: Amount = Field(description="Mean duration, in seconds.")
+    expected_s: Amount = Field(description="Mean duration that was predicted for these steps, in seconds.")
+
+
+class BudgetReport(_Part):
+    """How much was drafted, by the durations of steps that engines reported."""
+
+    withheld_tokens: Count = Field(
+        description="Draft tokens that were not verified because they were not worth the time."
+    )
+    ignored_steps: Count = Field(description="Reported steps with impossible values, which were ignored.")
+    step_sizes: list[StepSize] = Field(description="Ascending by number of tokens, without sizes that never ran.")
+
+
 class ModelReport(_Part):
     """The model that is served."""
 
@@ -280,6 +301,7 @@ class NamespaceReport(CounterTables):
     shadow: ShadowReport | None = Field(
         default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )
+    budget: BudgetReport | None = Field(default=None, description="Since the namespace was loaded.")
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
     streams: Count | None = Field(default=None, description="Engines connected now.")
     sequences: Count | None = Field(default=None, description="Sequences running now.")

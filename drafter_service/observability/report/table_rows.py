@@ -8,9 +8,11 @@ from typing import NamedTuple
 from drafter_service.observability.charts import Value
 from drafter_service.observability.report import units
 from drafter_service.observability.report.figures import share
-from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, Tally
+from drafter_service.observability.report.schema import BudgetReport, LatencyReport, NamespaceReport, Tally
+from ssd.budget.totals import SIZES
 from ssd.stats import LENGTHS, POSITIONS
 
+STEP_HEADS = ("tokens of a step", "steps", "mean duration", "expected")
 QUANTILES = ("p50", "p90", "p99", "longest")
 
 
@@ -99,8 +101,23 @@ def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
         ("sequences sent again", clients.resyncs),
         ("reconnects", clients.reconnects),
         ("duplicate texts", namespace.duplicates),
+        *(() if namespace.budget is None else (("draft tokens withheld", namespace.budget.withheld_tokens),)),
     )
     return [(name, Value(number, units.count)) for name, number in rows]
+
+
+def step_sizes(budget: BudgetReport) -> list[tuple[str, Value, Value, Value]]:
+    """Return the recorded steps by number of tokens: how many, and their mean and expected durations."""
+    largest = 1 << SIZES - 2
+    return [
+        (
+            f"> {largest:,}" if size.most_tokens is None else units.span(size.most_tokens // 2 + 1, size.most_tokens),
+            Value(size.steps, units.count),
+            Value(size.mean_s, units.duration),
+            Value(size.expected_s, units.duration),
+        )
+        for size in budget.step_sizes
+    ]
 
 
 def quantiles(latency: LatencyReport) -> list[tuple[str, Value]]:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from drafter_service.observability.facts import BOUNDS_S, quantile
 from drafter_service.observability.report import units
-from drafter_service.observability.report.figures import drafting_of, sum_drafting
+from drafter_service.observability.report.figures import drafting_of, ratio, sum_drafting
 from drafter_service.observability.report.schema import Drafting, LatencyReport, NamespaceReport, Report
 from drafter_service.observability.report.verdict import log_facts, service_facts, service_remarks
 from ssd.errors import UserError
@@ -121,6 +121,8 @@ class Rates(NamedTuple):
     tokens_per_step: float | None = None
     draft_p50_s: float | None = None
     draft_p99_s: float | None = None
+    step_s: float | None = None
+    withheld_per_s: float | None = None
 
 
 class _Change(NamedTuple):
@@ -130,6 +132,12 @@ class _Change(NamedTuple):
     learned_tokens: int
     latencies: Counter[float]
     """Number of drafts by the upper bound of their latency in seconds."""
+    steps: float
+    """Recorded steps of engines."""
+    seconds: float
+    """Sum of their durations."""
+    withheld: int
+    """Draft tokens that were not worth the time."""
 
 
 def rates_of(before: Report | None, now: Report) -> list[Rates]:
@@ -172,7 +180,18 @@ def _change(before: NamespaceReport | None, now: NamespaceReport) -> _Change | N
         new.accepted - old.accepted,
     )
     learned = max(0, (now.corpus.learned_tokens or 0) - (before.corpus.learned_tokens or 0))
-    return _Change(drafting, learned, _counts(now.draft_latency) - _counts(before.draft_latency))
+    latencies = _counts(now.draft_latency) - _counts(before.draft_latency)
+    steps, seconds, withheld = (max(0, end - begin) for begin, end in zip(_budget(before), _budget(now), strict=True))
+    return _Change(drafting, learned, latencies, steps, seconds, int(withheld))
+
+
+def _budget(namespace: NamespaceReport) -> tuple[float, float, float]:
+    """Return the number of recorded steps, the sum of their durations, and the number of withheld draft tokens."""
+    if namespace.budget is None:
+        return 0, 0, 0
+    sizes = namespace.budget.step_sizes
+    seconds = sum(size.steps * size.mean_s for size in sizes)
+    return sum(size.steps for size in sizes), seconds, namespace.budget.withheld_tokens
 
 
 def _counts(latency: LatencyReport | None) -> Counter[float]:
@@ -187,6 +206,9 @@ def _sum(changes: Sequence[_Change]) -> _Change | None:
         sum_drafting(change.drafting for change in changes),
         sum(change.learned_tokens for change in changes),
         sum((change.latencies for change in changes), Counter()),
+        sum(change.steps for change in changes),
+        sum(change.seconds for change in changes),
+        sum(change.withheld for change in changes),
     )
 
 
@@ -204,6 +226,8 @@ def _with_rates(rates: Rates, change: _Change | None, seconds: float | None) -> 
         # Latencies above the last bound are not known more precisely.
         draft_p50_s=quantile(latencies, 0.5, BOUNDS_S[-1]) if latencies else None,
         draft_p99_s=quantile(latencies, 0.99, BOUNDS_S[-1]) if latencies else None,
+        step_s=ratio(change.seconds, change.steps),
+        withheld_per_s=change.withheld / seconds,
     )
 
 
@@ -252,7 +276,7 @@ class Monitor:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("namespace", min_width=8)
         heads = ["tok/s", "step/s", "t/step", "", "acc", "p50", "p99", "learn/s", "eng"]
-        more = ["draft/s", "seqs", "corpus"] if is_wide else []
+        more = ["draft/s", "held/s", "step", "seqs", "corpus"] if is_wide else []
         for head in heads + more:
             table.add_column(head, justify="left" if head == "" else "right", no_wrap=True)
         *namespaces, total = self._rates
@@ -283,5 +307,11 @@ class Monitor:
             units.count(rates.streams),
         ]
         if is_wide:
-            cells += [units.rate(rates.drafts_per_s), units.count(rates.sequences), units.count(rates.corpus_tokens)]
+            cells += [
+                units.rate(rates.drafts_per_s),
+                units.rate(rates.withheld_per_s),
+                units.duration(rates.step_s),
+                units.count(rates.sequences),
+                units.count(rates.corpus_tokens),
+            ]
         return cells

@@ -26,6 +26,7 @@ from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
 from drafter_service.observability.metrics.clients import MAX_CLIENTS
 from drafter_service.observability.metrics.collector import DrafterCollector, NamespaceRows
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
+from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
 from tests.drafter_service.service_facts import filled_stats, latency_of, namespace_facts, service_facts
@@ -107,6 +108,20 @@ def test_ranges_include_every_count():
     assert total("ssd_drafter_accepted_tokens_by_match_length_total") == stats.counters.by_length[:, ACCEPTED].sum()
     assert total("ssd_drafter_accepted_tokens_by_age_total") == stats.counters.by_age[:, ACCEPTED].sum()
     assert total("ssd_drafter_verified_tokens_by_path_prob_total") == stats.counters.calibration[:, 0].sum()
+
+
+def test_durations_of_steps_by_their_number_of_tokens():
+    budget = BudgetTotals(ignored=3, withheld=400)
+    budget.sizes[3], budget.sizes[14] = (50, 1.5, 1.25), (1, 2.0, 3.0)
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts(budget=budget)), 20))
+    of_steps = {
+        name: [value for key, value in values.items() if key[0] == f"ssd_drafter_{name}_total"]
+        for name in ("recorded_steps", "step_seconds", "expected_step_seconds")
+    }
+    assert [sum(found) for found in of_steps.values()] == [51, 3.5, 4.25]
+    assert values["ssd_drafter_step_seconds_total", "main", "0008"] == 1.5
+    assert values["ssd_drafter_ignored_steps_total", "main"] == 3
+    assert values["ssd_drafter_withheld_tokens_total", "main"] == 400
 
 
 def test_other_metrics_of_namespaces_and_the_service():

@@ -22,6 +22,7 @@ from drafter_service.observability.facts import (
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
+from ssd.budget.totals import BudgetTotals, size_of
 from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
@@ -98,10 +99,24 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "draft_latency": latency_of(steps // 40, 3.2e-4, 0.5),
         "merge_latency": latency_of(steps // 90, 4.1e-3, 0.7),
         "clients": ClientTotals(timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2),
+        "budget": budget_totals(),
         "duplicates": 31,
         "uses": {"vllm/0.32.0 ssd-drafter/0.1.0": ClientUse(3, steps // 2, 2 * steps), "[/b]\x1b": ClientUse()},
     }
     return new_namespace(name, **{**facts, **changes})
+
+
+def budget_totals():
+    """Return totals of steps of 1, 3 to 4, 5 to 8 and more than 8192 tokens."""
+    totals = BudgetTotals(ignored=3, withheld=41_000)
+    for tokens, steps, mean_s, expected_s in (
+        (1, 200, 0.02, 0.021),
+        (4, 500, 0.022, 0.022),
+        (8, 90, 0.03, 0.024),
+        (9000, 4, 1.5, 1.0),
+    ):
+        totals.sizes[size_of(tokens)] = steps, steps * mean_s, steps * expected_s
+    return totals
 
 
 def begun_namespace():

@@ -75,6 +75,7 @@ def test_values_are_those_of_the_report():
     assert f"error {units.share(known.calibration.error)}" in words
     draft = known.draft_latency
     assert f"draft of a batch {units.duration(draft.p50_s)} {units.duration(draft.p90_s)}" in words
+    assert f"{units.span(5, 8)} 90 30.0 ms 24.0 ms > 8,192 4 1.50 s 1.00 s" in words
     first = known.by_position[0]
     line = next(line for line in text.split("\n") if line.startswith("1 "))
     assert line.split()[2:4] == [units.share(first.acceptance), units.count(first.drafted)]
