@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from drafter_service.commands.advise import arctic
+from drafter_service.commands.advise.host_flags import PaddedSpeedup, vllm_flags
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
 from drafter_service.commands.advise.traffic import Traffic
 from drafter_service.commands.advise.trials import Outcome, Trial, needed_capacity
 from drafter_service.observability.report import units
+from ssd.budget.cost_profile import CostProfile
 from ssd.config import DrafterConfig, DraftShape
-from ssd.hardware.cost_profile import CostProfile
 
-CONCURRENCIES = (1, 4, 16, 64)
+CONCURRENCIES = (1, 4, 16, 64, 256)
 """Requests at once for which the speed-up is predicted."""
 MAX_DRAFTS = (4, 8, 16)
-"""Maximum lengths of drafts that are compared with the default."""
+"""Maximum lengths of drafts that are compared with the default, and lengths that drafts are padded to."""
 SHAPES: tuple[DraftShape, ...] = ("path", "tree")
-TYPICAL_DRAFT = 16
-"""Draft tokens per sequence for which the cost of a token is taken from a profile."""
 NEAR_BEST = 0.99
 """Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
 MIN_USEFUL_SPEEDUP = 1.05
@@ -55,6 +54,8 @@ class Speedup:
     speedup: float
     output_tokens: int
     """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
+    is_padded: bool = False
+    """Whether the engine pads each draft to `max_draft`."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,15 @@ class Advice:
 
     verdict: str
     settings: DrafterConfig
+    vllm: str
+    """Flags of vLLM; empty if drafting is not worthwhile."""
     best: Speedup
     """Over the whole log."""
     speedups: Sequence[Speedup]
     """For each drafter, shape and number of requests at once, over the first part of the log."""
     lengths: Sequence[Speedup]
-    """For several maximum lengths of drafts, over the first part of the log."""
+    """For several maximum lengths of drafts, and for the best length that all drafts are padded to with each number of
+    requests at once, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
     """Output tokens remembered so far, and tokens per step of the requests that ended then."""
     groups: Sequence[Group]
@@ -98,13 +102,6 @@ class Advice:
     """Sentences about anything unusual in the log."""
 
 
-def cost_of(profile: CostProfile, concurrency: int) -> float:
-    """Return the cost of one more token of a sequence, as a fraction of a step with this number of sequences."""
-    plain = profile.step(concurrency, concurrency)
-    more = profile.step(concurrency * (1 + TYPICAL_DRAFT), concurrency)
-    return float(min(1.0, max(1e-3, (more / plain - 1) / TYPICAL_DRAFT)))
-
-
 def concurrency_of(traffic: Traffic, given: int | None) -> int:
     """Return the number of requests at once for which to advise: the given one, that of the log, or 1."""
     recorded = traffic.concurrency()
@@ -117,32 +114,28 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     capacity = needed_capacity(traffic, DrafterConfig.capacity)
     longest = DrafterConfig.max_draft
 
-    def trial(drafter: str, shape: DraftShape, max_draft: int, concurrency: int) -> Trial:
-        return Trial(drafter, shape, max_draft, concurrency, cost_of(profile, concurrency), capacity)
+    def trial(drafter: str, shape: DraftShape, max_draft: int, count: int, *, is_padded: bool = False) -> Trial:
+        return Trial(drafter, shape, max_draft, count, capacity, is_padded)
 
     # Durations of larger steps are not known.
     counts = {main, *(count for count in CONCURRENCIES if count <= profile.max_sequences)}
-    by_concurrency = [trial("ssd", shape, longest, count) for count in sorted(counts) for shape in SHAPES]
+    ascending = sorted(counts)
+    by_concurrency = [trial("ssd", shape, longest, count) for count in ascending for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
     if arctic.is_installed():
         others.append(trial("arctic", "tree", longest, main))
-    return by_concurrency + others + [trial("ssd", shape, count, main) for count in MAX_DRAFTS for shape in SHAPES]
+    lengths = [trial("ssd", "path", length, main) for length in MAX_DRAFTS]
+    padded = [trial("ssd", "path", length, count, is_padded=True) for count in ascending for length in MAX_DRAFTS]
+    return by_concurrency + others + lengths + padded
 
 
-def plan_whole(traffic: Traffic, profile: CostProfile, given: int | None, samples: Sequence[Outcome]) -> Trial:
+def plan_whole(traffic: Traffic, given: int | None, samples: Sequence[Outcome]) -> Trial:
     """Return the trial over the whole log: with the settings that are best in the outcomes of `plan_samples`."""
     main = concurrency_of(traffic, given)
-    alike = [one for one in _speedups(samples, profile) if (one.drafter, one.concurrency) == ("ssd", main)]
-    shape = max(alike, key=lambda one: one.speedup).draft_shape
-    return Trial(
-        "ssd",
-        shape,
-        _max_draft([one for one in alike if one.draft_shape == shape]),
-        given or 0,
-        cost_of(profile, main),
-        needed_capacity(traffic, DrafterConfig.capacity),
-        is_whole=True,
-    )
+    alike = [one for one in map(_speedup, samples) if (one.drafter, one.concurrency) == ("ssd", main)]
+    shape = max((one for one in alike if not one.is_padded), key=lambda one: one.speedup).draft_shape
+    capacity = needed_capacity(traffic, DrafterConfig.capacity)
+    return Trial("ssd", shape, DrafterConfig.max_draft, given or 0, capacity, is_whole=True)
 
 
 def advise(
@@ -154,22 +147,24 @@ def advise(
     given: int | None,
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
-    best = _speedup(whole, profile, concurrency_of(traffic, given))
+    best = replace(_speedup(whole), concurrency=concurrency_of(traffic, given))
     assert whole.origins is not None
     kept = _kept(whole.origins)
-    settings = DrafterConfig(
-        capacity=_capacity(kept),
-        draft_shape=best.draft_shape,
-        max_draft=best.max_draft,
-        cost=round(whole.trial.cost, 4),
-    )
-    compared = _speedups(samples, profile)
+    compared = [_speedup(outcome) for outcome in samples]
+    paths = [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
+    padded = _best_padded(paths)
+    unpadded = [one for one in paths if not one.is_padded and one.concurrency == best.concurrency]
+    fastest = max(one.speedup for one in unpadded)
+    best_padded = [PaddedSpeedup(one.max_draft, one.concurrency, one.speedup) for one in padded]
     return Advice(
         verdict=_verdict(best, profile),
-        settings=settings,
+        settings=DrafterConfig(capacity=_capacity(kept), draft_shape=best.draft_shape, max_draft=best.max_draft),
+        vllm=""
+        if best.speedup < MIN_USEFUL_SPEEDUP
+        else vllm_flags(fastest, _max_draft(unpadded), best_padded, best.concurrency),
         best=best,
         speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
-        lengths=[one for one in compared if one.max_draft in MAX_DRAFTS],
+        lengths=[*(one for one in unpadded if one.max_draft in MAX_DRAFTS), *padded],
         growth=_growth(whole.replay),
         groups=_prefix_groups(traffic, whole.replay),
         sizes=_size_groups(whole.replay),
@@ -181,31 +176,32 @@ def advise(
     )
 
 
+def _best_padded(paths: Sequence[Speedup]) -> list[Speedup]:
+    """Return the fastest of the padded drafts for each number of requests at once, ascending."""
+    padded = [one for one in paths if one.is_padded]
+    counts = sorted({one.concurrency for one in padded})
+    return [max((one for one in padded if one.concurrency == count), key=lambda one: one.speedup) for count in counts]
+
+
 def _max_draft(compared: Sequence[Speedup]) -> int:
     """Return the smallest maximum length that is nearly as fast as the best one."""
     fastest = max(one.speedup for one in compared)
     return min(one.max_draft for one in compared if one.speedup >= NEAR_BEST * fastest)
 
 
-def _speedups(samples: Sequence[Outcome], profile: CostProfile) -> list[Speedup]:
-    return [_speedup(outcome, profile, outcome.trial.concurrency) for outcome in samples]
-
-
-def _speedup(outcome: Outcome, profile: CostProfile, concurrency: int) -> Speedup:
+def _speedup(outcome: Outcome) -> Speedup:
     trial, replay = outcome.trial, outcome.replay
-    speedup = profile.speedup(
-        replay.tokens_per_step, replay.drafted_per_step, outcome.draft_ms, concurrency, outcome.prompt_tokens
-    )
     return Speedup(
         trial.drafter,
         trial.draft_shape,
         trial.max_draft,
-        concurrency,
+        trial.concurrency,
         replay.tokens_per_step,
         replay.drafted_per_step,
         outcome.draft_ms,
-        speedup,
+        outcome.speedup,
         int(replay.output_lengths.sum()),
+        trial.is_padded,
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
     from drafter_service.ingest.reading import Reading
-    from ssd.hardware.cost_profile import CostProfile
+    from ssd.budget.cost_profile import CostProfile
 
 
 @click.command()
@@ -67,8 +67,8 @@ def advise(
 
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
-    from ssd.hardware.cost_profile import CostProfile
-    from ssd.hardware.roofline import roofline
+    from ssd.budget.cost_profile import CostProfile
+    from ssd.budget.roofline import roofline
 
     if cost_profile is not None and gpu is not None:
         raise UserError("give either --cost-profile or --gpu, not both")
@@ -83,7 +83,8 @@ def advise(
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     _show(advice)
-    toml = _settings_file(advice)
+    estimated = {"gpu": gpu or "h100", "model_size": model_size}
+    toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
     write(out, _page(advice, toml, traffic, facts, profile))
     if config is not None:
         write(config, toml)
@@ -105,10 +106,10 @@ def _analyze(
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
             task = progress.add_task(what, total=size_of(traffic, trials))
-            return run_trials(traffic, path, trials, lambda tokens: progress.advance(task, tokens))
+            return run_trials(traffic, path, profile, trials, lambda tokens: progress.advance(task, tokens))
 
         samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
-        [whole] = run("replaying the log", [plan_whole(traffic, profile, concurrency, samples)])
+        [whole] = run("replaying the log", [plan_whole(traffic, concurrency, samples)])
     return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
 
 
@@ -120,12 +121,11 @@ def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -
     return read_traffic(files, reading, path, lambda state: progress.update(task, completed=state.bytes_read))
 
 
-def _settings_file(advice: Advice) -> str:
+def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
     import tomli_w
 
-    settings = advice.settings
-    names = ("capacity", "draft_shape", "max_draft", "cost")
-    return tomli_w.dumps({"drafting": {name: getattr(settings, name) for name in names}})
+    names = ("capacity", "draft_shape", "max_draft")
+    return tomli_w.dumps({"drafting": {name: getattr(advice.settings, name) for name in names}, "steps": steps})
 
 
 def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile: CostProfile) -> str:
@@ -163,7 +163,6 @@ def _show(advice: Advice) -> None:
         if share is not None:
             console.print(f"{share:.0%} of the accepted draft tokens came from another {owner}'s text")
     settings = advice.settings
-    console.print(
-        f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}, "
-        f"cost {settings.cost:g}"
-    )
+    console.print(f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}")
+    if advice.vllm:
+        console.print(f"vLLM: {advice.vllm}", soft_wrap=True, markup=False, highlight=False)

@@ -39,7 +39,8 @@ def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, s
     for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
         if share is not None:
             cards.append(charts.card(f"from {name}", units.share(share), "of accepted draft tokens"))
-    panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), _settings(settings_toml)]
+    settings = _settings(settings_toml, advice.vllm)
+    panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), settings]
     notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in advice.notes)
     header = f"<h1>Advice for this traffic</h1><p>{escape(advice.verdict)}</p>{notes}"
     footer = " · ".join(f"{escape(name)}: {escape(value)}" for name, value in facts)
@@ -85,7 +86,7 @@ def rows_of(advice: Advice) -> list[tuple[str, ...]]:
 def _cells_of(one: Speedup) -> tuple[str, ...]:
     return (
         one.drafter,
-        one.draft_shape,
+        "padded" if one.is_padded else one.draft_shape,
         str(one.max_draft),
         str(one.concurrency),
         f"{one.tokens_per_step:.2f}",
@@ -154,6 +155,7 @@ def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
     )
 
 
-def _settings(toml: str) -> str:
-    note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml"
-    return charts.panel("Settings", note, f"<pre>{escape(toml)}</pre>")
+def _settings(toml: str, vllm: str) -> str:
+    note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml."
+    flags = f"<p>Then: vllm serve MODEL ...</p><pre>{escape(vllm)}</pre>" if vllm else ""
+    return charts.panel("Settings", note, f"<pre>{escape(toml)}</pre>{flags}")

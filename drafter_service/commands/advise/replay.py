@@ -19,6 +19,7 @@ from drafter_service.commands.advise.provenance import Tracer
 from drafter_service.commands.advise.running import Running
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
+from ssd.budget.curve import StepCurve
 from ssd.types import DraftBatch, Drafter, Progress
 
 
@@ -34,6 +35,10 @@ class Replay:
     """int64 [R]."""
     order: np.ndarray
     """int64 [R]: requests in the order in which they ended."""
+    seconds: float
+    """Duration of all steps, without drafting."""
+    calls: int
+    """Number of steps."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -87,8 +92,11 @@ class TimedDrafter:
 class Arrivals:
     """Hands out requests in the order of their arrival; a turn waits until its session's previous turn has ended."""
 
-    def __init__(self, traffic: Traffic, requests: np.ndarray) -> None:
-        """requests: int64 [n], those to hand out, in the order of their arrival."""
+    def __init__(self, traffic: Traffic, requests: np.ndarray, concurrency: int | np.ndarray) -> None:
+        """requests: int64 [n], those to hand out, in the order of their arrival. concurrency: see `steps_of`."""
+        self._limits = np.broadcast_to(concurrency, len(traffic))
+        self._most = int(self._limits.max(initial=0))
+        self._upcoming: int | None = None
         self._places = iter(enumerate(requests.tolist()))
         self._sessions = traffic.sessions.tolist()
         self._busy: set[int] = set()
@@ -97,7 +105,18 @@ class Arrivals:
         self._ready: list[tuple[int, int]] = []
         """Heap of the next turns of sessions that became free."""
 
-    def next(self) -> int | None:
+    def beginning(self, running: int) -> Iterator[int]:
+        """Yield the requests that begin while `running` others run."""
+        while running < self._most:
+            # The next request is chosen when it can begin, so that one that waited for its session precedes later ones.
+            self._upcoming = self._next() if self._upcoming is None else self._upcoming
+            if self._upcoming is None or running >= self._limits[self._upcoming]:
+                return
+            yield self._upcoming
+            self._upcoming = None
+            running += 1
+
+    def _next(self) -> int | None:
         """Return the next request; None if all others wait for a session or there is none."""
         while True:
             place, request = heapq.heappop(self._ready) if self._ready else next(self._places, (-1, -1))
@@ -128,19 +147,11 @@ def steps_of(
     requests: int64 [n], in the order of their arrival. concurrency: largest number of requests that run at once, for
     all requests or when each one begins (int64 [R]).
     """
-    limits = np.broadcast_to(concurrency, len(traffic))
-    most = int(limits.max(initial=0))
-    arrivals, running = Arrivals(traffic, requests), Running(traffic)
-    upcoming: int | None = None
+    arrivals, running = Arrivals(traffic, requests, concurrency), Running(traffic)
     while True:
-        # The next request is chosen when it can begin, so that one that waited for its session precedes later ones.
-        while len(running) < most:
-            upcoming = arrivals.next() if upcoming is None else upcoming
-            if upcoming is None or len(running) >= limits[upcoming]:
-                break
-            drafter.start(upcoming, traffic.prompt(upcoming), int(traffic.sessions[upcoming]))
-            running.add(upcoming)
-            upcoming = None
+        for request in arrivals.beginning(len(running)):
+            drafter.start(request, traffic.prompt(request), int(traffic.sessions[request]))
+            running.add(request)
         if not len(running):
             return
         running.verify(drafter.draft(running.progress(max_draft)))
@@ -153,9 +164,32 @@ def steps_of(
             running.drop_ended()
 
 
+def plain_seconds(traffic: Traffic, curve: StepCurve, concurrency: int | np.ndarray) -> float:
+    """Return the duration of all steps of a replay without drafts."""
+    arrivals, lengths = Arrivals(traffic, traffic.in_order(), concurrency), traffic.output_lengths.tolist()
+    ends: list[tuple[int, int]] = []
+    """Heap of the running requests, as pairs of the step after which each ends and the request."""
+    step, seconds = 0, 0.0
+    while True:
+        for request in arrivals.beginning(len(ends)):
+            heapq.heappush(ends, (step + lengths[request], request))
+        if not ends:
+            return seconds
+        seconds += (ends[0][0] - step) * float(curve.seconds(len(ends), len(ends)))
+        step = ends[0][0]
+        while ends and ends[0][0] == step:
+            arrivals.end(heapq.heappop(ends)[1])
+
+
+def step_seconds(running: Running, curve: StepCurve) -> float:
+    """Return the duration of the last step."""
+    return float(curve.seconds(curve.step_tokens(running.verified), len(running)))
+
+
 def replay(
     traffic: Traffic,
     drafter: TimedDrafter,
+    curve: StepCurve,
     *,
     concurrency: int | np.ndarray,
     max_draft: int,
@@ -165,13 +199,15 @@ def replay(
     """Replay all requests, see `steps_of`; `watch` is called with the number of output tokens of each that ended."""
     lengths = traffic.output_lengths
     steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
+    seconds, calls = 0.0, 0
     for running in steps_of(traffic, traffic.in_order(), drafter, concurrency=concurrency, max_draft=max_draft):
         if tracer is not None:
             for accepted in running.accepted_paths():
                 tracer.accept(*accepted)
+        seconds, calls = seconds + step_seconds(running, curve), calls + 1
         steps[running.requests] += 1
         drafted[running.requests] += running.verified
         for request in running.requests[running.ended].tolist():
             order.append(request)
             watch(int(lengths[request]))
-    return Replay(steps, drafted, lengths, np.array(order))
+    return Replay(steps, drafted, lengths, np.array(order), seconds, calls)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.kernels.jit import Longs, Nothing, Parents, Tokens, TokensOut, kernel, outline
-from ssd.types import DraftBatch, Progress, Source
+from ssd.types import DraftBatch, Progress, Source, StepTime
 
 LOCAL = int(Source.LOCAL)
 
@@ -26,6 +26,8 @@ class Running:
         """int64 [T]: depth of each of their tokens that is on a path of the output, 0 for the others."""
         self.ended = np.empty(0, bool)
         """bool [B]: whether the last step committed the end of the output."""
+        self.step_times: Sequence[StepTime] = ()
+        """Durations for the next progress."""
 
     def __len__(self) -> int:
         return self._columns.shape[1]
@@ -64,7 +66,9 @@ class Running:
         tokens = np.empty(int(offsets[-1]), np.uint32)
         _gather(self._text, done - committed, committed, tokens)
         limits = np.full(len(done), max_draft, np.uint32)
-        return Progress(self.requests.astype(np.uint64), tokens, offsets, verified.astype(np.uint32), limits)
+        times, self.step_times = self.step_times, ()
+        ids, verified = self.requests.astype(np.uint64), verified.astype(np.uint32)
+        return Progress(ids, tokens, offsets, verified, limits, step_times=times)
 
     def verify(self, drafts: DraftBatch) -> None:
         """Verify a batch of drafts, and commit the tokens."""

@@ -17,22 +17,25 @@ import numpy as np
 
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from drafter_service.commands.advise.provenance import Origins, Tracer
-from drafter_service.commands.advise.replay import Replay, TimedDrafter, replay
+from drafter_service.commands.advise.replay import Replay, TimedDrafter, plain_seconds, replay
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
+from ssd.budget.cost_profile import CostProfile
+from ssd.budget.curve import StepCurve
+from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
+from ssd.corpus.processors import usable_processors
 from ssd.corpus.ring import MIN_CAPACITY
 from ssd.errors import UserError
-from ssd.hardware.processors import usable_processors
 from ssd.types import Drafter
 
 POLL_S = 0.1
 """Interval at which progress is reported."""
 REPORTED_TOKENS = 10_000
 """Output tokens after which a process reports progress."""
-SAMPLE_TOKENS = 200_000
+SAMPLE_TOKENS = 100_000
 """Output tokens of a trial that compares settings; only the last trial replays the whole log."""
 INLINE_TOKENS = 500_000
 """Logs up to this size are replayed in this process, because starting others takes longer."""
@@ -48,10 +51,10 @@ class Trial:
     max_draft: int
     concurrency: int
     """Largest number of requests that run at once; 0: as many as in the log."""
-    cost: float
-    """Cost of verifying one more token, as a fraction of a step."""
     capacity: int
     """Tokens that the corpus holds."""
+    is_padded: bool = False
+    """Whether the engine pads the draft of each sequence to `max_draft`."""
     is_whole: bool = False
     """Whether the whole log is replayed, and accepted drafts are traced to their sources."""
 
@@ -64,8 +67,8 @@ class Outcome:
     replay: Replay
     draft_ms: float
     """Mean processor time in which the drafter answers a step, for all its sequences together."""
-    prompt_tokens: float
-    """Tokens of prompts that the target computes per output token."""
+    speedup: float
+    """Time of a service without drafts, divided by that with these drafts."""
     origins: Origins | None = None
 
 
@@ -87,37 +90,44 @@ class TracedDrafter(TimedDrafter):
             self._tracer.finish(sequence_id)
 
 
-def run_trial(traffic: Traffic, trial: Trial, watch: Callable[[int], None]) -> Outcome:
-    """Run one trial; `watch` is called with numbers of replayed output tokens."""
+def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Callable[[int], None]) -> Outcome:
+    """Run one trial on an engine with the steps of a profile; `watch` is called with numbers of replayed tokens."""
     if not trial.is_whole:
         traffic = traffic.first(SAMPLE_TOKENS)
-    inner, tracer = _drafter_of(trial), None
+    curve = StepCurve.from_profile(profile, Padding(lengths=(trial.max_draft,)) if trial.is_padded else NO_PADDING)
+    inner, tracer = _drafter_of(trial, curve), None
     if trial.is_whole and isinstance(inner, CorpusDrafter):
         tracer = Tracer(traffic, inner.corpus)
     drafter = TracedDrafter(inner, tracer)
     recorded = traffic.concurrency()
     concurrency = trial.concurrency or (1 if recorded is None else recorded)
-    result = replay(traffic, drafter, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch)
+    result = replay(
+        traffic, drafter, curve, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch
+    )
     inner.close()
+    # Drafts do not change the time of prompts, nor how many of them a prefix cache has.
+    prompts = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
+    plain = plain_seconds(traffic, curve, concurrency)
+    speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
     draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
-    prompt_tokens = traffic.uncached_prompt_tokens() / max(1, int(traffic.output_lengths.sum()))
-    return Outcome(trial, result, draft_ms, prompt_tokens, None if tracer is None else tracer.origins)
+    return Outcome(trial, result, draft_ms, speedup, None if tracer is None else tracer.origins)
 
 
-def _drafter_of(trial: Trial) -> Drafter:
+def _drafter_of(trial: Trial, curve: StepCurve) -> Drafter:
     if trial.drafter == "ngram":
         return NgramDrafter()
     if trial.drafter == "arctic":
-        return ArcticDrafter(*settings_for(trial.cost))
+        count = max(1, trial.concurrency)
+        one, two = curve.seconds(np.array([count, 2 * count]), count)
+        return ArcticDrafter(*settings_for(two / one - 1))
     # The kernels take seconds to import.
     from ssd.baselines.classic import ClassicDrafter
     from ssd.drafter import SuffixDrafter
 
-    config = DrafterConfig(
-        capacity=trial.capacity, draft_shape=trial.draft_shape, max_draft=trial.max_draft, cost=trial.cost
-    )
-    drafter = ClassicDrafter if trial.drafter == "classic" else SuffixDrafter
-    return drafter(config, corpus=Corpus.from_config(config))
+    config = DrafterConfig(capacity=trial.capacity, draft_shape=trial.draft_shape, max_draft=trial.max_draft)
+    if trial.drafter == "classic":
+        return ClassicDrafter(config, corpus=Corpus.from_config(config))
+    return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
 
 
 def needed_capacity(traffic: Traffic, most: int) -> int:
@@ -133,21 +143,23 @@ def size_of(traffic: Traffic, trials: Sequence[Trial]) -> int:
     return sum(whole if trial.is_whole else sample for trial in trials)
 
 
-def run_trials(traffic: Traffic, path: Path, trials: Sequence[Trial], watch: Callable[[int], None]) -> list[Outcome]:
+def run_trials(
+    traffic: Traffic, path: Path, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
+) -> list[Outcome]:
     """Run trials, as many at a time as there are cores; path: the file with the tokens of the traffic.
 
     Raises UserError if the system ends one of the processes.
     """
     workers = min(len(trials), len(usable_processors()))
     if workers == 1 or size_of(traffic, trials) <= INLINE_TOKENS:
-        return [run_trial(traffic, trial, watch) for trial in trials]
+        return [run_trial(traffic, profile, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")
     without_tokens = replace(traffic, tokens=np.empty(0, np.uint32))
     # Ctrl-C must end the processes. With Python's own handler each would go on with the next trial.
     end_on_interrupt = signal.SIGINT, signal.SIG_DFL
     with context.Manager() as manager, ProcessPoolExecutor(workers, context, signal.signal, end_on_interrupt) as pool:
         done: Queue[int] = manager.Queue()
-        futures = [pool.submit(_run, without_tokens, path, trial, done) for trial in trials]
+        futures = [pool.submit(_run, without_tokens, path, profile, trial, done) for trial in trials]
         try:
             while not all(future.done() for future in futures):
                 with suppress(Empty):
@@ -159,7 +171,7 @@ def run_trials(traffic: Traffic, path: Path, trials: Sequence[Trial], watch: Cal
             pool.shutdown(cancel_futures=True)
 
 
-def _run(traffic: Traffic, path: Path, trial: Trial, done: Queue[int]) -> Outcome:
+def _run(traffic: Traffic, path: Path, profile: CostProfile, trial: Trial, done: Queue[int]) -> Outcome:
     """Run a trial in a process of the pool."""
     waiting = 0
 
@@ -170,6 +182,6 @@ def _run(traffic: Traffic, path: Path, trial: Trial, done: Queue[int]) -> Outcom
             done.put(waiting)
             waiting = 0
 
-    outcome = run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), trial, watch)
+    outcome = run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), profile, trial, watch)
     done.put(waiting)
     return outcome

@@ -13,7 +13,7 @@ from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.trials import run_trials
 from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
-from ssd.hardware.cost_profile import CostProfile
+from ssd.budget.cost_profile import CostProfile
 from tests.browser import chart_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.ingest.loads import model_folder
@@ -23,10 +23,10 @@ CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n
 
 def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP):
     def run_all(trials):
-        return run_trials(traffic, tmp_path, trials, lambda _tokens: None)
+        return run_trials(traffic, tmp_path, profile, trials, lambda _tokens: None)
 
     samples = run_all(plan_samples(traffic, profile, concurrency))
-    [whole] = run_all([plan_whole(traffic, profile, concurrency, samples)])
+    [whole] = run_all([plan_whole(traffic, concurrency, samples)])
     return advise(traffic, LogFacts(), profile, samples, whole, concurrency)
 
 
@@ -41,7 +41,8 @@ def test_repeated_outputs_pay(tmp_path):
     assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
 
 
-def test_verdicts_on_enough_text_have_no_caveat(tmp_path):
+def test_verdicts_on_enough_text_have_no_caveat(tmp_path, monkeypatch):
+    monkeypatch.setattr("drafter_service.commands.advise.trials.INLINE_TOKENS", 10**9)
     advice = advice_of(traffic_of(repeated_requests(40, 600)), tmp_path)
     assert "not reliable" not in advice.verdict
 
@@ -102,6 +103,8 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "another user's text" in result.output
     assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
+    assert load_settings(settings).steps.cost_profile == profile
+    assert "vLLM: --no-async-scheduling --scheduler-cls" in result.stdout
     text = page.read_text()
     assert "tokens per step" in text
     assert "While the corpus grows" in text
@@ -111,7 +114,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     settings_of = [tuple(row.split()[:4]) for row in rows]
     assert len(settings_of) == len({*settings_of}) > 10
     assert all(head in result.stdout for head in HEADS), "headings are not cut off"
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("vLLM: ")) <= 80
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_log_is_read(tmp_path):

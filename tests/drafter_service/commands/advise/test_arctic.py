@@ -8,7 +8,7 @@ import pytest
 
 from drafter_service.commands.advise import advice, arctic
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
-from ssd.hardware.cost_profile import CostProfile
+from ssd.budget.cost_profile import CostProfile
 from ssd.types import Progress
 from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
 
@@ -71,4 +71,3 @@ def test_it_is_replayed_where_it_is_installed(monkeypatch, is_installed):
     monkeypatch.setattr(arctic, "is_installed", lambda: is_installed)
     trials = advice.plan_samples(traffic_of(repeated_requests()), CHEAP, 1)
     assert ("arctic" in {trial.drafter for trial in trials}) == is_installed
-    assert {trial.draft_shape for trial in trials if trial.max_draft == 8} == {"path", "tree"}

@@ -5,12 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.commands.advise.replay import Arrivals, TimedDrafter, replay, steps_of
+from drafter_service.commands.advise.replay import Arrivals, TimedDrafter, plain_seconds, replay, steps_of
 from drafter_service.commands.advise.running import Running, _accept
 from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
+from ssd.budget.cost_profile import CostProfile
+from ssd.budget.curve import StepCurve
+from ssd.budget.padding import Padding
 from ssd.types import DraftBatch, Path, Progress, Source, offsets_of
 from tests.drafter_service.commands.advise.logs import traffic_of
 from tests.replay import accepted_path, branches
+
+CURVE = StepCurve.from_table((1, 4), (1, 10), np.array([[1.0, 4.0], [2.0, 8.0]]))
 
 tokens = st.integers(0, 3)
 
@@ -64,37 +70,60 @@ def replay_slowly(prompt, output, max_draft):
 )
 def test_a_replay_counts_like_a_slow_one(requests, concurrency):
     traffic = traffic_of([request[:2] for request in requests], sessions=[session for *_, session in requests])
-    result = replay(traffic, TimedDrafter(NgramDrafter()), concurrency=concurrency, max_draft=4)
+    result = replay(traffic, TimedDrafter(NgramDrafter()), CURVE, concurrency=concurrency, max_draft=4)
     slow = [replay_slowly(prompt, output, 4) for prompt, output, _ in requests]
     assert list(zip(result.steps.tolist(), result.drafted.tolist(), strict=True)) == slow
     assert sorted(result.order.tolist()) == list(range(len(requests)))
 
 
+@pytest.mark.parametrize("concurrency", [1, 3, np.array([1, 2, 3, 4, 4, 2])])
+@pytest.mark.parametrize("sessions", [[-1] * 6, [0, 0, 1, -1, 1, 0]])
+def test_steps_without_drafts_take_the_time_of_a_replay_without(concurrency, sessions):
+    traffic = traffic_of([([], [1] * length) for length in (4, 1, 7, 7, 2, 3)], sessions=sessions)
+    result = replay(traffic, TimedDrafter(NoDrafter()), CURVE, concurrency=concurrency, max_draft=4)
+    assert plain_seconds(traffic, CURVE, concurrency) == pytest.approx(result.seconds)
+
+
+class WrongDrafter(NoDrafter):
+    """Drafts a token that the target never produces."""
+
+    def draft(self, progress):
+        path = Path(np.array([99], np.uint32), np.ones(1, np.float32), Source.CORPUS)
+        return DraftBatch.from_paths([path] * len(progress.sequence_ids))
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [((), 3 * 2), ((0, 4), 3 * 5)])
+def test_the_time_of_a_step_is_that_of_its_tokens_with_padding(lengths, expected):
+    a_second_per_token = CostProfile("some", "some", {1: {1: 1e3}, 10: {1: 1e4}})
+    curve = StepCurve.from_profile(a_second_per_token, Padding(lengths=lengths))
+    result = replay(traffic_of([([], [1] * 3)]), TimedDrafter(WrongDrafter()), curve, concurrency=1, max_draft=4)
+    assert (result.calls, result.seconds) == (3, pytest.approx(expected))
+
+
 def arrivals_of(traffic):
-    return Arrivals(traffic, traffic.in_order())
+    return Arrivals(traffic, traffic.in_order(), concurrency=9)
 
 
 def test_turns_of_a_session_wait_for_each_other():
     arrivals = arrivals_of(traffic_of([([], [1])] * 5, sessions=[7, 7, -1, 7, -1]))
-    assert [arrivals.next() for _ in range(4)] == [0, 2, 4, None]
+    assert [*arrivals.beginning(0)] == [0, 2, 4]
     arrivals.end(0)
-    assert [arrivals.next(), arrivals.next()] == [1, None]
+    assert [*arrivals.beginning(2)] == [1]
     arrivals.end(1)
-    assert [arrivals.next(), arrivals.next()] == [3, None]
+    assert [*arrivals.beginning(2)] == [3]
 
 
 def test_a_session_of_many_turns_takes_no_more_time_for_each():
     arrivals = arrivals_of(traffic_of([([], [1])] * 1000, sessions=[7] * 1000))
     for turn in range(1000):
-        assert arrivals.next() == turn
-        assert arrivals.next() is None
+        assert [*arrivals.beginning(0)] == [turn]
         arrivals.end(turn)
         assert len(arrivals._ready) <= 1
 
 
 def test_requests_are_replayed_in_the_order_of_their_times():
     arrivals = arrivals_of(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
-    assert [arrivals.next() for _ in range(3)] == [1, 2, 0]
+    assert [*arrivals.beginning(0)] == [1, 2, 0]
 
 
 def test_accepted_drafts_from_other_requests_are_shared():
@@ -135,7 +164,7 @@ def recorded(concurrency, **options):
     """Return the recorder of a replay of requests with different tokens, all equally long."""
     recorder = Recorder()
     traffic = traffic_of([([], list(range(9)))] * 12, sessions=SESSIONS, **options)
-    replay(traffic, recorder, concurrency=concurrency, max_draft=2)
+    replay(traffic, recorder, CURVE, concurrency=concurrency, max_draft=2)
     return recorder
 
 
@@ -161,6 +190,6 @@ def test_the_concurrency_is_that_of_the_log():
     traffic = traffic_of([([], [1] * 9)] * 4, began=[0, 1, 2, 10], ended=[5, 3, 4, 11])
     assert traffic.concurrency().tolist() == [1, 2, 3, 1]
     recorder = Recorder()
-    replay(traffic, recorder, concurrency=traffic.concurrency(), max_draft=2)
+    replay(traffic, recorder, CURVE, concurrency=traffic.concurrency(), max_draft=2)
     assert len(recorder.steps[0]) == 3
     assert recorder.steps[-1] == (3,)

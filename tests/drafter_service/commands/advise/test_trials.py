@@ -7,19 +7,21 @@ import pytest
 
 from drafter_service.commands.advise import trials
 from drafter_service.commands.advise.trials import TracedDrafter, Trial, run_trials
+from ssd.budget.roofline import roofline
 from ssd.errors import UserError
 from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
 
-TRIALS = [Trial("ssd", "path", 8, 2, 0.02, 20_000, is_whole=True), Trial("ngram", "path", 8, 2, 0.02, 20_000)]
+PROFILE = roofline("h100", "8b")
+TRIALS = [Trial("ssd", "path", 8, 2, 20_000, is_whole=True), Trial("ngram", "path", 8, 2, 20_000)]
 
 
 def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
     traffic, path = traffic_of(repeated_requests()), tmp_path / "tokens"
     traffic.tokens.tofile(path)
-    inline = run_trials(traffic, path, TRIALS, lambda _: None)
+    inline = run_trials(traffic, path, PROFILE, TRIALS, lambda _: None)
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
-    spawned = run_trials(traffic, path, TRIALS, lambda _: None)
+    spawned = run_trials(traffic, path, PROFILE, TRIALS, lambda _: None)
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
         assert one.origins == other.origins
@@ -33,7 +35,7 @@ def test_a_process_that_the_system_ends_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     monkeypatch.setattr(trials, "_run", end_this_process)
     with pytest.raises(UserError, match="the system ended a replay"):
-        run_trials(traffic, tmp_path / "tokens", TRIALS, lambda _: None)
+        run_trials(traffic, tmp_path / "tokens", PROFILE, TRIALS, lambda _: None)
 
 
 def end_this_process(*_):
@@ -45,5 +47,5 @@ def end_this_process(*_):
 def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypatch):
     assert TracedDrafter.clock is time.thread_time
     monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
-    [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", TRIALS[:1], lambda _: None)
+    [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", PROFILE, TRIALS[:1], lambda _: None)
     assert outcome.draft_ms == 1000
