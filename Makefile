@@ -79,11 +79,11 @@ $(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
 	@tar --extract --gzip --file $(CONFORMANCE)/$(LLAMA_CPP).tar.gz --directory $(CONFORMANCE) $(LLAMA_CPP)/llama_cpp
 	@touch $@
 
-hosts-bench: $(HOSTS)/.ready $(READY) ## compare vLLM and transformers with and without the plug-ins (needs a C++20 compiler)
+hosts-bench: $(HOSTS)/.ready $(READY) ## compare vLLM and transformers with and without the plug-ins (half an hour; needs a C++20 compiler)
 	@$(HOSTS_PIP) cmake nanobind==2.9.2 ninja wheel
 	@PATH="$(CURDIR)/$(HOSTS)/bin:$$PATH" $(HOSTS_PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
-	@$(HOSTS)/bin/python -m benchmarks.hosts --host vllm $(HOSTS_ARGS)
-	@$(BIN)/python -m benchmarks.hosts --host transformers $(HOSTS_ARGS)
+	@$(HOSTS)/bin/python -m benchmarks.hosts --host vllm --concurrency 1,4,32,128
+	@$(BIN)/python -m benchmarks.hosts --host transformers
 
 $(HOSTS)/.ready: pyproject.toml
 	@test -x $(HOSTS)/bin/python || $(PYTHON) -m venv $(HOSTS)

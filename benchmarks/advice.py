@@ -33,7 +33,7 @@ from benchmarks.traces import Request, Trace
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.traffic import Traffic
 from engine.commands.openmp import limit_spinning
-from ssd.hardware.cost_profile import CostProfile
+from ssd.budget.cost_profile import CostProfile
 
 if TYPE_CHECKING:
     from benchmarks.support.serving import Run
@@ -103,10 +103,10 @@ def predict(traffic: Traffic, profile: CostProfile, concurrency: int) -> Advice:
         traffic.tokens.tofile(path)
 
         def run(trials: list[Trial]) -> list[Outcome]:
-            return run_trials(traffic, path, trials, lambda _tokens: None)
+            return run_trials(traffic, path, profile, trials, lambda _tokens: None)
 
         samples = run(plan_samples(traffic, profile, concurrency))
-        [whole] = run([plan_whole(traffic, profile, concurrency, samples)])
+        [whole] = run([plan_whole(traffic, concurrency, samples)])
         return advise(traffic, LogFacts(), profile, samples, whole, concurrency)
 
 

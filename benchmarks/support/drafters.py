@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafter_service.commands.advise.traffic import Traffic
-from engine.drafters.model_free.none import NoDrafter
 from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.types import Drafter
+
+if TYPE_CHECKING:
+    from ssd.budget.curve import StepCurve
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
@@ -48,18 +52,19 @@ def own_candidates(
         else:
             for shape in shapes:
                 for cost in costs:
-                    yield _ssd_candidate(k, shape, cost)
+                    build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost)
+                    yield Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
 
 
-def _ssd_candidate(k: int, shape: str, cost: float) -> Candidate:
-    def build(traffic: Traffic) -> Drafter:
-        # The kernels take seconds to import.
-        from ssd import Corpus, SuffixDrafter
+def ssd_drafter(
+    traffic: Traffic, k: int, shape: str, cost: float | None = None, curve: StepCurve | None = None
+) -> Drafter:
+    """Return SSD's drafter with room for all requests; curve: durations of the engine's steps."""
+    # The kernels take seconds to import.
+    from ssd import Corpus, SuffixDrafter
 
-        config = DrafterConfig(capacity=_capacity_for(traffic), draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
-        return SuffixDrafter(config, corpus=Corpus.from_config(config))
-
-    return Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
+    config = DrafterConfig(capacity=_capacity_for(traffic), draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
+    return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
 
 
 def _classic(traffic: Traffic, k: int) -> Drafter:

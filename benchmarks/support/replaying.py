@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -148,6 +148,15 @@ def replay(
         TimedDrafter(inner).refresh()
         tally = _count(measured(inner, refresh_every), traffic, requests, concurrency, candidate.k, watch)
     return tally
+
+
+def running_steps(candidate: Candidate, traffic: Traffic, concurrency: int) -> Iterator[Running]:
+    """Replay traffic with a new drafter, and yield the running requests after each step."""
+    inner = candidate.build(traffic)
+    drafter = (MeasuredPeer if isinstance(inner, (Arctic, OneByOne)) else MeasuredDrafter)(inner, 0)
+    for running in steps_of(traffic, np.arange(len(traffic)), drafter, concurrency=concurrency, max_draft=candidate.k):
+        yield running
+        drafter.commit(running)
 
 
 def _count(

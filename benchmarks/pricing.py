@@ -1,0 +1,243 @@
+"""Measure the throughput of drafts that are chosen by the durations of an engine's steps.
+
+    python -m benchmarks.pricing [--traces build/traces] [--concurrency 1,4,16,64,128,256] [--json FILE]
+
+Replays recorded traffic on simulated engines whose step durations are computed from data sheets: an H100 with a model
+of 8B parameters, an H200 with 70B and an L4 with 8B; and the H100 with steps padded to the sizes of CUDA graphs, with
+drafts padded to one of a few lengths, and with steps that take twice as long after half of the output. For each trace,
+engine and number of requests at once, the throughput of SSD is divided by that of the others:
+
+    none      no drafts
+    fixed     SSD with a fixed cost of a draft token and the best of 28 settings in hindsight: path or tree, and 9
+              costs with drafts of up to 32 tokens, or 5 smaller lengths with a cost of 0.001
+    arctic    Arctic Inference with the best of 24 settings in hindsight
+    vllm-ngram, sglang-ngram
+              prompt lookup as in vLLM, and the n-gram cache of SGLang, with the best K in hindsight
+
+SSD is told the first durations (known), learns them from reported times with 10 % noise, 1 % of which are also 5 times
+too long (learned), or has only its guess for unknown hardware (guessed). Drafting itself takes no time here. The column
+`advise` divides by the throughput that `ssd-drafter advise` predicts for the same traffic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import multiprocessing
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.replay import list_of, positive
+from benchmarks.support.drafters import Candidate, own_candidates, ssd_drafter
+from benchmarks.support.peers import missing, peer_candidates
+from benchmarks.support.step_times import ENGINES, Clock, Step, disturbed, total_seconds
+from benchmarks.traces import load_trace
+from engine.commands.progress import LongProgress
+
+COSTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+SHAPES = ("path", "tree")
+MAX_DRAFT = 32
+LENGTHS = (1, 2, 4, 8, 16)
+"""Values of K that are tried with fixed drafts, beside `MAX_DRAFT`."""
+PEER_LENGTHS = (2, 4, 8, 16, 32)
+PEERS = ("arctic", "vllm-ngram", "sglang-ngram")
+OTHERS = ("none", "fixed", *PEERS)
+KNOWN, LEARNED, GUESSED = OWN = ("known", "learned", "guessed")
+ADVISE = "advise"
+Row = dict[str, Any]
+
+
+class Task(NamedTuple):
+    """One replay."""
+
+    trace: Path
+    tokens: int
+    concurrency: int
+    drafter: str
+    """One of `OTHERS`, one of `OWN`, or `ADVISE`."""
+    number: int
+    """Index of a setting of one of `OTHERS`, or else of an engine in `ENGINES`."""
+
+
+class Result(NamedTuple):
+    """The duration of a replay on each engine; one of SSD's own choices is replayed for one engine only."""
+
+    task: Task
+    setting: str
+    seconds: dict[str, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all replays, and print the figures."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    paths = sorted(options.traces.glob("*.npz")) if options.traces.is_dir() else [options.traces]
+    if not all(path.exists() for path in paths) or not paths:
+        parser.error(f"no traces in {options.traces}; make some with python -m benchmarks.traces fetch all")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    skipped = {peer: reason for peer in PEERS if (reason := missing(peer))}
+    for peer, reason in skipped.items():
+        console.print(f"skipped {peer}: {reason}")
+    peers = [peer for peer in PEERS if peer not in skipped]
+    tasks = [*tasks_of(paths, options.concurrency, options.max_output_tokens, peers)]
+    rows = rows_of(run_all(tasks, options.jobs))
+    print_ratios(console, rows, peers)
+    document = json.dumps({"command": "python -m benchmarks.pricing", "results": rows})
+    if options.json:
+        options.json.write_text(document + "\n")
+    print(document)
+
+
+def tasks_of(paths: Sequence[Path], counts: Sequence[int], tokens: int, peers: Sequence[str]) -> Iterator[Task]:
+    """Yield all replays."""
+    for path, count in itertools.product(paths, counts):
+        for drafter in ("none", "fixed", *peers):
+            yield from (Task(path, tokens, count, drafter, number) for number in range(len(settings_of(drafter))))
+        for drafter, number in itertools.product((*OWN, ADVISE), range(len(ENGINES))):
+            if drafter != ADVISE or ENGINES[number][3:] == (ENGINES[0].padding, False):
+                yield Task(path, tokens, count, drafter, number)
+
+
+@functools.cache
+def settings_of(drafter: str) -> tuple[Candidate, ...]:
+    """Return the settings of one of `OTHERS`."""
+    if drafter == "none":
+        return tuple(own_candidates("none", (), (), ()))
+    if drafter == "fixed":
+        return (
+            *own_candidates("ssd", [MAX_DRAFT], SHAPES, COSTS),
+            *own_candidates("ssd", LENGTHS, SHAPES, COSTS[:1]),
+        )
+    return tuple(peer_candidates(drafter, PEER_LENGTHS))
+
+
+def run_all(tasks: Sequence[Task], jobs: int) -> list[Result]:
+    """Run all replays in several processes, with progress on stderr."""
+    results: list[Result] = []
+    with (
+        multiprocessing.get_context("spawn").Pool(jobs) as pool,
+        LongProgress(Console(stderr=True), len(tasks), units="replays") as progress,
+    ):
+        for result in pool.imap_unordered(run, tasks):
+            results.append(result)
+            progress.advance(1, result.task.trace.stem)
+    return results
+
+
+def run(task: Task) -> Result:
+    """Run one replay."""
+    if task.drafter in OWN:
+        return run_own(task)
+    return run_advise(task) if task.drafter == ADVISE else run_other(task)
+
+
+def run_other(task: Task) -> Result:
+    """Replay with a drafter that knows no durations, and return those of its steps on each engine."""
+    from benchmarks.support.replaying import running_steps
+
+    candidate, traffic = settings_of(task.drafter)[task.number], traffic_of(task.trace, task.tokens)
+    steps = [step_of(running) for running in running_steps(candidate, traffic, task.concurrency)]
+    output_tokens = int(traffic.output_lengths.sum())
+    setting = candidate.setting if candidate.cost is None else f"{candidate.setting} cost={candidate.cost:g}"
+    return Result(task, setting, {one.name: total_seconds(one, steps, output_tokens) for one in ENGINES})
+
+
+def run_own(task: Task) -> Result:
+    """Replay with SSD, which is told the durations of the engine's steps, learns them from noisy times, or guesses."""
+    from benchmarks.support.replaying import running_steps
+    from ssd.budget.curve import StepCurve
+
+    engine, traffic = ENGINES[task.number], traffic_of(task.trace, task.tokens)
+    curve = engine.curve() if task.drafter == KNOWN else StepCurve.unknown(engine.padding)
+    candidate = Candidate("ssd", "", lambda one: ssd_drafter(one, MAX_DRAFT, "tree", curve=curve), MAX_DRAFT)
+    clock = Clock(engine, int(traffic.output_lengths.sum()))
+    rng = np.random.default_rng(zlib.crc32(f"{task.trace.stem} {task.concurrency} {engine.name}".encode()))
+    for running in running_steps(candidate, traffic, task.concurrency):
+        time = clock.run(step_of(running))
+        running.step_times = (disturbed(time, rng),) if task.drafter == LEARNED else ()
+    return Result(task, "", {engine.name: clock.seconds})
+
+
+def run_advise(task: Task) -> Result:
+    """Run the trial of `ssd-drafter advise` for an engine."""
+    from drafter_service.commands.advise.trials import Trial, needed_capacity, run_trial
+    from ssd.budget.roofline import roofline
+    from ssd.config import DrafterConfig
+
+    engine, traffic = ENGINES[task.number], traffic_of(task.trace, task.tokens)
+    capacity = needed_capacity(traffic, DrafterConfig.capacity)
+    trial = Trial("ssd", "tree", MAX_DRAFT, task.concurrency, capacity)
+    outcome = run_trial(traffic, roofline(engine.gpu, engine.model_size), trial, lambda _tokens: None)
+    return Result(task, "", {engine.name: outcome.replay.seconds})
+
+
+def step_of(running: Any) -> Step:
+    """Return what decides how long a step takes; running: a `drafter_service.commands.advise.running.Running`."""
+    drafted = running.verified
+    return Step(len(running), int(drafted.sum()), int(drafted.max(initial=0)), int(running.committed.sum()))
+
+
+@functools.lru_cache(maxsize=2)
+def traffic_of(path: Path, tokens: int) -> Any:
+    """Return the first requests of a trace, with this number of output tokens."""
+    return load_trace(path).first(tokens).traffic(1)
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """Return the seconds of each drafter, with its best setting, by trace, number of requests at once and engine."""
+    rows: dict[tuple[str, int, str], Row] = {}
+    for task, setting, durations in results:
+        for engine, seconds in durations.items():
+            key = (task.trace.stem, task.concurrency, engine)
+            row = rows.setdefault(key, dict(zip(("trace", "concurrency", "engine"), key, strict=True)))
+            if seconds < row.get(task.drafter, np.inf):
+                row[task.drafter] = round(seconds, 5)
+                if setting:
+                    row[f"{task.drafter} setting"] = setting
+    order = [engine.name for engine in ENGINES]
+    return sorted(rows.values(), key=lambda row: (row["trace"], row["concurrency"], order.index(row["engine"])))
+
+
+def print_ratios(console: Console, rows: Sequence[Row], peers: Sequence[str]) -> None:
+    """Print the throughput of SSD divided by that of the others: geometric mean and least value for each engine."""
+    names = [*dict.fromkeys(row["engine"] for row in rows), None]
+    for own in OWN:
+        others = ["none", "fixed", *peers, ADVISE if own == KNOWN else KNOWN]
+        table = Table("engine", *others, title=f"SSD, durations {own}, / others: geometric mean (least)")
+        for name in names:
+            of_engine = [row for row in rows if name in (None, row["engine"])]
+            table.add_row(name or "all", *(cell(of_engine, own, other) for other in others))
+        console.print(table)
+
+
+def cell(rows: Sequence[Row], own: str, other: str) -> str:
+    """Return a cell of the table."""
+    ratios = np.array([row[other] / row[own] for row in rows if other in row])
+    return f"{np.exp(np.log(ratios).mean()):.3f} ({ratios.min():.3f})" if len(ratios) else "-"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pricing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add: Any = parser.add_argument
+    add("--traces", type=Path, default=Path("build/traces"), metavar="PATH", help="folder or file (build/traces)")
+    add("--max-output-tokens", type=positive, default=30_000, metavar="N", help="of each trace (30,000)")
+    add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64, 128, 256], help="(1,4,16,64,128,256)")
+    add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
+    add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
