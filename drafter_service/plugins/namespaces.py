@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
 from drafter_service.client.messages import Welcome
+from drafter_service.plugins.connection_log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings
 from drafter_service.transport.wire import MAX_STEP_TIMES
@@ -68,10 +69,10 @@ class HostNamespaces:
     """Opens drafters on first use and closes those not used for longest. One thread at a time may use it."""
 
     def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: called with a message, from any thread, when a connection is lost."""
+        """report: called with a message, from any thread, when connections are lost or work again."""
         self._settings = settings
         self._limits = limits
-        self._report = report
+        self._connections = ConnectionLog(settings.sidecar, report)
         self._open: OrderedDict[tuple[str, str], Namespace] = OrderedDict()
         """By adapter and salt, least recently used first."""
 
@@ -121,8 +122,12 @@ class HostNamespaces:
             return False
         drafter = self._open.pop(idle).drafter
         if drafter is not None:
-            threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
+            threading.Thread(target=self._close, args=(idle, drafter), name="ssd-close", daemon=True).start()
         return True
+
+    def _close(self, key: tuple[str, str], drafter: HostDrafter) -> None:
+        drafter.close()
+        self._connections.closed(key)
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
@@ -147,10 +152,8 @@ class HostNamespaces:
             padding=self._limits.padding,
             shadow=settings.shadow,
             required=False,
-            on_lost=lambda reason: self._report(
-                f"no connection to the drafter at {settings.sidecar} ({reason}); continuing without drafts"
-            ),
-            on_resumed=lambda: self._report(f"reconnected to the drafter at {settings.sidecar}; drafting resumes"),
+            on_lost=lambda reason: self._connections.lost((adapter, salt), reason),
+            on_resumed=lambda: self._connections.resumed((adapter, salt)),
         )
 
 

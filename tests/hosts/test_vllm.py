@@ -117,11 +117,5 @@ def test_a_sidecar_may_be_started_later(plain, folder):
     assert says_lost_and_resumed(result["log"])
 
 
-def test_tensor_parallel_workers_verify_the_same_drafts(plain, folder):
-    result = run("two_ranks", folder)
-    assert result["outputs"] == [plain["outputs"]] * 2
-    assert result["host_accepted"] > 0
-
-
 def test_the_fake_has_the_signatures_and_names_of_vllm():
     fake_vllm.compare_with_host()

@@ -248,14 +248,6 @@ def no_sidecar():
         return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
 
 
-def two_ranks():
-    """Run with two tensor-parallel workers, in processes of their own."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0|1")
-    with socket() as address, sidecar(address), engine(8, tensor_parallel_size=2) as llm:
-        outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
-        return {"outputs": outputs, "host_accepted": counters(llm)["spec_decode_num_accepted_tokens"]}
-
-
 SCENARIOS = {
     function.__name__: function
     for function in (
@@ -267,7 +259,6 @@ SCENARIOS = {
         wrong_drafts,
         lost_sidecar,
         no_sidecar,
-        two_ranks,
     )
 }
 
