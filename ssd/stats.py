@@ -88,6 +88,11 @@ class Stats:
         for column, upto in ((VERIFIED, verified), (ACCEPTED, accepted)):
             self.counters.by_position[:upto, column] += 1
 
+    def add(self, other: Stats) -> None:
+        """Add the counts of another drafter."""
+        for own, more in zip(self.counters, other.counters, strict=True):
+            own += more
+
     @property
     def steps(self) -> int:
         """Sequence steps, with or without a draft."""

@@ -70,6 +70,7 @@ class DrafterClient:
         model: ModelIdentity | None = None,
         namespace: str = "",
         host: str = "",
+        engine: str = "",
         access: ClientAccess | None = None,
         draft_shape: DraftShape | None = None,
         padding: Padding = NO_PADDING,
@@ -82,12 +83,14 @@ class DrafterClient:
 
         deadline_s: maximum wait for the drafts of a step. model: the served model. namespace: name of the corpus; ""
         for the default namespace of the model. host: name and version of the engine for the service's report, such as
-        "vllm/0.32.0". access: TLS files and bearer token. draft_shape: shape of the drafts that the engine verifies;
-        None: as the service is configured. shadow: withhold all drafts; the service reports what they would have
-        gained. required: raise UserError if no service answers, or it refuses; otherwise there are no drafts
-        until one accepts. on_lost: called with the reason, once for each loss of the connection. on_resumed: called
-        after such a loss once the service has answered several requests again. Raises UserError for an invalid address
-        and for unusable files, ValueError for a negative deadline and an unknown shape.
+        "vllm/0.32.0". engine: name of this engine in reports and metrics, of at most 128 letters, digits and characters
+        of "_.:@/-"; "": machine and process id, such as "node-3:4711". access: TLS files and bearer token. draft_shape:
+        shape of the drafts that the engine verifies; None: as the service is configured. shadow: withhold all drafts;
+        the service reports what they would have gained. required: raise UserError if no service answers, or it refuses;
+        otherwise there are no drafts until one accepts. on_lost: called with the reason, once for each loss of the
+        connection. on_resumed: called after such a loss once the service has answered several requests again. Raises
+        UserError for an invalid address and for unusable files, ValueError for a negative deadline, an unknown shape
+        and an invalid name of an engine.
         """
         if not deadline_s >= 0:
             raise ValueError(f"deadline_s must be 0 s or more, not {deadline_s}")
@@ -98,7 +101,7 @@ class DrafterClient:
         self._deadline_s = deadline_s
         self._on_lost = on_lost
         self._on_resumed = on_resumed
-        self._protocol = Protocol(hello_message(model, namespace, host, draft_shape, padding), shadow=shadow)
+        self._protocol = Protocol(hello_message(model, namespace, host, draft_shape, padding, engine), shadow=shadow)
         self._connection = ConnectionState(Random())
         self._process = os.getpid()
         self._is_required = required

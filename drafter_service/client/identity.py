@@ -1,15 +1,26 @@
-"""The identity of the model that an engine serves, from the folders that it loads."""
+"""Identities: of the model that an engine serves, from the folders that it loads, and of the engine itself."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import socket
 from pathlib import Path
 
 from drafter_service.observability.facts import ModelIdentity
 from ssd.errors import UserError
 
 ADAPTER_FILE = "adapter_model.safetensors"
+MAX_HOST_NAME = 100
+"""Number of characters of the machine's name that `process_name` keeps."""
+
+
+def process_name() -> str:
+    """Return a name of this process, the default name of its engine: machine and process id, such as "node-3:4711"."""
+    machine = re.sub(r"[^A-Za-z0-9_.-]+", "-", socket.gethostname())[:MAX_HOST_NAME]
+    return f"{machine}:{os.getpid()}"
 
 
 def model_identity(folder: Path, *, adapter: Path | None = None) -> ModelIdentity:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from drafter_service.client.history import indices_of_runs
+from drafter_service.client.identity import process_name
 from drafter_service.client.sequences import SequenceInfo
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, pack, read_drafts
+from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, check_engine_name, pack, read_drafts
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.types import ROOT, DraftBatch, offsets_of
@@ -115,7 +116,7 @@ class Counters:
     """Totals since the client was made."""
 
     timeouts: int = 0
-    """Steps without drafts because the service was late, or was not called after it had been late."""
+    """Late steps: steps without drafts because the service was late, or was not called after it had been late."""
     dropped: int = 0
     """Responses that arrived after the deadline."""
     resyncs: int = 0
@@ -140,11 +141,13 @@ def hello_message(
     host: str = "",
     draft_shape: DraftShape | None = None,
     padding: Padding = NO_PADDING,
+    engine: str = "",
 ) -> pb.Hello:
     """Return the first message of a stream: versions of host and client, the served model, shapes of drafts and steps.
 
-    Raises ValueError for an unknown shape.
+    engine: name of the engine; "" for `process_name`. Raises ValueError for an unknown shape, and for an invalid name.
     """
+    check_engine_name(engine)
     if draft_shape not in SHAPE_CODES:
         raise ValueError(f"draft_shape must be 'path', 'tree' or None, not {draft_shape!r}")
     return pb.Hello(
@@ -155,6 +158,7 @@ def hello_message(
         draft_shape=SHAPE_CODES[draft_shape],
         step_sizes=pack(np.array(padding.sizes, np.uint32), "u4"),
         draft_lengths=pack(np.array(padding.lengths, np.uint32), "u4"),
+        engine=engine or process_name(),
     )
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from drafter_service.observability.report.schema import ClientTotals, CorpusReport, SharedLogReport
     from ssd.stats import Stats
 
+MAX_ENGINES = 64
+"""Maximum number of engines that a namespace, and the metrics, tell apart. A sidecar serves the engines of one machine,
+seldom more than 8, and each restart of an engine without a name of its own adds one. Each takes 4 kB of memory in a
+namespace, and 8 series of metrics."""
 MAX_SAMPLES = 512
 BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(41))
 """Upper bounds of the bins of `Latency` in seconds, 10 us to 10 s, each 1.41 times the previous one; a last bin has no
@@ -104,16 +108,40 @@ class ModelIdentity:
     """Token ids are below this; 0 if it is not known."""
 
 
-@dataclass
-class ClientUse:
-    """Use of a namespace by the clients of one name."""
+class Engine(NamedTuple):
+    """Identity of an engine, as its client says."""
 
+    client: str
+    """Names and versions of its software and of its client, such as "vllm/0.32.0 ssd-drafter/0.1.0"."""
+    name: str
+    """Its own name, such as "node-3:4711"; "" if it is not known."""
+
+    @property
+    def host(self) -> str:
+        """Name of its software, such as "vllm"."""
+        return self.client.split(" ")[0].split("/")[0]
+
+
+OTHER_ENGINES = Engine("other", "other")
+"""Engines beyond `MAX_ENGINES`, counted together."""
+
+
+@dataclass
+class EngineUse:
+    """Use of a namespace by one engine, since the namespace was loaded."""
+
+    stats: Stats
+    """Its part of the namespace's statistics."""
     streams: int = 0
     """Connected now."""
-    steps: int = 0
-    """Steps of sequences."""
-    committed: int = 0
-    """Tokens that the target produced."""
+    engine_steps: int = 0
+    """Engine steps with a request for drafts, or with none because the service had been late."""
+    late_steps: int = 0
+    """Engine steps among them without drafts because the service was late, as of the client's last counters."""
+    offered: int = 0
+    """Draft tokens that were sent to it."""
+    disconnected_at: float = 0.0
+    """Time of `time.monotonic` at which its last stream ended."""
 
 
 @dataclass
@@ -130,7 +158,9 @@ class ShadowUse:
 
 @dataclass(frozen=True)
 class NamespaceFacts:
-    """Facts about one namespace. Statistics are references to those of the running service, not copies."""
+    """Facts about one namespace. Latencies and the statistics of engines are references to those of the running
+    service, not copies.
+    """
 
     name: str
     model: ModelIdentity
@@ -151,8 +181,8 @@ class NamespaceFacts:
     """Time of the refreshes that merged something."""
     duplicates: int = 0
     """Texts that were sent again after they had been learned."""
-    uses: Mapping[str, ClientUse] = field(default_factory=dict)
-    """By name and version of the client, since the namespace was loaded."""
+    uses: Mapping[Engine, EngineUse] = field(default_factory=dict)
+    """By engine, since the namespace was loaded."""
     budget: BudgetTotals = field(default_factory=BudgetTotals)
     """Totals of the engines' token budgets, since the namespace was loaded."""
 

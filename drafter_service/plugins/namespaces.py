@@ -147,6 +147,7 @@ class HostNamespaces:
             model=replace(settings.model, adapter=adapter),
             namespace=namespace_name(settings, adapter, salt),
             host=settings.host,
+            engine=settings.engine,
             access=settings.access,
             draft_shape=shape,
             padding=self._limits.padding,

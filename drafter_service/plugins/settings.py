@@ -20,6 +20,7 @@ from drafter_service.client.identity import model_identity
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.settings.tree import Seconds
 from drafter_service.transport.address import Address
+from drafter_service.transport.wire import WireError, check_engine_name
 from ssd.config import DrafterConfig
 from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY
 from ssd.errors import UserError
@@ -38,6 +39,8 @@ class PluginSettings:
     """Address of the sidecar, or "embedded" for a corpus in the host's process."""
     namespace: str = ""
     """Namespace of requests without cache salt; "" for one named after the model."""
+    engine: str = ""
+    """Name of this engine in the sidecar's reports and metrics; "" for machine and process id."""
     folder: Path | None = None
     """Folder with the model's `tokenizer.json` and `config.json`; None: the one that the host loads, if it has them."""
     deadline_s: Seconds = DEADLINE_S
@@ -106,6 +109,10 @@ def settings_from(values: Any) -> PluginSettings:
             Address.parse(settings.sidecar)
         except UserError as problem:
             raise UserError(f"setting sidecar: {problem}") from None
+    try:
+        check_engine_name(settings.engine)
+    except WireError as problem:
+        raise UserError(f"setting {problem}") from None
     return settings
 
 

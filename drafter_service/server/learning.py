@@ -50,7 +50,7 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
 
     prompt: uint32 [P]. Raises ClosedError.
     """
-    budget, drafter = namespace.shadow_budget, namespace.new_drafter(shadow=True)
+    budget, drafter = namespace.shadow_budget, namespace.new_drafter(stats=namespace.shadow.stats)
     shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
         with budget.spend():

@@ -12,7 +12,6 @@ from itertools import islice
 import numpy as np
 
 from drafter_service.observability.facts import (
-    ClientUse,
     History,
     Latency,
     ModelIdentity,
@@ -21,6 +20,7 @@ from drafter_service.observability.facts import (
 )
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
+from drafter_service.server.engines import Engines
 from drafter_service.server.shadow import TimeBudget
 from drafter_service.settings.tree import Limits
 from ssd.budget.cost_profile import CostProfile
@@ -36,10 +36,6 @@ from ssd.stats import Stats
 
 MAX_NAMES = 1 << 17
 """Maximum number of remembered request names, so that no request is learned twice; 16 MB."""
-
-MAX_CLIENTS = 32
-"""Maximum number of names of clients that are told apart; the others are counted together."""
-OTHERS = "others"
 
 POLL_S = 0.005
 """Interval at which `wait_for_room` reads the number of waiting tokens."""
@@ -92,13 +88,14 @@ class Namespace:
         self.model = model
         self.config = config
         self.corpus = corpus
-        self.stats = stats or Stats()
+        self.engines = Engines()
+        self._earlier = stats or Stats()
+        """Statistics of the snapshot, and of streams without an engine."""
         self.history = History()
         self.clients = ClientTotals()
         self.shadow = ShadowUse(Stats())
         self.shadow_budget = TimeBudget()
         """Time for scoring observed requests."""
-        self._uses: dict[str, ClientUse] = {}
         self.draft_latency = Latency()
         self.merge_latency = Latency()
         self.duplicates = 0
@@ -146,25 +143,29 @@ class Namespace:
         )
         self.last_used = time.monotonic()
 
-    def use_by(self, client: str) -> ClientUse:
-        """Return the counters of clients of this name; of all other clients, if there are too many names."""
-        name = client if client in self._uses or len(self._uses) < MAX_CLIENTS else OTHERS
-        return self._uses.setdefault(name, ClientUse())
+    @property
+    def stats(self) -> Stats:
+        """The sum of all statistics, without those of shadow mode."""
+        total = Stats()
+        total.add(self._earlier)
+        self.engines.add_to(total)
+        return total
 
     def new_drafter(
-        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None, *, shadow: bool = False
+        self, draft_shape: DraftShape | None = None, curve: StepCurve | None = None, stats: Stats | None = None
     ) -> SuffixDrafter:
         """Return a drafter for one stream or call.
 
         draft_shape: shape of its drafts; None: as configured. curve: durations of the engine's steps; None: what
-        `new_curve` returns. shadow: whether the drafts are withheld, and counted apart.
+        `new_curve` returns. stats: counters of its engine, or those of `shadow` if its drafts are withheld; None: those
+        of the namespace.
         """
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
-        stats = self.shadow.stats if shadow else self.stats
+        stats = stats or self._earlier
         curve = curve or self.new_curve()
         drafter = SuffixDrafter(config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve)
         self.drafters.add(drafter)
-        if not shadow:
+        if stats is not self.shadow.stats:
             self._budgets.add(drafter.budget)
         return drafter
 
@@ -267,7 +268,7 @@ class Namespace:
     @property
     def version(self) -> tuple[int, int]:
         """A pair of counts that changes with the contents of a snapshot."""
-        return self.corpus.appended + self.corpus.times.forgotten, self.stats.steps
+        return self.corpus.appended + self.corpus.times.forgotten, self._earlier.steps + self.engines.steps
 
     @property
     def budget_totals(self) -> BudgetTotals:
@@ -313,7 +314,7 @@ class Namespace:
             clients=self.clients,
             shadow=self.shadow,
             duplicates=self.duplicates,
-            uses=self._uses,
+            uses=dict(self.engines.uses),
             budget=self.budget_totals,
         )
 

@@ -23,6 +23,7 @@ from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
 from ssd.corpus.snapshot import Loaded
 from ssd.errors import UserError
+from ssd.stats import Stats
 
 logger = structlog.get_logger(__name__)
 
@@ -130,9 +131,9 @@ class Namespaces:
         async with _lock(self._saving, namespace.name):
             if namespace.is_closed:
                 raise ClosedError(f"namespace {namespace.name!r} was dropped")
-            version, description = namespace.version, _describe(namespace)
+            version, stats, description = namespace.version, namespace.stats, _describe(namespace)
             try:
-                size = await asyncio.to_thread(_write, store, namespace, description)
+                size = await asyncio.to_thread(_write, store, namespace, stats, description)
             except (SnapshotError, OSError) as problem:
                 self.failed_saves += 1
                 logger.error("snapshot not saved", namespace=namespace.name, reason=str(problem))
@@ -290,8 +291,8 @@ def _restore_description(stored: Description, namespace: Namespace) -> None:
         namespace.history.record(sample)
 
 
-def _write(store: Store, namespace: Namespace, description: Description) -> int:
+def _write(store: Store, namespace: Namespace, stats: Stats, description: Description) -> int:
     store.make_folder(namespace.name)
-    size = snapshot.save(namespace.corpus, store.corpus_path(namespace.name), namespace.stats)
+    size = snapshot.save(namespace.corpus, store.corpus_path(namespace.name), stats)
     store.write_description(description)
     return size

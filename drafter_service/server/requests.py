@@ -8,14 +8,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.facts import Engine, ModelIdentity
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, read_offsets, unpack, unpack_tokens
+from drafter_service.transport.wire import (
+    MAX_NAME_BYTES,
+    MAX_STEPS,
+    WireError,
+    check_engine_name,
+    read_offsets,
+    unpack,
+    unpack_tokens,
+)
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 MIN_FIELD_BYTES = 2
+MAX_CLIENT_NAME = 80
+"""Maximum length of the name of a client in reports, in characters; longer ones are cut."""
 MAX_READABLE = 64
 """Maximum number of characters of a model's name in the name of its namespace."""
 # Wire types of Protocol Buffers.
@@ -125,6 +135,12 @@ def read_model(message: pb.Model) -> ModelIdentity:
         _read_name(message.adapter, "model.adapter") or "",
         message.vocab_size,
     )
+
+
+def read_engine(message: pb.Hello) -> Engine:
+    """Return the identity of an engine. Raises WireError for an invalid name."""
+    check_engine_name(message.engine, "hello.engine")
+    return Engine(message.client[:MAX_CLIENT_NAME], message.engine)
 
 
 def read_padding(message: pb.Hello) -> Padding:

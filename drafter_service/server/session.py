@@ -11,6 +11,7 @@ from itertools import chain
 import grpc
 import numpy as np
 
+from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import (
@@ -34,6 +35,7 @@ LONG_PROMPT = 8192
 """Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
 
 NO_TOKENS = np.empty(0, np.uint32)
+UNKNOWN_ENGINE = Engine("", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +60,19 @@ class Session:
         self,
         namespace: Namespace,
         limits: Limits,
-        client: str = "",
+        engine: Engine = UNKNOWN_ENGINE,
         draft_shape: DraftShape | None = None,
         padding: Padding = NO_PADDING,
     ) -> None:
-        """client: name and version of the client. draft_shape: shape of its drafts; None: as configured. padding:
-        shapes that its engine pads steps to.
+        """engine: its identity. draft_shape: shape of its drafts; None: as configured. padding: shapes that it pads
+        steps to.
         """
         self.namespace = namespace
         self._limits = limits
         self._draft_shape = draft_shape
         self._may_learn = False
-        self._drafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding))
-        self._use = namespace.use_by(client)
-        self._use.streams += 1
+        self._use = namespace.engines.connect(engine)
+        self._drafter = namespace.new_drafter(draft_shape, namespace.new_curve(padding), self._use.stats)
         self._shadow: ShadowDrafter | None = None
         """Drafter of the sequences whose drafts are withheld; None before the first."""
         self._withheld: set[int] = set()
@@ -108,7 +109,7 @@ class Session:
         """Drop all sequences without learning from them."""
         for indexing in self._indexing.values():
             indexing.task.cancel()
-        self._use.streams -= 1
+        self.namespace.engines.disconnect(self._use)
         self.namespace.release(self._drafter)
         if self._shadow is not None:
             self.namespace.release(self._shadow.drafter)
@@ -116,7 +117,7 @@ class Session:
     def _new_shadow(self) -> ShadowDrafter:
         """Return the drafter for withheld drafts, which are limited by the same durations of steps as the others."""
         curve = self._drafter.budget.curve
-        return ShadowDrafter(self.namespace.new_drafter(self._draft_shape, curve, shadow=True))
+        return ShadowDrafter(self.namespace.new_drafter(self._draft_shape, curve, self.namespace.shadow.stats))
 
     def _apply(self, request: pb.DraftRequest) -> pb.DraftResponse:
         response = pb.DraftResponse(step=request.step)
@@ -146,7 +147,7 @@ class Session:
             times, batch.step_times = batch.step_times, ()
             drafts, lost_in_batch = self._draft(batch)
             self._make_room()
-            self._learn_later(batch, times, drafts)
+            self._complete(batch, times, drafts)
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
         drafts_message(drafts, response.drafts)
@@ -159,23 +160,21 @@ class Session:
             return None
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
-        stats = self.namespace.stats
-        steps, times = stats.steps, batch.step_times
-        batch.step_times = ()
+        times, batch.step_times = batch.step_times, ()
         try:
             drafts = self._drafter.draft(batch)
         except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
             return None
         self._drafter.record_use()
-        self._use.committed += len(batch.tokens)
-        self._use.steps += stats.steps - steps
         self._tokens += len(batch.tokens)
         self._make_room()
-        self._learn_later(batch, times, drafts)
+        self._complete(batch, times, drafts)
         return drafts
 
-    def _learn_later(self, batch: Progress, times: Sequence[StepTime], drafts: DraftBatch) -> None:
-        """Learn from the durations of steps once the response is sent, and set `pause_steps` of the drafts."""
+    def _complete(self, batch: Progress, times: Sequence[StepTime], drafts: DraftBatch) -> None:
+        """Count drafts and set their `pause_steps`; learn from the durations of steps once the response is sent."""
+        self._use.engine_steps += 1
+        self._use.offered += len(drafts.tokens)
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
         if times:
             batch.step_times = times
@@ -269,9 +268,6 @@ class Session:
         if isinstance(drafter, ShadowDrafter):
             self.namespace.shadow.observed += 1
             self.namespace.shadow.scored += indexing is None
-        elif len(finish.tokens):
-            self._use.committed += len(finish.tokens)
-            self._use.steps += finish.steps
         if indexing is not None:
             indexing.task.cancel()
             self._finish_unindexed(indexing, finish, learn, counts=drafter is self._drafter)
@@ -286,7 +282,7 @@ class Session:
         running = indexing.prepared.running
         committed = np.concatenate([*indexing.committed, finish.tokens])
         if counts and len(committed):
-            self.namespace.stats.record_path(len(committed), 0, 0)
+            self._use.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
             text = np.concatenate([indexing.prepared.learned, committed])
             self.namespace.learn(text, running.request_id)
@@ -315,8 +311,6 @@ class Session:
 
     def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
         """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
-        self._use.committed += len(batch.tokens)
-        self._use.steps += _steps_of(batch)
         running, bounds = self._drafter.sequence_ids, batch.offsets.tolist()
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
@@ -383,6 +377,10 @@ class Session:
             grown = max(0, total - getattr(reported, name))
             setattr(self.namespace.clients, name, getattr(self.namespace.clients, name) + grown)
         self._reported = totals
+        # Of the late steps, those whose responses arrived later were counted with their requests.
+        late, dropped = totals.timeouts - reported.timeouts, totals.dropped - reported.dropped
+        self._use.late_steps += max(0, late)
+        self._use.engine_steps += max(0, late - dropped)
 
 
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:
@@ -400,14 +398,6 @@ def _check_count(sequence_ids: bytes, owner: str) -> None:
     count = len(sequence_ids) // 8
     if count > MAX_FIELDS:
         raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")
-
-
-def _steps_of(batch: Progress) -> int:
-    """Return the number of steps that produced the tokens of a batch."""
-    has_tokens = batch.offsets[1:] > batch.offsets[:-1]
-    if batch.steps is None:
-        return int(np.count_nonzero(has_tokens))
-    return int(np.maximum(batch.steps, 1)[has_tokens].sum())
 
 
 def _packed_ids(ids: list[int]) -> bytes:

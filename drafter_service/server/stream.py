@@ -19,6 +19,7 @@ from drafter_service.server.requests import (
     MAX_FIELDS,
     default_namespace,
     has_few_fields,
+    read_engine,
     read_model,
     read_padding,
 )
@@ -38,10 +39,6 @@ REFUSALS = {
     ClosedError: grpc.StatusCode.ABORTED,
 }
 """gRPC status codes of the exceptions that end a stream or a call."""
-
-
-MAX_CLIENT_NAME = 80
-"""Maximum length of the name of a client in reports, in characters."""
 
 
 class ProtocolError(ValueError):
@@ -143,12 +140,13 @@ class DraftStreams:
             )
         model = read_model(hello.model)
         name = hello.namespace or default_namespace(model)
+        engine, padding = read_engine(hello), read_padding(hello)
         rights = StreamRights(authorized, name)
         rights.may_learn()
         async with AsyncExitStack() as stack:
             namespace = await stack.enter_async_context(self._namespaces.use(name, model))
             shape = SHAPES.get(hello.draft_shape)
-            session = Session(namespace, self._limits, hello.client[:MAX_CLIENT_NAME], shape, read_padding(hello))
+            session = Session(namespace, self._limits, engine, shape, padding)
             namespace.streams.add(stream)
             try:
                 response = self._answer(session, request, rights, is_first=True)

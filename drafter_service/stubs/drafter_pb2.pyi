@@ -33,7 +33,7 @@ class DraftRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths")
+    __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths", "engine")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Hello(_message.Message):
     DRAFT_SHAPE_FIELD_NUMBER: _ClassVar[int]
     STEP_SIZES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     client: str
     model: Model
@@ -48,7 +49,8 @@ class Hello(_message.Message):
     draft_shape: DraftShape
     step_sizes: bytes
     draft_lengths: bytes
-    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ...) -> None: ...
+    engine: str
+    def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., draft_shape: _Optional[_Union[DraftShape, str]] = ..., step_sizes: _Optional[bytes] = ..., draft_lengths: _Optional[bytes] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "tokenizer", "adapter", "vocab_size")

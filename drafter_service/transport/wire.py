@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import Literal
@@ -27,6 +28,11 @@ MESSAGE_SIZES = (
 
 MAX_NAME_BYTES = 512
 """Maximum length of the name of a session, a request, or a part of a model's identity, in bytes of UTF-8."""
+
+MAX_ENGINE_NAME = 128
+"""Maximum length of the name of an engine, in characters."""
+ENGINE_NAME = re.compile(rf"[A-Za-z0-9_.:@/-]{{0,{MAX_ENGINE_NAME}}}")
+"""Pattern of the names of engines, which are labels of metrics. "" is the name of unknown ones."""
 
 MAX_STEPS = 1 << 20
 """Maximum number of engine steps that a message may report for a sequence."""
@@ -58,6 +64,15 @@ DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", 
 
 class WireError(ValueError):
     """A message is malformed; the text names the field and the problem."""
+
+
+def check_engine_name(name: str, field: str = "engine") -> None:
+    """Raise WireError unless an engine may have this name; `field` is for its text."""
+    if not ENGINE_NAME.fullmatch(name):
+        raise WireError(
+            f"{field} {name[:200]!r} is not a name of an engine; use at most {MAX_ENGINE_NAME} letters, digits, '_', "
+            "'.', ':', '@', '/' and '-'"
+        )
 
 
 def pack(array: np.ndarray, dtype: str) -> bytes:

@@ -226,11 +226,6 @@ COUNTERS: tuple[Counter | Histogram, ...] = (
     ),
     _counter("ssd_drafter_full_builds_total", "corpus.full_builds", "Times that the whole suffix array was sorted."),
     _counter(
-        "ssd_drafter_client_timeouts_total",
-        "clients.timeouts",
-        "Engine steps that ran without drafts because the answer came too late.",
-    ),
-    _counter(
         "ssd_drafter_client_dropped_answers_total",
         "clients.dropped",
         "Answers that clients dropped because they came too late.",

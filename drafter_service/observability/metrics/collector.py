@@ -31,7 +31,7 @@ from drafter_service.observability.metrics.catalogue import (
     Counter,
     Histogram,
 )
-from drafter_service.observability.metrics.clients import ClientSums
+from drafter_service.observability.metrics.engines import EngineRows
 
 COUNTER_ENDS = tuple(accumulate(len(counter.values) for counter in COUNTERS))
 
@@ -54,7 +54,7 @@ class DrafterCollector(Collector):
         """Make a collector; it calls `facts` in the thread that collects."""
         self._facts = facts
         self._rows = NamespaceRows(max_namespaces)
-        self._clients = ClientSums()
+        self._engines = EngineRows()
         self._updating = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -68,7 +68,7 @@ class DrafterCollector(Collector):
         facts = self._facts()
         with self._updating:
             rows = self._rows.update(facts.namespaces)
-            clients = self._clients.update(facts.namespaces)
+            engines = self._engines.update(facts.namespaces, facts.now)
         yield from _service_families(facts)
         for counter, end in zip(COUNTERS, COUNTER_ENDS, strict=True):
             columns = slice(end - len(counter.values), end)
@@ -81,7 +81,7 @@ class DrafterCollector(Collector):
             for row in rows:
                 family.add_metric(_label_values(row, LABELS), row.gauges[column])
             yield family
-        yield from clients
+        yield from engines
 
 
 # --- Rows: one for each of a limited number of namespaces, and one for the rest

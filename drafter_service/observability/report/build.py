@@ -7,7 +7,8 @@ from pathlib import Path
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
-    ClientUse,
+    Engine,
+    EngineUse,
     Latency,
     ModelIdentity,
     NamespaceFacts,
@@ -116,18 +117,28 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     )
 
 
-def _by_client(uses: Mapping[str, ClientUse]) -> list[ClientReport]:
-    reports = [
-        ClientReport(
-            client=client,
-            streams=use.streams,
-            steps=use.steps,
-            committed=use.committed,
-            tokens_per_step=ratio(use.committed, use.steps),
-        )
-        for client, use in uses.items()
-    ]
+def _by_client(uses: Mapping[Engine, EngineUse]) -> list[ClientReport]:
+    reports = [_client(engine, use) for engine, use in uses.items()]
     return sorted(reports, key=lambda report: -report.committed)
+
+
+def _client(engine: Engine, use: EngineUse) -> ClientReport:
+    stats = use.stats
+    return ClientReport(
+        client=engine.client,
+        engine=engine.name,
+        streams=use.streams,
+        steps=stats.steps,
+        committed=stats.committed,
+        tokens_per_step=ratio(stats.committed, stats.steps),
+        offered=use.offered,
+        drafted=stats.verified,
+        accepted=stats.accepted,
+        acceptance=share(stats.accepted, stats.verified),
+        engine_steps=use.engine_steps,
+        late_steps=use.late_steps,
+        late_share=share(use.late_steps, use.engine_steps),
+    )
 
 
 def _shadow(use: ShadowUse) -> ShadowReport | None:

@@ -253,13 +253,18 @@ def _engines(namespace: NamespaceReport) -> list[str]:
     note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
     by_client = (
         (
-            each.client,
+            each.engine or units.UNKNOWN,
+            each.client or units.UNKNOWN,
             Value(each.streams, units.count),
             Value(each.committed, units.count),
             Value(each.tokens_per_step, units.ratio),
+            Value(each.acceptance, units.share),
+            Value(each.late_steps, units.count),
+            Value(each.late_share, units.share),
         )
         for each in namespace.by_client or ()
     )
     content = description_list(table_rows.engines(namespace))
-    heads = ("client", "connected", "tokens", "per step")
-    return [panel("Engines", note, content + table(heads, by_client, kinds=("name", "", "", "")))]
+    heads = ("engine", "client", "connected", "tokens", "per step", "accepted", "late steps", "late")
+    kinds = ("name", "name", "", "", "", "", "", "")
+    return [panel("Engines", note, content + table(heads, by_client, kinds=kinds), kind="across")]

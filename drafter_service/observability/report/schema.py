@@ -207,7 +207,7 @@ class ClientTotals(BaseModel):
     """Counters of the engines' clients, summed over all that ever connected."""
 
     timeouts: Count = Field(
-        default=0, description="Engine steps that ran without drafts because the answer came too late."
+        default=0, description="Late steps: engine steps that ran without drafts because the answer came too late."
     )
     dropped: Count = Field(default=0, description="Answers that came too late and were dropped.")
     resyncs: Count = Field(
@@ -217,13 +217,29 @@ class ClientTotals(BaseModel):
 
 
 class ClientReport(_Part):
-    """Use of a namespace by the clients of one name, since the namespace was loaded."""
+    """Use of a namespace by one engine, since the namespace was loaded."""
 
-    client: str = Field(description='Names and versions of engine and client; "others" for all beyond 32 names.')
+    client: str = Field(description="Names and versions of the engine's software and its client.")
+    engine: str = Field(
+        default="",
+        description='Name of the engine; "" if it is not known, and "other", as the client, for all beyond 64 engines.',
+    )
     streams: Count = Field(description="Connected now.")
     steps: Count = Field(description="Steps of sequences.")
     committed: Count = Field(description="Tokens that the target produced.")
     tokens_per_step: Amount | None = Field(description="committed / steps.")
+    offered: Count = Field(default=0, description="Draft tokens that were sent to the engine.")
+    drafted: Count = Field(default=0, description="Draft tokens that it verified.")
+    accepted: Count = Field(default=0, description="Draft tokens that it accepted.")
+    acceptance: Share | None = Field(default=None, description="accepted / drafted.")
+    engine_steps: Count = Field(
+        default=0,
+        description="Engine steps with a request for drafts, or with none because earlier answers were late.",
+    )
+    late_steps: Count = Field(
+        default=0, description="Engine steps among them without drafts because the answer was late."
+    )
+    late_share: Share | None = Field(default=None, description="late_steps / engine_steps.")
 
 
 class ShadowReport(_Part):
@@ -295,9 +311,7 @@ class NamespaceReport(CounterTables):
         default=None, description="Time of the maintainer's refreshes that merged something."
     )
     clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
-    by_client: list[ClientReport] | None = Field(
-        default=None, description="By name and version of the client, most tokens first."
-    )
+    by_client: list[ClientReport] | None = Field(default=None, description="By engine, most tokens first.")
     shadow: ShadowReport | None = Field(
         default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )

@@ -96,7 +96,7 @@ def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
     rows = (
         ("engines connected", namespace.streams),
         ("sequences running", namespace.sequences),
-        ("steps without drafts: late", clients.timeouts),
+        ("late steps, without drafts", clients.timeouts),
         ("late answers dropped", clients.dropped),
         ("sequences sent again", clients.resyncs),
         ("reconnects", clients.reconnects),

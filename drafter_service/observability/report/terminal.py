@@ -38,6 +38,7 @@ MAX_IN_FULL = 3
 """Maximum number of namespaces that are printed in full; with more only the overview is printed."""
 BAR_WIDTH = 10
 CURVE_WIDTH = 60
+ENGINE_WIDTH = 30
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -225,13 +226,16 @@ def _step_sizes(budget: BudgetReport) -> Table:
 
 
 def _by_client(clients: Iterable[ClientReport]) -> Table:
-    table = _table("client", "connected", "tokens", "tokens per step")
+    table = _table("engine", "connected", "tokens", "per step", "accepted", "late steps")
     for each in clients:
+        lines = [units.shortened(name, ENGINE_WIDTH) for name in (each.engine, each.client) if name]
         table.add_row(
-            Text(units.shortened(each.client, 44)),
+            Text("\n".join(lines) or units.UNKNOWN),
             units.count(each.streams),
             units.count(each.committed),
             units.ratio(each.tokens_per_step),
+            units.share(each.acceptance),
+            f"{units.count(each.late_steps)} ({units.share(each.late_share)})",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""`ssd-drafter top`: current rates of a service, one line per namespace, redrawn at an interval."""
+"""`ssd-drafter top`: current rates of a service, one line per namespace and engine, redrawn at an interval."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from rich.text import Text
 
 from drafter_service.observability.facts import BOUNDS_S, quantile
 from drafter_service.observability.report import units
-from drafter_service.observability.report.figures import drafting_of, ratio, sum_drafting
+from drafter_service.observability.report.engine_rates import engine_table
+from drafter_service.observability.report.figures import drafting_of, ratio, seconds_between, sum_drafting
 from drafter_service.observability.report.schema import Drafting, LatencyReport, NamespaceReport, Report
 from drafter_service.observability.report.verdict import log_facts, service_facts, service_remarks
 from ssd.errors import UserError
 
 CURVE_WIDTH = 8
 OTHER_LINES = 12
-"""Number of lines of a frame that are not namespaces."""
+"""Number of lines of a frame that are neither namespaces nor engines."""
+ENGINE_HEAD_LINES = 3
+"""Number of lines above the first engine."""
 WIDE = 110
 """Minimum number of columns at which more values are shown."""
 QUIT = (b"q", b"Q", b"")
@@ -142,7 +145,7 @@ class _Change(NamedTuple):
 
 def rates_of(before: Report | None, now: Report) -> list[Rates]:
     """Return the rates of each namespace in the report `now`, followed by those of all together."""
-    seconds = _seconds_between(before, now)
+    seconds = seconds_between(before, now)
     known = {} if before is None or seconds is None else {one.name: one for one in before.namespaces}
     changes = [_change(known.get(one.name), one) for one in now.namespaces]
     rows = [
@@ -156,15 +159,6 @@ def rates_of(before: Report | None, now: Report) -> list[Rates]:
         sum(row.sequences for row in rows),
     )
     return [*rows, _with_rates(total, _sum([change for change in changes if change is not None]), seconds)]
-
-
-def _seconds_between(before: Report | None, now: Report) -> float | None:
-    """Return the seconds between two reports of the same process; None without two such reports."""
-    if before is None or before.service is None or now.service is None:
-        return None
-    if before.service.started_at != now.service.started_at or before.taken_at >= now.taken_at:
-        return None
-    return now.taken_at - before.taken_at
 
 
 def _change(before: NamespaceReport | None, now: NamespaceReport) -> _Change | None:
@@ -240,12 +234,14 @@ class Monitor:
     def __init__(self) -> None:
         self._report: Report | None = None
         self._rates: list[Rates] = []
+        self._engines: Table | None = None
         self._curves: defaultdict[str, deque[float | None]] = defaultdict(lambda: deque(maxlen=CURVE_WIDTH))
         self._failure = ""
 
     def record(self, report: Report) -> None:
         """Replace the latest report."""
         self._rates = rates_of(self._report, report)
+        self._engines = engine_table(self._report, report)
         self._report, self._failure = report, ""
         for rates in self._rates:
             self._curves[rates.name].append(rates.tokens_per_step)
@@ -265,7 +261,10 @@ class Monitor:
         lines: list[RenderableType] = [Text(" · ".join(facts), "dim", no_wrap=True, overflow="ellipsis")]
         if report.service is not None:
             lines += [Text(line, "dim") for line in log_facts(report.service.log)]
-        lines += [Text(), self._table(width, None if height is None else max(1, height - OTHER_LINES))]
+        others = OTHER_LINES + (0 if self._engines is None else ENGINE_HEAD_LINES + self._engines.row_count)
+        lines += [Text(), self._table(width, None if height is None else max(1, height - others))]
+        if self._engines is not None:
+            lines += [Text(), self._engines]
         lines += [Text(f"! {remark}", "yellow") for remark in service_remarks(report)]
         if self._failure:
             lines.append(Text(f"! no new report: {units.shortened(self._failure, 200)}", "yellow"))

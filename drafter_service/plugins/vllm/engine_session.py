@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from drafter_service.client.identity import process_name
 from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.vllm.requests import settings_of
 from drafter_service.plugins.vllm.variants import Variant, choose
+from drafter_service.transport.wire import MAX_ENGINE_NAME
 from ssd.budget.padding import MAX_SIZES, NO_PADDING, Padding
 from ssd.config import MAX_DRAFT
 
@@ -37,6 +40,16 @@ def padding_of(compilation: Any) -> Padding:
     return Padding(tuple(reversed(sizes[:: max(1, interval)])))
 
 
+def engine_name(name: str, parallel: Any) -> str:
+    """Return the name of an engine, with its data-parallel rank above 0: all ranks have the same settings.
+
+    parallel: vLLM's `ParallelConfig`. For a dense model its `data_parallel_rank` is 0 in every rank; its index is not.
+    """
+    rank = getattr(parallel, "data_parallel_index", 0)
+    suffix = f":dp{rank}" if rank else ""
+    return (name or process_name())[: MAX_ENGINE_NAME - len(suffix)] + suffix
+
+
 def open_session(vllm_config: Any, padding: Padding = NO_PADDING) -> HostSession:
     """Return the session of an engine. padding: see `HostLimits`. Raises UserError for settings that are not valid."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
@@ -49,6 +62,7 @@ def open_session(vllm_config: Any, padding: Padding = NO_PADDING) -> HostSession
         padding=padding,
     )
     settings = settings_of(model, LOG.warning)
+    settings = replace(settings, engine=engine_name(settings.engine, vllm_config.parallel_config))
     session = HostSession(settings, limits, LOG.warning)
     LOG.info(f"up to {limits.max_draft} draft tokens per step from {settings.sidecar}")
     session.open()

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.facts import BOUNDS_S, ClientUse
+from drafter_service.observability.facts import BOUNDS_S, MAX_ENGINES, Engine, EngineUse
 from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
-from drafter_service.observability.metrics.clients import MAX_CLIENTS
 from drafter_service.observability.metrics.collector import DrafterCollector, NamespaceRows
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
+from drafter_service.observability.metrics.engines import KEPT_S
 from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
@@ -140,7 +140,6 @@ def test_other_metrics_of_namespaces_and_the_service():
         "memory_bytes": 12_345,
         "streams": 3,
         "sequences": 17,
-        "client_timeouts_total": 1,
         "client_dropped_answers_total": 2,
         "client_resyncs_total": 3,
         "client_reconnects_total": 4,
@@ -246,33 +245,79 @@ def test_sums_never_decrease_and_count_everything_once(moments):
         own = set(values)
 
 
-def by_client(collector):
-    """Return steps, tokens and streams by client."""
-    names = ("steps_by_client_total", "committed_tokens_by_client_total", "streams_by_client")
+VLLM_ENGINE = Engine("vllm/0.32.0 ssd-drafter/0.1.0", "node:1")
+SGLANG_ENGINE = Engine("sglang/0.5.23", "node:2")
+
+
+def used(streams, steps=0, late=0):
+    """Return the use of an engine with this number of engine steps, in each of which 3 tokens were committed."""
+    use = EngineUse(Stats(), streams, steps, late, offered=2 * steps)
+    use.stats.record_path(3 * steps, 0, 0, steps)
+    return use
+
+
+def by_engine(collector):
+    """Return whether each engine is connected, its engine steps, its late steps and its committed tokens."""
+    names = ("connected", "steps_total", "late_steps_total", "committed_tokens_total")
     values = collected(collector)
-    clients = [key[1] for key in values if key[0] == f"ssd_drafter_{names[0]}"]
-    return {client: tuple(values[f"ssd_drafter_{name}", client] for name in names) for client in clients}
+    engines = [key[1:] for key in values if key[0] == f"ssd_drafter_engine_{names[0]}"]
+    return {engine: tuple(values[f"ssd_drafter_engine_{name}", *engine] for name in names) for engine in engines}
 
 
-def test_numbers_of_clients_are_sums_over_namespaces_that_never_decrease():
+def test_numbers_of_engines_are_sums_over_namespaces_that_never_decrease():
     namespaces = [
-        namespace_facts("a", uses={"vllm": ClientUse(1, 10, 30), "sglang": ClientUse(2, 5, 6)}),
-        namespace_facts("b", uses={"vllm": ClientUse(1, 1, 2)}),
+        namespace_facts("a", uses={VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}),
+        namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)}),
     ]
     collector = DrafterCollector(lambda: service_facts(*namespaces), 1)
-    assert by_client(collector) == {"vllm": (11, 32, 2), "sglang": (5, 6, 2)}
-    namespaces[0].uses["vllm"].steps += 4
+    vllm, sglang = ("vllm", "node:1"), ("sglang", "node:2")
+    assert by_engine(collector) == {vllm: (1, 11, 2, 33), sglang: (1, 5, 0, 15)}
+    namespaces[0].uses[VLLM_ENGINE].engine_steps += 4
+    namespaces[0].uses[SGLANG_ENGINE].streams = 0
     del namespaces[1]
-    assert by_client(collector) == {"vllm": (15, 32, 1), "sglang": (5, 6, 2)}
-    namespaces[:] = [namespace_facts("b", uses={"vllm": ClientUse(0, 3, 4)})]
-    assert by_client(collector) == {"vllm": (18, 36, 0), "sglang": (5, 6, 0)}
+    assert by_engine(collector) == {vllm: (1, 15, 2, 33), sglang: (0, 5, 0, 15)}
+    namespaces[:] = [namespace_facts("b", uses={VLLM_ENGINE: used(0, 3)})]
+    assert by_engine(collector) == {vllm: (0, 18, 2, 42), sglang: (0, 5, 0, 15)}
 
 
-def test_the_number_of_client_names_is_limited():
-    uses = {str(name): ClientUse(1, 1, 2) for name in range(2 * MAX_CLIENTS)}
-    values = by_client(DrafterCollector(lambda: service_facts(namespace_facts(uses=uses)), 1))
-    assert len(values) == MAX_CLIENTS + 1
-    assert values["others"] == (MAX_CLIENTS, 2 * MAX_CLIENTS, MAX_CLIENTS)
+def test_an_engine_is_exported_for_an_hour_after_it_was_connected():
+    uses, now = {VLLM_ENGINE: used(1, 10), SGLANG_ENGINE: used(1, 5)}, [1000.0]
+    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]), 1)
+    assert len(by_engine(collector)) == 2
+    uses[SGLANG_ENGINE].streams = 0
+    now[0] += KEPT_S
+    assert by_engine(collector)["sglang", "node:2"][0] == 0
+    now[0] += 1
+    assert [*by_engine(collector)] == [("vllm", "node:1")]
+    uses[SGLANG_ENGINE].streams = 1
+    assert by_engine(collector)["sglang", "node:2"][0] == 1
+
+
+def test_the_number_of_engines_is_limited():
+    """Connected engines replace the one that was disconnected for longest; without such a one they are summed."""
+    uses = {Engine("vllm/1", str(number)): used(1, 1) for number in range(MAX_ENGINES)}
+    now = [1000.0]
+    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]), 1)
+
+    def scrape():
+        now[0] += 1
+        return by_engine(collector)
+
+    assert len(scrape()) == MAX_ENGINES
+    for number in (7, 3):
+        uses[Engine("vllm/1", str(number))].streams = 0
+        scrape()
+    for name, dropped in (("x", "7"), ("y", "3")):
+        uses[Engine("new/1", name)] = used(1, 5, 4)
+        rows = scrape()
+        assert rows["new", name] == (1, 5, 4, 15)
+        assert ("vllm", dropped) not in rows
+        assert len(rows) == MAX_ENGINES
+    for name in ("z", "zz"):
+        uses[Engine("new/1", name)] = used(1, 5, 4)
+    rows = scrape()
+    assert rows["other", "other"] == (1, 10, 8, 30)
+    assert len(rows) == MAX_ENGINES + 1
 
 
 def test_documentation_lists_every_metric():
@@ -282,7 +327,7 @@ def test_documentation_lists_every_metric():
         if line.startswith("| `")
     ]
     exported = []
-    for family in families(namespace_facts(stats=filled_stats(1), uses={"vllm/0.33.0": ClientUse()})):
+    for family in families(namespace_facts(stats=filled_stats(1), uses={VLLM_ENGINE: used(1)})):
         labels = [label for label in family.samples[0].labels if label != "le"]
         suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
         exported.append(

@@ -64,6 +64,7 @@ def test_given_settings_precede_those_of_the_environment_and_these_the_defaults(
         ({"capacity": 1 << 33}, r"setting capacity: .* 4042321904"),
         ({"deadline_s": 0}, r"setting deadline_s: .* 0"),
         ({"access": {"key": "k"}}, "needs certificate"),
+        ({"engine": "my engine"}, "setting engine 'my engine' is not a name of an engine; use at most 128 letters"),
         (
             {"sidecar": "/tmp/ssd-drafter.sock"},
             "setting sidecar: '/tmp/ssd-drafter.sock' is not an address; give unix:/",

@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.observability.facts import ClientUse, ModelIdentity
-from drafter_service.server.namespace import MAX_CLIENTS, OTHERS, Namespace
+from drafter_service.observability.facts import MAX_ENGINES, OTHER_ENGINES, Engine, ModelIdentity
+from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.settings.tree import Limits
@@ -195,25 +195,51 @@ def test_sequences_have_the_tokens_that_were_sent(shared, actions):
     session.close()
 
 
-def test_use_is_counted_by_client(namespace):
-    first, second = Session(namespace, Limits(), "vllm/1"), Session(namespace, Limits(), "sglang/2")
-    send(first, starts=[start(1, [5]), start(2, [6])], batch=batch({1: [], 2: []}))
-    several = batch({1: [7, 8], 2: []})
-    several.steps = pack(array([2, 5]), "u4")
+def counts_of(namespace):
+    """Return streams, steps of the engine, offered tokens, and all statistics of each engine of a namespace."""
+    return {
+        engine: (use.streams, use.engine_steps, use.offered, [array.tolist() for array in use.stats.counters])
+        for engine, use in namespace.facts().uses.items()
+    }
+
+
+def test_use_is_counted_by_engine(namespace):
+    vllm, sglang = Engine("vllm/1", "a"), Engine("sglang/2", "b")
+    first, second = Session(namespace, Limits(), vllm), Session(namespace, Limits(), sglang)
+    send(first, starts=[start(1, [5, 6, 5]), start(2, [6])], batch=batch({1: [], 2: []}, limit=2))
+    several = batch({1: [6, 8], 2: []}, verified=0)
+    several.verified, several.steps = pack(array([2, 0]), "u4"), pack(array([1, 5]), "u4")
     send(first, batch=several)
-    send(first, finishes=[finish(1, [9, 10, 11], steps=2), finish(2)])
+    send(first, finishes=[finish(1, [9, 10, 11], steps=3), finish(2)])
     send(second, starts=[start(1, [5])], batch=batch({1: [6, 7]}))
     second.close()
     uses = namespace.facts().uses
-    assert uses == {"vllm/1": ClientUse(streams=1, steps=4, committed=5), "sglang/2": ClientUse(0, 1, 2)}
+    assert [*uses] == [vllm, sglang]
+    stats = uses[vllm].stats
+    assert (uses[vllm].streams, uses[vllm].engine_steps) == (1, 2)
+    assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (4, 5, 2, 1)
+    assert uses[vllm].offered >= 2
+    assert (uses[sglang].streams, uses[sglang].stats.steps, uses[sglang].stats.committed) == (0, 1, 2)
+    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (5, 7, 1)
 
 
-def test_names_of_clients_are_few(namespace):
-    for number in range(MAX_CLIENTS + 2):
-        Session(namespace, Limits(), f"client {number}")
-    uses = namespace.facts().uses
-    assert len(uses) == MAX_CLIENTS + 1
-    assert uses[OTHERS].streams == 2
+def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace):
+    def connect(number):
+        return Session(namespace, Limits(), Engine("host/1", str(number)))
+
+    sessions = [connect(number) for number in range(MAX_ENGINES)]
+    connect("more")
+    assert namespace.facts().uses[OTHER_ENGINES].streams == 1, "all are connected"
+    send(sessions[7], starts=[start(1, [5])], batch=batch({1: [6, 7]}))
+    for number in (7, 3):
+        sessions[number].close()
+    for name, dropped in (("x", "7"), ("y", "3")):
+        connect(name)
+        names = [engine.name for engine in namespace.facts().uses]
+        assert name in names
+        assert dropped not in names
+        assert len(names) == MAX_ENGINES + 1
+    assert namespace.stats.committed == 2, "statistics of a dropped engine are kept"
 
 
 def test_steps_of_sequences_are_counted(namespace, session):
@@ -340,7 +366,7 @@ def test_batches_are_answered_as_by_the_general_path(monkeypatch):
         send(session, starts=[start(number, [0, 1, 2, 0, 1], learn=False) for number in range(3)])
         answers.append([send(session, batch=each) for each in random_batches(np.random.default_rng(0))])
         sizes.append(sizes_of(session))
-        uses.append(namespace.facts().uses)
+        uses.append(counts_of(namespace))
         close(namespace)
     assert answers[0] == answers[1]
     assert len({answer.WhichOneof("result") for answer in answers[0]}) == 2
@@ -352,16 +378,20 @@ def test_clients_counters_are_summed(namespace):
     def report(session, **totals):
         send(session, counters=pb.ClientCounters(**totals))
 
-    first, second = (Session(namespace, Limits()) for _ in range(2))
-    report(first, timeouts=3, dropped=5)
-    report(first, timeouts=4, dropped=5)
+    one, other = Engine("host/1", "one"), Engine("host/1", "other")
+    first, second = Session(namespace, Limits(), one), Session(namespace, Limits(), other)
+    report(first, timeouts=3, dropped=2)
+    report(first, timeouts=5, dropped=3)
     report(second, timeouts=10)
-    assert (namespace.clients.timeouts, namespace.clients.dropped) == (14, 5)
+    assert (namespace.clients.timeouts, namespace.clients.dropped) == (15, 3)
     # A client that has reconnected sent most of these totals before.
-    again = Session(namespace, Limits())
-    report(again, timeouts=4, dropped=5, reconnects=2)
-    report(again, timeouts=6, dropped=5, reconnects=2)
-    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (16, 5, 1)
+    again = Session(namespace, Limits(), one)
+    report(again, timeouts=4, dropped=3, reconnects=2)
+    report(again, timeouts=6, dropped=3, reconnects=2)
+    assert (namespace.clients.timeouts, namespace.clients.dropped, namespace.clients.reconnects) == (17, 3, 1)
+    # Steps whose responses came later were counted with their requests.
+    late = {engine: (use.late_steps, use.engine_steps) for engine, use in namespace.facts().uses.items()}
+    assert late == {one: (7, 4), other: (10, 10)}
 
 
 async def indexed(session):

@@ -154,7 +154,7 @@ def run_shadowed(session, sequence_id, prompt, output):
 
 
 def test_a_withheld_draft_is_scored_when_the_tokens_of_its_step_have_come(namespace):
-    session, twin = Session(namespace, Limits(), "engine"), new_namespace()
+    session, twin = Session(namespace, Limits()), new_namespace()
     verifying = twin.new_drafter()
     for number, (prompt, output) in enumerate(REQUESTS):
         run_shadowed(session, number, prompt, output)
@@ -168,12 +168,12 @@ def test_a_withheld_draft_is_scored_when_the_tokens_of_its_step_have_come(namesp
 
 
 def test_counters_of_verified_drafts_do_not_contain_withheld_ones(namespace):
-    session = Session(namespace, Limits(), "engine")
+    session = Session(namespace, Limits())
     prompt, output = REQUESTS[0]
     run_shadowed(session, 1, prompt, output)
     assert counts(namespace.stats) == counts(type(namespace.stats)())
-    use = namespace.use_by("engine")
-    assert (use.steps, use.committed) == (0, 0)
+    [use] = namespace.facts().uses.values()
+    assert (use.stats.steps, use.stats.committed, use.offered) == (0, 0, 0)
     session.close()
     assert not namespace.drafters
 

@@ -10,7 +10,8 @@ import grpc
 import numpy as np
 
 from drafter_service.observability.facts import (
-    ClientUse,
+    Engine,
+    EngineUse,
     History,
     Latency,
     ModelIdentity,
@@ -101,9 +102,20 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "clients": ClientTotals(timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2),
         "budget": budget_totals(),
         "duplicates": 31,
-        "uses": {"vllm/0.32.0 ssd-drafter/0.1.0": ClientUse(3, steps // 2, 2 * steps), "[/b]\x1b": ClientUse()},
+        "uses": {
+            Engine("vllm/0.32.0 ssd-drafter/0.1.0", "node-3:4711"): engine_use(3, steps // 2, 2 * steps),
+            Engine("[/b]\x1b", ""): engine_use(),
+        },
     }
     return new_namespace(name, **{**facts, **changes})
+
+
+def engine_use(streams=0, steps=0, committed=0, engine_steps=0, late_steps=0, offered=0):
+    """Return the use of an engine whose draft tokens were not verified."""
+    stats = Stats()
+    if steps:
+        stats.record_path(committed, 0, 0, steps)
+    return EngineUse(stats, streams, engine_steps, late_steps, offered)
 
 
 def budget_totals():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
-    ClientUse,
+    Engine,
     History,
     Latency,
     Sample,
@@ -28,6 +28,7 @@ from tests.drafter_service.observability.report.samples import (
     NOW,
     busy_namespace,
     corpus_of,
+    engine_use,
     new_namespace,
     service,
 )
@@ -57,11 +58,14 @@ def at(time, steps=0, committed=0, hits=0, drafted=0, accepted=0, corpus=0, appe
     return Sample(time, steps, committed, hits, drafted, accepted, corpus, appended, 1000, timeouts)
 
 
-def test_clients_are_told_apart():
-    uses = {"a": ClientUse(1, 0, 0), "vllm/1": ClientUse(2, 100, 250)}
-    first, second = only(uses=uses).by_client
-    assert (first.client, first.streams, first.tokens_per_step) == ("vllm/1", 2, 2.5)
-    assert (second.client, second.tokens_per_step) == ("a", None)
+def test_engines_are_told_apart():
+    vllm = engine_use(2, 100, 250, engine_steps=40, late_steps=3, offered=300)
+    vllm.stats.counters.by_source[0] = 200, 150
+    first, second = only(uses={Engine("a", ""): engine_use(1), Engine("vllm/1", "node:1"): vllm}).by_client
+    assert (first.client, first.engine, first.streams, first.tokens_per_step) == ("vllm/1", "node:1", 2, 2.5)
+    assert (first.offered, first.drafted, first.accepted, first.acceptance) == (300, 200, 150, 0.75)
+    assert (first.engine_steps, first.late_steps, first.late_share) == (40, 3, 0.075)
+    assert (second.client, second.engine, second.tokens_per_step, second.late_share) == ("a", "", None, None)
 
 
 def test_ratios_follow_from_totals():

@@ -217,7 +217,7 @@ def test_values_on_the_page_are_those_of_the_json(tab, page_of):
     assert lists["requests remembered"] == known["corpus"]["requests"]
     assert lists["capacity, tokens"] == known["corpus"]["capacity_tokens"]
     assert lists["memory"] == known["memory_bytes"]
-    assert lists["steps without drafts: late"] == known["clients"]["timeouts"]
+    assert lists["late steps, without drafts"] == known["clients"]["timeouts"]
     assert lists["duplicate texts"] == known["duplicates"]
     assert lists["shared log: tokens written"] == document["service"]["log"]["published_tokens"]
 

@@ -7,14 +7,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drafter_service.observability.facts import ShadowUse
+from drafter_service.observability.facts import Engine, ShadowUse
 from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.page import render_page
-from drafter_service.observability.report.schema import ClientTotals, SharedLogReport
+from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.observability.report.terminal import print_report
 from ssd.stats import Stats
-from tests.drafter_service.observability.report.samples import busy_namespace, new_namespace, service
+from tests.drafter_service.observability.report.samples import busy_namespace, engine_use, new_namespace, service
 
 EVIL = "\x1b[2J[bold]x[/bold]\n名前" + "y" * 90
 
@@ -91,11 +91,13 @@ def test_many_namespaces_are_an_overview():
 
 
 def test_remarks_report_problems():
-    busy = busy_namespace(clients=ClientTotals(timeouts=200_000))
+    late = {Engine("vllm/1", name): engine_use(1, 9, 9, 10_000, steps) for name, steps in (("a", 250), ("b", 100))}
+    busy = busy_namespace(uses=late)
     table = busy.stats.counters.calibration
     table[:, 2] = 0.5 * table[:, 2]
     text = " ".join(printed(build_report(service(busy, log=SharedLogReport(is_connected=False)))).split())
-    assert "200k engine steps ran without drafts because the answer came too late" in text
+    assert "a: 2.5% of its steps (250) had no drafts because the answer was late. Raise its deadline_s" in text
+    assert "b: " not in text, "1 % is not more than 1 %"
     assert "The shared log cannot be reached" in text
     assert "Acceptance probabilities are off by" in text
     missed = service(busy_namespace(), log=SharedLogReport(is_connected=True, gaps=1, dropped_tokens=5, lag_s=60))

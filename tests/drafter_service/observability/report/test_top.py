@@ -14,7 +14,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drafter_service.observability.facts import BOUNDS_S, Latency
+from drafter_service.observability.facts import BOUNDS_S, Engine, Latency
+from drafter_service.observability.report import units
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.top import Monitor, print_once, rates_of, watch
 from ssd.errors import UserError
@@ -24,6 +25,7 @@ from tests.drafter_service.observability.report.samples import (
     Reporter,
     busy_namespace,
     corpus_of,
+    engine_use,
     new_namespace,
     reporting,
     service,
@@ -107,7 +109,31 @@ def test_most_active_namespaces_are_shown_where_there_is_no_room_for_all():
     assert len(text.split("\n")) <= 24
     assert "n29" in text
     assert "n05" not in text
-    assert "all, 18 not shown" in text
+    assert "all, 22 not shown" in text
+    assert "node-3:4711" in text
+
+
+def test_connected_engines_have_rates_over_all_namespaces():
+    def uses(**engines):
+        return {Engine("vllm/1", name): engine_use(*numbers) for name, numbers in engines.items()}
+
+    def rows(monitor):
+        lines = frame_of(monitor, 100).split("\n")
+        return {cells[0]: cells[1:] for line in lines if (cells := line.split()) and cells[0][-1:] == "1"}
+
+    def spaces(*parts):
+        return [new_namespace(name, uses=part) for name, part in zip("ab", parts, strict=True)]
+
+    before = spaces(uses(quick1=(1, 100, 200, 50, 0), gone11=(1, 5, 5)), uses(quick1=(1, 10, 10, 10, 0)))
+    after = spaces(
+        uses(quick1=(1, 150, 400, 90, 3), gone11=(0, 5, 5), fresh1=(1, 7, 7)), uses(quick1=(1, 20, 30, 20, 2))
+    )
+    monitor = Monitor()
+    monitor.record(build_report(service(*before, now=NOW)))
+    monitor.record(build_report(service(*after, now=NOW + 2)))
+    # 220 tokens of 60 sequence steps in 2 s, and 5 late ones of 50 engine steps, in two streams.
+    unknown = units.UNKNOWN
+    assert rows(monitor) == {"quick1": ["110", "3.67", unknown, "10%", "2"], "fresh1": [*[unknown] * 4, "1"]}
 
 
 def test_print_once_shows_the_rates_of_one_interval():

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import drafter_service.plugins.vllm as plugin
+from drafter_service.client.identity import process_name
 from drafter_service.plugins.vllm import NullProposer
-from drafter_service.plugins.vllm.engine_session import LOG, padding_of
+from drafter_service.plugins.vllm.engine_session import LOG, engine_name, padding_of
 from drafter_service.plugins.vllm.scheduler import SchedulerWithDrafts
 from drafter_service.plugins.vllm.variants import Choice, Variant
 from ssd.errors import UserError
@@ -347,3 +348,16 @@ def test_waiting_requests_count_only_while_the_host_admits_some(scheduler):
     scheduler._is_admitting = False
     assert scheduler._expected_prompt_tokens(1) == 0
     scheduler.waiting = []
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "name"),
+    [
+        ("", 0, process_name()),
+        ("", 2, f"{process_name()}:dp2"),
+        ("chat", 0, "chat"),
+        ("x" * 128, 10, "x" * 123 + ":dp10"),
+    ],
+)
+def test_ranks_of_data_parallelism_have_names_of_their_own(given, rank, name):
+    assert engine_name(given, SimpleNamespace(data_parallel_index=rank)) == name
