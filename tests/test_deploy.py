@@ -14,7 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.commands.main import cli
+from drafter_service.observability.facts import Engine, EngineUse
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint
+from ssd.stats import Stats
 from tests.drafter_service.service_facts import filled_stats, namespace_facts, service_facts
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +64,9 @@ def settings_of(arguments):
 @cache
 def exported():
     """Return the labels of all exported samples by name."""
-    endpoint = MetricsEndpoint(lambda: service_facts(namespace_facts(stats=filled_stats(1))), "127.0.0.1:0")
+    uses = {Engine("vllm/1", "node:1"): EngineUse(Stats(), streams=1)}
+    facts = service_facts(namespace_facts(stats=filled_stats(1), uses=uses))
+    endpoint = MetricsEndpoint(lambda: facts, "127.0.0.1:0")
     samples = [sample for family in endpoint.registry.collect() for sample in family.samples]
     return {sample.name: {*sample.labels, "instance", "job"} for sample in samples} | {"up": {"instance", "job"}}
 
@@ -118,7 +122,7 @@ def test_dashboard_is_valid_for_grafana():
         assert label in exported()[metric]
         assert "instance" in (matchers or "instance")
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Gain", "Acceptance", "Latency", "Steps of engines", "Corpus", "Health"]
+    assert rows == ["Gain", "Acceptance", "Latency", "Engines", "Corpus", "Health"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:
         assert panel["description"]
@@ -167,10 +171,21 @@ CASES = {
     ),
     "SsdDrafterLateSteps": tuple(
         [
-            series("ssd_drafter_client_timeouts_total", f"0+{late}x{MINUTES}", namespace="main"),
-            series("ssd_drafter_draft_latency_seconds_count", f"0+10000x{MINUTES}", namespace="main"),
+            series("ssd_drafter_engine_late_steps_total", f"0+{late}x{MINUTES}", host="vllm", engine="a"),
+            series("ssd_drafter_engine_steps_total", f"0+10000x{MINUTES}", host="vllm", engine="a"),
         ]
-        for late in (20, 5)
+        for late in (150, 50)
+    ),
+    # An engine disconnects; an engine restarts with a new name.
+    "SsdDrafterEngineDisconnected": (
+        [
+            series("ssd_drafter_engine_connected", f"1x{MINUTES}", host="vllm", engine="a"),
+            series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} 0x30", host="vllm", engine="b"),
+        ],
+        [
+            series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} 0x30", host="vllm", engine="a"),
+            series("ssd_drafter_engine_connected", f"_x{MINUTES - 30} 1x30", host="vllm", engine="b"),
+        ],
     ),
     "SsdDrafterSlow": tuple(
         [
@@ -253,6 +268,17 @@ CASES = {
     ),
 }
 """Series for which each alert fires, and series for which it does not; one sample per minute."""
+RESTARTED = (
+    [
+        series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} _x30", host="vllm", engine="a"),
+        series("ssd_drafter_namespaces", f"1x{MINUTES}"),
+    ],
+    [
+        series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} _x5 1x25", host="vllm", engine="a"),
+        series("ssd_drafter_namespaces", f"1x{MINUTES}"),
+    ],
+)
+"""After a restart of the drafter, the engine does not connect again, or it does."""
 DAY = 1440
 CASES["SsdDrafterFewerTokensPerStep"] = tuple(
     [
@@ -268,7 +294,7 @@ def test_alerts_fire_only_for_their_cases(tmp_path):
     assert CASES.keys() == {rule["alert"] for rule in alerts()}
     evaluated = f"{DAY + MINUTES}m"
     tests = []
-    for name, (bad, good) in CASES.items():
+    for name, (bad, good) in [*CASES.items(), ("SsdDrafterEngineDisconnected", RESTARTED)]:
         at = evaluated if name == "SsdDrafterFewerTokensPerStep" else f"{MINUTES}m"
         for fires, given in ((True, bad), (False, good)):
             count = [{"labels": "{}", "value": 1}] if fires else []
