@@ -129,6 +129,11 @@ class DrafterClient:
         return self._connection.lost
 
     @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection."""
+        return self.lost is None
+
+    @property
     def welcome(self) -> Welcome | None:
         """What the service allows, as of the last connection; None before the first."""
         return self._protocol.welcome

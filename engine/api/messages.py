@@ -148,6 +148,8 @@ class EngineStats:
     """Tokens of finished outputs that were passed to the drafter for learning."""
     corpus: CorpusSize | None = None
     """None if the drafter has no corpus or keeps it in another process."""
+    is_connected: bool | None = None
+    """Whether the remote drafter is connected; None without one."""
     kv_usage: float = 0.0
     """Fraction of the KV cache's pages in use, 0 to 1."""
     pages: int = 0

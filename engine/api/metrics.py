@@ -180,6 +180,9 @@ class EngineCollector(Collector):
                 ("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens),
                 ("ssd:corpus_capacity_tokens", "Capacity of the corpus in tokens.", stats.corpus.capacity),
             ]
+        if stats.is_connected is not None:
+            text = "1 if the remote drafter was connected after the last step, else 0."
+            gauges.append(("ssd:drafter_connected", text, int(stats.is_connected)))
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)

@@ -42,6 +42,11 @@ class AdapterDrafters:
         """The corpus of requests without an adapter; None if it is in another process."""
         return getattr(self._base, "corpus", None)
 
+    @property
+    def is_connected(self) -> bool | None:
+        """Whether the remote drafter of requests without an adapter is connected; None if it is not remote."""
+        return getattr(self._base, "is_connected", None)
+
     def start(
         self,
         sequence_id: int,

@@ -26,7 +26,7 @@ from drafter_service.server.requests import (
 )
 from drafter_service.server.session import error_response
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import PROTOCOL, WireError, drafts_message, pack, read_batch
+from drafter_service.transport.wire import PROTOCOL, WireError, check_engine_name, drafts_message, pack, read_batch
 from ssd.types import DraftBatch, Path, Progress
 
 RUN_AGAIN = "run the same prompts again, greedily, with outputs of 32 tokens or more"
@@ -160,6 +160,11 @@ class EngineChecker:
             self.checks.fail("hello", f"hello.protocol is {hello.protocol}; this command tests protocol {PROTOCOL}")
         elif not hello.client:
             self.checks.fail("hello", "hello.client is empty; it is the name and version of the client")
+        else:
+            try:
+                check_engine_name(hello.engine, "hello.engine")
+            except WireError as problem:
+                self.checks.fail("hello", str(problem))
         self.checks.see("hello")
 
     def _apply(self, stream: EngineStream, request: pb.DraftRequest) -> Reply:

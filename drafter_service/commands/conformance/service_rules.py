@@ -266,7 +266,8 @@ RULES: dict[str, tuple[str, Rule]] = {
     "learning": ("text is learned if the start, the finish and the caller's rights allow it", check_learning),
     "end": ("a stream that the client ends has the status OK", check_end),
 }
-REFUSALS = {
-    "version": (f"a hello of another protocol than {PROTOCOL} ends the stream", 99),
+REFUSALS: dict[str, tuple[str, pb.Hello | None]] = {
+    "version": (f"a hello of another protocol than {PROTOCOL} ends the stream", pb.Hello(protocol=99)),
+    "engine name": ("an invalid name of an engine ends the stream", pb.Hello(protocol=PROTOCOL, engine="a b")),
     "no hello": ("a first request without hello ends the stream", None),
 }

@@ -68,8 +68,8 @@ class ServiceChecker:
         for transport, open_stream in transports.items():
             for name, (_, rule) in RULES.items():
                 self._run_one(checks, f"{transport}, {name}", open_stream, rule)
-            for name, (_, protocol) in REFUSALS.items():
-                self._check_refusal(checks, f"{transport}, {name}", open_stream, protocol)
+            for name, (_, hello) in REFUSALS.items():
+                self._check_refusal(checks, f"{transport}, {name}", open_stream, hello)
         return checks
 
     def _check_access(self, open_stream: Callable[[], RawStream]) -> None:
@@ -108,13 +108,15 @@ class ServiceChecker:
             raw.close()
 
     def _check_refusal(
-        self, checks: Checks, name: str, open_stream: Callable[[], RawStream], protocol: int | None
+        self, checks: Checks, name: str, open_stream: Callable[[], RawStream], hello: pb.Hello | None
     ) -> None:
-        """Check that a stream with this protocol in its hello, or without hello, ends with an error message."""
+        """Check that a stream with this hello, or without one, ends with an error message."""
         raw = open_stream()
         try:
-            hello = None if protocol is None else pb.Hello(protocol=protocol, namespace=self._name)
-            raw.send(pb.DraftRequest(step=1, hello=hello).SerializeToString())
+            request = pb.DraftRequest(step=1, hello=hello)
+            if hello is not None:
+                request.hello.namespace = self._name
+            raw.send(request.SerializeToString())
             raw.receive()
             checks.fail(name, "the stream continues")
         except StreamEndedError as ended:

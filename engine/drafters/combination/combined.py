@@ -105,6 +105,12 @@ class CombinedDrafter:
         corpora = (getattr(innermost(part.drafter), "corpus", None) for part in self.parts)
         return next((corpus for corpus in corpora if corpus is not None), None)
 
+    @property
+    def is_connected(self) -> bool | None:
+        """Whether the remote drafter among the drafters is connected; None without one."""
+        states = (getattr(innermost(part.drafter), "is_connected", None) for part in self.parts)
+        return next((state for state in states if state is not None), None)
+
     def bind(self, forward: DraftForward) -> None:
         """Give each drafter access to its own layers in the KV pages."""
         first = 0

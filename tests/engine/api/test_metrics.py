@@ -130,6 +130,12 @@ def test_a_drafter_without_an_embedded_corpus_has_no_corpus_metrics():
     assert samples(build(EngineStats()), "ssd:corpus_tokens") == {}
 
 
+def test_a_remote_drafter_is_connected_or_not():
+    name = "ssd:drafter_connected"
+    states = [samples(build(EngineStats(is_connected=state)), name) for state in (None, False, True)]
+    assert states == [{}, {(): 0}, {(): 1}]
+
+
 def requests(count, prompt=7, max_tokens=40):
     return [Request(np.zeros(prompt, np.uint32), SamplingParams(max_tokens=max_tokens))] * count
 

@@ -7,6 +7,7 @@ import pytest
 from drafter_service.transport.wire import SHAPES
 from engine.drafters.kinds import KINDS, describe_kinds
 from engine.drafters.registry import build_drafter, configure, parse_kinds
+from engine.drafters.tokens import innermost
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
@@ -101,5 +102,8 @@ def test_the_table_imports_no_pytorch():
 def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, shape):
     service = FakeService()
     with fake_server_thread(socket_address, service):
-        build_drafter("ssd-remote", DrafterConfig(draft_shape=shape), address=socket_address).close()
+        drafter = build_drafter("ssd-remote", DrafterConfig(draft_shape=shape), address=socket_address)
+        assert innermost(drafter).is_connected
+        drafter.close()
+    assert not innermost(drafter).is_connected
     assert SHAPES[service.requests[0].hello.draft_shape] == shape

@@ -25,6 +25,7 @@ class MiniEngine:
     # Parts that tests replace.
 
     protocol = 3
+    engine = "mini:1"
     steps_after_late = 2
     """Number of steps without a draft before the next batch, after a late answer."""
 
@@ -66,7 +67,7 @@ class MiniEngine:
     def connect(self):
         self.stream = self.checker.opened()
         model = pb.Model(vocab_size=VOCAB_SIZE)
-        self.send(hello=pb.Hello(protocol=self.protocol, client="mini/1", model=model))
+        self.send(hello=pb.Hello(protocol=self.protocol, client="mini/1", model=model, engine=self.engine))
 
     def send(self, **fields):
         self.step += 1

@@ -126,6 +126,7 @@ FAULTS = {
         {"time_of": lambda _, tokens: StepTime(1, 1, 0.1)},
         "the last step ran 1 tokens; the sequences of its batch had",
     ),
+    "an invalid name": ("hello", {"engine": "a b"}, "hello.engine 'a b' is not a name of an engine"),
     "another protocol": ("hello", {"protocol": 2}, "hello.protocol is 2; this command tests protocol 3"),
 }
 

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from drafter_service.auth.connector import ClientAccess, Connector
 from drafter_service.commands.conformance import service_rules, service_side
 from drafter_service.commands.conformance.raw_stream import RawGrpcStream
-from drafter_service.commands.conformance.service_rules import RULES
+from drafter_service.commands.conformance.service_rules import REFUSALS, RULES
 from drafter_service.commands.conformance.service_side import ServiceChecker
 from drafter_service.commands.main import cli
 from drafter_service.stubs import drafter_pb2 as pb
@@ -31,7 +31,7 @@ def test_the_service_passes_over_both_transports(socket_address, server):
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert all(line.startswith("pass  ") for line in lines)
-    assert sum(line.startswith("pass  step socket, ") for line in lines) == len(RULES) + 2 == len(lines) / 2
+    assert sum(line.startswith("pass  step socket, ") for line in lines) == len(RULES) + len(REFUSALS) == len(lines) / 2
 
 
 def test_the_namespace_of_the_test_is_deleted(address):
@@ -79,6 +79,7 @@ FAULTS = {
     "errors without a sentence": ("receive", lambda one: one.error.ClearField("message"), "invalid requests"),
     "no lost sequences": ("receive", lambda one: one.ClearField("lost_ids"), "unknown sequences"),
     "private text that is learned": ("send", always_learning, "learning"),
+    "any engine name": ("send", lambda one: one.HasField("hello") and setattr(one.hello, "engine", ""), "engine name"),
     "any version": ("send", lambda one: one.HasField("hello") and setattr(one.hello, "protocol", 3), "version"),
 }
 
