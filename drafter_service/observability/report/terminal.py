@@ -38,7 +38,7 @@ MAX_IN_FULL = 3
 """Maximum number of namespaces that are printed in full; with more only the overview is printed."""
 BAR_WIDTH = 10
 CURVE_WIDTH = 60
-ENGINE_WIDTH = 30
+ENGINE_WIDTH = 29
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
 MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
