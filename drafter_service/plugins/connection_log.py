@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable
+
+SAME_LOSS_S = 10.0
+"""Connections that are lost within this time are lost for the same reason, whatever each of them reports."""
 
 
 class ConnectionLog:
     """Reports a loss that concerns several connections once, and its end once. Any thread may call it."""
 
-    def __init__(self, address: str, report: Callable[[str], None]) -> None:
-        """address: the drafter's. report: writes a message to the host's log."""
+    def __init__(
+        self, address: str, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """address: the drafter's. report: writes a message to the host's log. clock: returns seconds."""
         self._address = address
         self._report = report
-        self._lost: dict[Hashable, str] = {}
-        """Reasons of the current losses, by connection."""
+        self._clock = clock
+        self._reasons: set[str] = set()
+        """Reported reasons since a connection last worked again."""
+        self._reported_at = -math.inf
         self._lock = threading.Lock()
 
-    def lost(self, connection: Hashable, reason: str) -> None:
+    def lost(self, reason: str) -> None:
         """Record that a connection was lost."""
         with self._lock:
-            is_known = reason in self._lost.values()
-            self._lost[connection] = reason
-        if not is_known:
-            self._report(f"no connection to the drafter at {self._address} ({reason}); continuing without drafts")
+            now = self._clock()
+            if reason in self._reasons or now < self._reported_at + SAME_LOSS_S:
+                return
+            self._reasons.add(reason)
+            self._reported_at = now
+        self._report(f"no connection to the drafter at {self._address} ({reason}); continuing without drafts")
 
-    def resumed(self, connection: Hashable) -> None:
+    def resumed(self) -> None:
         """Record that a lost connection works again."""
-        if self._remove(connection):
-            self._report(f"reconnected to the drafter at {self._address}; drafting resumes")
-
-    def closed(self, connection: Hashable) -> None:
-        """Record that a connection was closed by its owner."""
-        self._remove(connection)
-
-    def _remove(self, connection: Hashable) -> bool:
-        """Forget a loss; return whether it was the last one of its reason."""
         with self._lock:
-            reason = self._lost.pop(connection, None)
-            return reason is not None and reason not in self._lost.values()
+            is_reported = bool(self._reasons)
+            self._reasons.clear()
+            self._reported_at = -math.inf
+        if is_reported:
+            self._report(f"reconnected to the drafter at {self._address}; drafting resumes")

@@ -122,12 +122,8 @@ class HostNamespaces:
             return False
         drafter = self._open.pop(idle).drafter
         if drafter is not None:
-            threading.Thread(target=self._close, args=(idle, drafter), name="ssd-close", daemon=True).start()
+            threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
         return True
-
-    def _close(self, key: tuple[str, str], drafter: HostDrafter) -> None:
-        drafter.close()
-        self._connections.closed(key)
 
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
@@ -153,8 +149,8 @@ class HostNamespaces:
             padding=self._limits.padding,
             shadow=settings.shadow,
             required=False,
-            on_lost=lambda reason: self._connections.lost((adapter, salt), reason),
-            on_resumed=lambda: self._connections.resumed((adapter, salt)),
+            on_lost=self._connections.lost,
+            on_resumed=self._connections.resumed,
         )
 
 

@@ -289,7 +289,7 @@ def test_salts_and_adapters_have_corpora_of_their_own(servers, address):
 
     first, others, again = salted("tenant-1"), [salted("tenant-2"), salted("tenant-3")], salted("tenant-1")
     assert again > 1.3 * first  # All outputs are known.
-    assert max(others) < 1.1 * first
+    assert max(others) < (first + again) / 2
     names = {namespace["name"] for namespace in report(address)["namespaces"]}
     accepted_of(model="b")
     assert len({namespace["name"] for namespace in report(address)["namespaces"]} - names) == 1
@@ -383,7 +383,6 @@ def test_a_sidecar_that_is_slower_than_its_deadline_costs_drafts_only(servers):
         plain, drafted = servers.answers(load)
         stopping.set()
     assert drafted == [plain] * 2
-    wait_for_drafts(servers)
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])

@@ -17,7 +17,7 @@ from tests.redis import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "engine" / "models" / "assets" / "stdlib-7m"
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 DEADLINE_S = 0.5
 DRAFT_TOKENS = 8
 ENVIRONMENT = {

@@ -1,32 +1,48 @@
-from drafter_service.plugins.connection_log import ConnectionLog
+import pytest
 
-ADDRESS = "unix:/run/ssd.sock"
+from drafter_service.plugins.connection_log import SAME_LOSS_S, ConnectionLog
 
-
-def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end():
-    reports = []
-    log = ConnectionLog(ADDRESS, reports.append)
-    for connection in "abc":
-        log.lost(connection, "it ended the stream")
-    (lost,) = reports
-    assert lost == f"no connection to the drafter at {ADDRESS} (it ended the stream); continuing without drafts"
-    log.closed("c")
-    log.resumed("a")
-    assert len(reports) == 1
-    log.resumed("b")
-    assert reports[1] == f"reconnected to the drafter at {ADDRESS}; drafting resumes"
-    log.lost("a", "it ended the stream")
-    assert len(reports) == 3
+LOST = "no connection to the drafter at unix:/run/ssd.sock ({}); continuing without drafts"
+RESUMED = "reconnected to the drafter at unix:/run/ssd.sock; drafting resumes"
 
 
-def test_a_refused_connection_hides_no_other_loss():
-    reports = []
-    log = ConnectionLog(ADDRESS, reports.append)
-    log.lost("a", "no permission")
-    log.lost("b", "it ended the stream")
-    log.resumed("b")
-    assert [report.split("(")[-1] for report in reports] == [
-        "no permission); continuing without drafts",
-        "it ended the stream); continuing without drafts",
-        f"reconnected to the drafter at {ADDRESS}; drafting resumes",
-    ]
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def reports():
+    return []
+
+
+@pytest.fixture
+def log(clock, reports):
+    return ConnectionLog("unix:/run/ssd.sock", reports.append, clock)
+
+
+def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(log, reports, clock):
+    for number in range(2):
+        clock.now += 2 * SAME_LOSS_S
+        log.lost("it ended the stream")
+        log.lost("connection reset")
+        clock.now += 2 * SAME_LOSS_S
+        log.lost("it ended the stream")
+        log.resumed()
+        log.resumed()
+        assert reports == [LOST.format("it ended the stream"), RESUMED] * (number + 1)
+
+
+def test_a_refused_connection_hides_no_other_loss(log, reports, clock):
+    log.lost("no permission")
+    clock.now += 2 * SAME_LOSS_S
+    log.lost("it ended the stream")
+    log.resumed()
+    assert reports == [LOST.format("no permission"), LOST.format("it ended the stream"), RESUMED]
