@@ -216,7 +216,7 @@ def test_log_probabilities(servers):
 def test_vllm_refuses_options_with_speculation(servers, options):
     answer = completion(0, **ALMOST_GREEDY, **options)
     with pytest.raises(openai.BadRequestError, match="not yet supported with speculative decoding"):
-        servers.answers(answer, passes=1)
+        asyncio.run(ask(servers.drafting, answer))
 
 
 async def everything(client):
@@ -248,8 +248,8 @@ def test_128_requests_at_once_with_preemptions_and_cached_prefixes(servers):
 
 
 def test_a_sampled_request_is_answered(servers):
-    _, drafted = servers.answers(lambda client: complete(client, prompts()[0], temperature=1.0))
-    assert all(tokens > 0 for _, tokens, _ in drafted)
+    _, tokens, _ = asyncio.run(ask(servers.drafting, completion(0, temperature=1.0)))
+    assert tokens > 0
 
 
 def test_canceled_streams_leave_the_others_alone(servers):
@@ -280,8 +280,8 @@ def test_salts_and_adapters_have_corpora_of_their_own(servers, address):
             **options,
         }  # So that outputs hardly repeat themselves.
         before = servers.accepted()
-        for number in range(12, 20):
-            servers.answers(completion(number, max_tokens=96, **options), passes=1)
+        for number in range(12, 17):
+            asyncio.run(ask(servers.drafting, completion(number, max_tokens=96, **options)))
         return servers.accepted() - before
 
     def salted(salt):
@@ -330,7 +330,7 @@ def wait_for_drafts(servers):
     before = servers.accepted()
 
     def has_drafts():
-        servers.answers(CALLS["completion"], passes=1)
+        asyncio.run(ask(servers.drafting, CALLS["completion"]))
         return servers.accepted() > before
 
     assert_eventually(has_drafts)
@@ -350,6 +350,7 @@ def test_a_killed_sidecar_costs_drafts_only(servers):
     assert drafted == [plain] * 2
     servers.restart_sidecar()
     wait_for_drafts(servers)
+    assert_eventually(lambda: len(servers.drafting.warnings()) == logged + 2)
     lost, resumed = servers.drafting.warnings()[logged:]
     assert "no connection" in lost
     assert "drafting resumes" in resumed
