@@ -16,7 +16,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from drafter_service.plugins.llama_cpp import LOG, TESTED, SsdDraftModel
+from drafter_service.plugins.llama_cpp import SsdDraftModel
+from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED
 from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.equal_steps import use_equal_steps
 
@@ -79,7 +80,18 @@ def llama(request, monkeypatch):
         monkeypatch.setattr("llama_cpp.__version__", TESTED[0], raising=False)
         monkeypatch.setattr("llama_cpp.llama_speculative.LlamaDraftModel.register", lambda _: None, raising=False)
 
+    vocabulary = {
+        "LLAMA_VOCAB_TYPE_NONE": 0,
+        "llama_model_get_vocab": lambda model: model,
+        "llama_vocab_type": lambda _: 2,
+        "llama_vocab_get_text": lambda _, token: b"%d" % token,
+    }
+    for name, value in vocabulary.items():
+        monkeypatch.setattr(f"llama_cpp.{name}", value, raising=False)
+
     class Model(base):
+        model = None
+
         def __init__(self):
             self.model_path, self._logits_all, self.verbose = "/models/tiny.gguf", True, False
             self.n_tokens, self._n_ctx, self._requires_eval = 0, CONTEXT, True

@@ -1,7 +1,4 @@
-"""Drafts for llama-cpp-python, one model at a time.
-
-    llama = Llama("model.gguf", logits_all=True)
-    llama.draft_model = SsdDraftModel(llama)
+"""The draft model that a `Llama` of llama-cpp-python calls.
 
 The host gives a draft model nothing but the text, and says neither which request it belongs to nor when a request
 ends. So a text that cannot follow from the last text and its draft begins a new request, and ends the one before.
@@ -9,16 +6,19 @@ ends. So a text that cannot follow from the last text and its draft begins a new
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.settings import identity_of, name_and_version, read_settings
 from drafter_service.plugins.step_clock import StepClock
 
 LOG = HostLog("llama_cpp")
@@ -47,8 +47,8 @@ class SsdDraftModel:
         if not llama._logits_all:
             raise ValueError("drafts need the logits of all tokens: Llama(..., logits_all=True)")
         LlamaDraftModel.register(type(self))
-        name = Path(llama.model_path).stem
-        own = host_settings(settings, "llama-cpp-python", name, llama.n_vocab(), LOG.warning, deadline_s=DEADLINE_S)
+        own = read_settings(settings, deadline_s=DEADLINE_S)
+        own = replace(own, model=model_of(llama, own.folder), host=name_and_version("llama-cpp-python"))
         self._session = HostSession(own, HostLimits(max_draft, llama.n_vocab(), llama.n_ctx()), LOG.warning)
         self._request_id = 0
         self._text = np.empty(0, np.intc)
@@ -120,3 +120,26 @@ def follows(text: np.ndarray, before: np.ndarray, draft: list[int]) -> bool:
         and np.array_equal(text[: len(before)], before)
         and np.array_equal(added[:accepted], draft[:accepted])
     )
+
+
+def model_of(llama: Any, folder: Path | None) -> ModelIdentity:
+    """Return the identity of a model, named after its GGUF file: that of a folder, or of the file's own vocabulary."""
+    name = Path(llama.model_path).stem
+    if folder is not None:
+        return identity_of(name, llama.n_vocab(), LOG.warning, folder=folder)
+    return ModelIdentity(name=name, tokenizer=vocabulary_fingerprint(llama), vocab_size=llama.n_vocab())
+
+
+def vocabulary_fingerprint(llama: Any) -> str:
+    """Return the SHA-256 of the tokens of a model's vocabulary, in hex; "" if its GGUF file has none."""
+    import llama_cpp
+
+    vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
+    if llama_cpp.llama_vocab_type(vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        LOG.warning(
+            f'{llama.model_path} has no vocabulary; the corpus is named after the file alone; set "folder" to a folder '
+            "with the model's tokenizer.json and config.json"
+        )
+        return ""
+    tokens = [llama_cpp.llama_vocab_get_text(vocabulary, token) for token in range(llama.n_vocab())]
+    return hashlib.sha256(b"".join(b"%d:%b" % (len(token), token) for token in tokens)).hexdigest()

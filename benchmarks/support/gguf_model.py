@@ -1,0 +1,90 @@
+"""The shipped model as a GGUF file, which llama.cpp loads. Needs the package gguf."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter, TokenType
+from safetensors.torch import load_file
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""GGUF's names of the parts of a layer."""
+
+
+def write_gguf(folder: Path, file: Path, *, tokens: list[str] | None = None) -> None:
+    """Write a model folder of the Llama family, with tied embeddings, as GGUF in float32.
+
+    tokens: texts of the vocabulary, instead of the tokenizer's; an empty list: no vocabulary.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = GGUFWriter(file, "llama")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    add_vocabulary(writer, folder, tokens)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        writer.add_tensor(gguf_name(name), in_rotary_order(name, tensor.float().numpy(), config["head_dim"]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer: GGUFWriter, folder: Path, tokens: list[str] | None) -> None:
+    """Add the vocabulary and the merges of a byte-level BPE tokenizer."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokens = tokens_of(folder) if tokens is None else tokens
+    if not tokens:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if at in special else TokenType.NORMAL for at in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(min(special))
+    writer.add_add_bos_token(False)
+
+
+def tokens_of(folder: Path) -> list[str]:
+    """Return the texts of the vocabulary of a model folder, by token id."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of a tensor of a Hugging Face model."""
+    parts = name.removeprefix("model.").split(".")
+    if parts[0] == "layers":
+        return f"blk.{parts[1]}.{NAMES['.'.join(parts[2:-1])]}.weight"
+    return {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[parts[0]]
+
+
+def in_rotary_order(name: str, weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Return a weight as llama.cpp expects it: it rotates neighbouring rows of q and k, not the halves of a head."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return weight
+    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
