@@ -56,8 +56,9 @@ def plain(llama):
 
 @pytest.fixture
 def log(caplog):
+    """Return a function that returns the lines of the plug-in."""
     caplog.set_level("WARNING", LOG.logger.name)
-    return caplog
+    return lambda: [record.getMessage() for record in caplog.records if record.name == LOG.logger.name]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def test_outputs_are_those_without_drafts(llama, plain, name, log):
     with drafts(llama, sidecar="embedded") as ssd:
         assert [completions(llama, **SAMPLINGS[name]) for _ in range(2)] == [plain[name]] * 2
         assert ssd.counters.tokens_per_step > 1.5
-    assert log.messages == []
+    assert log() == []
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -121,7 +122,7 @@ def test_outputs_are_those_without_drafts_with_a_sidecar(llama, plain, name, add
             assert ssd.counters.tokens_per_step > 1.5
         (namespace,) = report(address)["namespaces"]
         assert namespace["drafting"]["accepted"] == ssd.counters.accepted
-    assert log.messages == []
+    assert log() == []
 
 
 def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
@@ -140,7 +141,7 @@ def test_a_killed_sidecar_costs_drafts_only(llama, plain, address, log):
             assert [completions(llama, temperature=0.0) for _ in range(2)] == [plain["greedy"]] * 2
             assert ssd.counters.accepted > before
             ssd.close()
-    lost, resumed = log.messages
+    lost, resumed = log()
     assert "no connection" in lost
     assert "drafting resumes" in resumed
 
@@ -166,7 +167,7 @@ def test_a_file_without_a_vocabulary_runs_with_a_corpus_of_its_name(llama, tmp_p
         (namespace,) = report(address)["namespaces"]
         assert (namespace["model"]["name"], namespace["model"]["tokenizer"]) == ("no-vocabulary", "")
     bare.close()
-    (line,) = log.messages
+    (line,) = log()
     assert 'has no vocabulary; the corpus is named after the file alone; set "folder" to' in line
 
 
@@ -183,7 +184,7 @@ def test_another_tokenizer_gets_no_drafts_from_the_namespace(llama, plain, tmp_p
         assert completions(llama, temperature=0.0) == plain["greedy"]
         assert first.counters.accepted > 0
     other.close()
-    (line,) = log.messages
+    (line,) = log()
     assert "belongs to another tokenizer" in line
 
 
