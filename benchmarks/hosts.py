@@ -40,8 +40,6 @@ FOLDER = Path(__file__).parents[1] / "engine" / "models" / "assets" / "stdlib-7m
 MAX_TOKENS = 96
 MAX_DRAFT = 16
 PASSES = 2
-MIN_GROUP = 40
-"""Smallest number of prompts that a method runs before the next one has its turn."""
 OWN = "ssd"
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -274,10 +272,11 @@ def method_processes(host: str, methods: Sequence[str]) -> Iterator[dict[str, Co
             process.terminate()
 
 
-def compare(host: str, methods: Sequence[str], prompts: list[str], concurrency: int, useless: bool) -> list[Row]:
-    """Return a row for each pass and method, with `concurrency` requests at once."""
+def compare(
+    host: str, methods: Sequence[str], prompts: list[str], concurrency: int, size: int, useless: bool
+) -> list[Row]:
+    """Return a row for each pass and method, with `concurrency` requests at once, alternating after `size` prompts."""
     rows = []
-    size = max(MIN_GROUP, concurrency)
     groups = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     with sidecar() as drafter, method_processes(host, methods) as connections:
         for number in range(1, PASSES + 1):
@@ -353,6 +352,7 @@ def main() -> None:
     parser.add_argument("--host", choices=METHODS, required=True)
     parser.add_argument("--concurrency", default="1", help="numbers of requests at once, such as 1,4,32,128 (1)")
     parser.add_argument("--prompts", type=int, default=160, help="number of prompts, at most 200 (160)")
+    parser.add_argument("--group", type=int, default=40, help="least number of prompts of a method's turn (40)")
     parser.add_argument("--skip", default="", help="methods to leave out, such as suffix without arctic-inference")
     parser.add_argument("--useless", action="store_true", help="random outputs, which no draft can predict")
     parser.add_argument("--out", type=Path, help="file for the results")
@@ -368,7 +368,9 @@ def main() -> None:
     rows = [
         row
         for concurrency in concurrencies
-        for row in compare(arguments.host, methods, prompts, concurrency, arguments.useless)
+        for row in compare(
+            arguments.host, methods, prompts, concurrency, max(arguments.group, concurrency), arguments.useless
+        )
     ]
     print(table(rows))
     result = {
