@@ -56,25 +56,25 @@ test: $(READY) ## run the tests (about 10 minutes)
 HOSTS := build/hosts
 HOSTS_PIP := $(HOSTS)/bin/python -m pip --disable-pip-version-check install --quiet
 
-HOSTS_TEST := $(HOSTS)/bin/python -m pytest --tb native --numprocesses 2 --dist loadfile tests/hosts
+# Kernels are cached apart from those of $(VENV), whose numba may have another version.
+HOSTS_TEST := NUMBA_CACHE_DIR=$(CURDIR)/$(HOSTS)/kernels $(HOSTS)/bin/python -m pytest --tb native \
+	--numprocesses 2 --dist loadfile tests/hosts tests/drafter_service/plugins/test_llama_cpp.py
 
-hosts: $(HOSTS)/.ready ## run the tests of plug-ins in real engines on a CPU: vLLM (about 10 minutes)
-	@echo "running the tests in vLLM (about 6 minutes)"
+hosts: $(HOSTS)/.ready $(HOSTS)/.llama-cpp ## run the tests of plug-ins in real engines on a CPU: vLLM and llama.cpp (about 10 minutes)
+	@echo "running the tests in vLLM and llama.cpp (about 5 minutes)"
 	@$(HOSTS_TEST)
 
-hosts-short: $(HOSTS)/.ready ## the same, but skip what has not begun after 6 minutes
+hosts-install: $(HOSTS)/.ready ## install vLLM for CPUs into build/hosts
+
+hosts-short: $(HOSTS)/.ready ## run the tests in vLLM, and skip those that have not begun after 6 minutes
 	@echo "running the tests in vLLM that begin within 6 minutes"
 	@$(HOSTS_TEST) --minutes 6
 
-hosts-install: $(HOSTS)/.ready ## install what `make hosts` needs
-
 CONFORMANCE := build/hosts-conformance
 CONFORMANCE_LIST := tests/drafter_service/plugins/conformance.txt
-LLAMA_CPP := llama_cpp_python-0.3.36
 
-hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang, vLLM and llama-cpp-python (1.2 GB; minutes; no GPU)
-	@PYTHONPATH=$(CONFORMANCE)/$(LLAMA_CPP) $(CONFORMANCE)/bin/python -m pytest -rs \
-		tests/drafter_service/plugins/sglang tests/drafter_service/plugins/vllm tests/drafter_service/plugins/test_llama_cpp.py
+hosts-conformance: $(CONFORMANCE)/.ready ## run plug-ins with the Python files of SGLang and vLLM 0.33 (1.2 GB; minutes; no GPU)
+	@$(CONFORMANCE)/bin/python -m pytest -rs tests/drafter_service/plugins/sglang tests/drafter_service/plugins/vllm
 
 # Beside the packages of $(VENV), which a file of paths adds. What needs a GPU or a compiler is left out.
 $(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
@@ -83,9 +83,16 @@ $(CONFORMANCE)/.ready: $(READY) $(CONFORMANCE_LIST)
 		"$$($(CONFORMANCE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
 	@$(BIN)/python -m pip --disable-pip-version-check --python $(CONFORMANCE)/bin/python install --quiet --no-deps \
 		--requirement $(CONFORMANCE_LIST)
-	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary llama-cpp-python \
-		--dest $(CONFORMANCE) $(subst _python-,_python==,$(LLAMA_CPP))
-	@tar --extract --gzip --file $(CONFORMANCE)/$(LLAMA_CPP).tar.gz --directory $(CONFORMANCE) $(LLAMA_CPP)/llama_cpp
+	@touch $@
+
+# Only the library: its source distribution would also build llama.cpp's tools.
+$(HOSTS)/.llama-cpp: $(HOSTS)/.ready
+	@echo "building llama.cpp (about 3 minutes; needs a C++ compiler)"
+	@echo 'set(LLAMA_BUILD_COMMON OFF)' >$(HOSTS)/llama.cmake
+	@CMAKE_BUILD_PARALLEL_LEVEL=2 \
+		CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/$(HOSTS)/llama.cmake" \
+		$(HOSTS_PIP) --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	@$(HOSTS_PIP) --no-deps diskcache gguf==0.19.0 'starlette-context>=0.3.6,<0.4'
 	@touch $@
 
 hosts-bench: $(HOSTS)/.ready $(READY) ## compare vLLM and transformers with and without the plug-ins (half an hour; needs a C++20 compiler)

@@ -57,7 +57,7 @@ class TwinGenerate:
 def real_llama(monkeypatch):
     """Import the host with a replacement of its C library; skip the test where the host is missing."""
     if find_spec("llama_cpp") is None:
-        pytest.skip("llama-cpp-python is not installed; make hosts-conformance installs it")
+        pytest.skip("llama-cpp-python is not installed; make hosts installs it")
 
     for name in [name for name in sys.modules if name.split(".")[0] == "llama_cpp"]:
         monkeypatch.delitem(sys.modules, name)
