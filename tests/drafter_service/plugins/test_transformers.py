@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 
 import engine
 from drafter_service.client.identity import model_identity
-from drafter_service.plugins.transformers import LOG, PRIVATE_NAMES, TESTED, SsdGenerate
+from drafter_service.plugins.transformers import SsdGenerate
+from drafter_service.plugins.transformers.generate import LOG
+from drafter_service.plugins.transformers.support import PRIVATE_NAMES, TESTED
 from tests.drafter_service.plugins.test_session import wait_until
 
 FOLDER = Path(engine.__file__).parent / "models" / "assets" / "stdlib-7m"
@@ -216,7 +218,7 @@ def test_a_cache_of_an_earlier_call_is_decoded_without_drafts(model, tokenizer, 
 
 
 def test_an_untested_version_is_not_used(model, tokenizer, log, monkeypatch):
-    monkeypatch.setattr("drafter_service.plugins.transformers.TESTED", ("0.1",))
+    monkeypatch.setattr("drafter_service.plugins.transformers.support.TESTED", ("0.1",))
     inputs = ids(tokenizer, PROMPTS[0])
     with SsdGenerate(model, sidecar="embedded") as ssd:
         assert generated(model, inputs, custom_generate=ssd) == generated(model, inputs)

@@ -1,0 +1,195 @@
+"""Decoding of a batch: in each forward pass, each row verifies a draft of its own.
+
+Drafts are padded to the longest of the step. The target's tokens at the places of a draft, and after it, are the
+likeliest ones or are sampled, whatever the draft. A row takes them up to the first that differs from the draft. So
+drafts do not change the distribution of outputs: this is speculative sampling (Leviathan et al. 2023) with drafts of
+probability 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafter_service.plugins.options import End, RequestOptions
+from drafter_service.plugins.session import HostSession, common_length
+from drafter_service.plugins.step_clock import StepClock
+from drafter_service.plugins.transformers.row_cache import RowCache
+from drafter_service.plugins.transformers.stops import Stops
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence of the batch."""
+
+    index: int
+    """Its index in the batch."""
+    request_id: int
+    text: list[int]
+    """Prompt and output, without padding."""
+    padding: int
+    """Number of tokens before the prompt."""
+    position: int
+    """Position of the last token."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, padding included."""
+        return self.padding + len(self.text)
+
+
+class BatchDecoder:
+    """One call of `generate` with a batch."""
+
+    def __init__(self, session: HostSession, model: Any, input_ids: Any, arguments: dict[str, Any]) -> None:
+        """input_ids: int64 [B, P], left padded. arguments: those of the host's decoding methods."""
+        config = arguments["generation_config"]
+        self._session, self._clock = session, StepClock(session)
+        self._model, self._config = model, config
+        self._processors = arguments["logits_processor"]
+        self._stops = Stops(arguments["stopping_criteria"], config.max_length)
+        ends = self._stops.end_tokens
+        self._pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
+        batch_size, width = input_ids.shape
+        self._text = input_ids.new_full((batch_size, config.max_length), self._pad)
+        """int64 [B, max_length]: prompts, outputs, and the drafts of the step."""
+        self._text[:, :width] = input_ids
+        # Its name until version 5.23.
+        self._cache_name = "cache" if "cache" in arguments else "past_key_values"
+        self._inputs = {name: arguments[name] for name in (self._cache_name, "use_cache")}
+        self._has_logits_to_keep = "logits_to_keep" in arguments
+        self._cache = RowCache(arguments[self._cache_name], batch_size)
+        mask = arguments.get("attention_mask")
+        self._ids = input_ids
+        """int64 [B, T]: tokens of running rows that the model has not seen. All rows have the same number of them."""
+        self._mask = input_ids.new_ones(input_ids.shape) if mask is None else mask.to(input_ids.dtype)
+        self._positions = arguments["position_ids"].expand(batch_size, -1)
+
+    def run(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> Any:
+        """Return the same as the host's decoding methods, without its cache. Both arguments are those of the rows."""
+        rows = self._begin(request_ids, options)
+        try:
+            running = rows
+            while running:
+                running = self._step(running)
+        except BaseException:
+            for row in rows:
+                self._session.finish(row.request_id, end=End.CANCELLED)
+            raise
+        sequences = self._text[:, : max(row.length for row in rows)]
+        if not self._config.return_dict_in_generate:
+            return sequences
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+
+    def _begin(self, request_ids: Sequence[int], options: Sequence[RequestOptions]) -> list[Row]:
+        """Return the rows, after starting a request of the session for each."""
+        padding = (self._mask == 0).sum(dim=1).tolist()
+        positions = self._positions[:, -1].tolist()
+        rows = []
+        for index, ids in enumerate(self._ids.tolist()):
+            rows.append(Row(index, request_ids[index], ids[padding[index] :], padding[index], positions[index]))
+            self._session.start(request_ids[index], rows[index].text, options[index])
+        return rows
+
+    def _step(self, rows: list[Row]) -> list[Row]:
+        """Run one forward pass; return the rows that are not finished."""
+        drafts = self._draft(rows)
+        logits = self._forward(rows, drafts)
+        chosen = self._choose(logits, rows, drafts)
+        width = self._ids.shape[1]
+        kept, counts = [], []
+        for at, (row, draft, tokens) in enumerate(zip(rows, drafts, chosen, strict=True)):
+            before = row.length
+            if not self._commit(row, tokens[: common_length(draft, tokens) + 1]):
+                kept.append(at)
+                # The last token has not been in the model.
+                counts.append(width + row.length - before - 1)
+        running = [rows[at] for at in kept]
+        if self._stops.is_late(self._text):
+            for row in running:
+                self._finish(row)
+            return []
+        if running:
+            self._cache.keep(kept, counts, max(len(row.text) for row in running) - 1)
+            self._ids = self._ids.new_tensor([row.text[-1:] for row in running])
+            self._mask = self._mask.new_ones(self._ids.shape)
+            self._positions = self._positions.new_tensor([[row.position] for row in running])
+        return running
+
+    def _draft(self, rows: list[Row]) -> list[list[int]]:
+        """Return a draft for each row, and write it after the row's text."""
+        self._clock.end()
+        width = self._ids.shape[1]
+        texts = [(row.request_id, row.text) for row in rows]
+        drafts = self._session.draft(texts, prompt_tokens=len(rows) * (width - 1))
+        for row, draft in zip(rows, drafts, strict=True):
+            self._session.schedule(row.request_id, draft)
+            self._write(row, draft)
+        self._clock.begin(len(rows) * (width + max(map(len, drafts))), len(rows))
+        return drafts
+
+    def _forward(self, rows: list[Row], drafts: list[list[int]]) -> Any:
+        """Return the logits after the text and after each draft token, float [B, 1 + longest draft, vocabulary]."""
+        import torch
+
+        longest = max(map(len, drafts))
+        lengths = [(len(draft), longest - len(draft)) for draft in drafts]
+        ids = self._ids.new_tensor([draft + [0] * (longest - len(draft)) for draft in drafts])
+        mask = self._mask.new_tensor([[1] * real + [0] * padding for real, padding in lengths])
+        positions = self._positions.new_tensor([[row.position + 1 + at for at in range(longest)] for row in rows])
+        inputs = self._model.prepare_inputs_for_generation(
+            torch.cat((self._ids, ids), dim=1),
+            attention_mask=self._cache.extend(torch.cat((self._mask, mask), dim=1)),
+            position_ids=torch.cat((self._positions, positions), dim=1),
+            **({"logits_to_keep": 1 + longest} if self._has_logits_to_keep else {}),
+            **self._inputs,
+        )
+        return self._model(**inputs, return_dict=True).logits[:, -1 - longest :]
+
+    def _choose(self, logits: Any, rows: list[Row], drafts: list[list[int]]) -> list[list[int]]:
+        """Return the target's tokens at the places of each row's draft and after it."""
+        import torch
+
+        places = [(at, offset) for at, draft in enumerate(drafts) for offset in range(len(draft) + 1)]
+        at, offsets = zip(*places, strict=True)
+        scores = logits[list(at), list(offsets)].to(device=self._ids.device, dtype=torch.float32)
+        if self._processors:
+            scores = self._process(scores, [(rows[at].index, rows[at].length + offset) for at, offset in places])
+        tokens = scores.softmax(dim=-1).multinomial(1)[:, 0] if self._config.do_sample else scores.argmax(dim=-1)
+        remaining = iter(tokens.tolist())
+        return [[next(remaining) for _ in range(len(draft) + 1)] for draft in drafts]
+
+    def _process(self, scores: Any, places: Sequence[tuple[int, int]]) -> Any:
+        """Return scores after the host's logits processors.
+
+        scores: float32 [N, vocabulary]. places: index of the row in the batch, and number of tokens before, for each.
+        """
+        processed = scores.clone()
+        by_length: dict[int, list[int]] = {}
+        for place, (_, length) in enumerate(places):
+            by_length.setdefault(length, []).append(place)
+        for length, group in by_length.items():
+            texts = self._text[[places[place][0] for place in group], :length]
+            processed[group] = self._processors(texts, scores[group])
+        return processed
+
+    def _commit(self, row: Row, tokens: list[int]) -> bool:
+        """Add tokens to a row, up to the one at which it ends; return whether it ends."""
+        self._write(row, tokens)
+        tokens, is_end = self._stops.cut(self._text[row.index, None], row.length, tokens)
+        row.text += tokens
+        row.position += len(tokens)
+        if is_end:
+            self._finish(row)
+        return is_end
+
+    def _write(self, row: Row, tokens: list[int]) -> None:
+        """Write tokens after the text of a row."""
+        self._text[row.index, row.length : row.length + len(tokens)] = self._text.new_tensor(tokens)
+
+    def _finish(self, row: Row) -> None:
+        self._text[row.index, row.length :] = self._pad
+        self._session.finish(row.request_id, row.text)

@@ -1,0 +1,167 @@
+"""The value of `custom_generate=`, which decides how a call is decoded."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from drafter_service.plugins.log import HostLog
+from drafter_service.plugins.options import HostLimits, RequestOptions
+from drafter_service.plugins.session import DraftCounters, HostSession
+from drafter_service.plugins.settings import host_settings
+from drafter_service.plugins.transformers.batch import BatchDecoder
+from drafter_service.plugins.transformers.one_sequence import decode_one
+from drafter_service.plugins.transformers.support import decoder_of, reason_against, unsupported_version
+from ssd.budget.padding import MAX_LENGTHS, Padding
+
+LOG = HostLog("transformers")
+
+MAX_DRAFT = 16
+DEADLINE_S = 0.01
+"""Default of the maximum wait for drafts, in seconds: a fraction of a step."""
+
+
+class SsdGenerate:
+    """A value for `custom_generate=` of `generate`, with one connection for any number of calls. Threads may share it.
+
+    Greedy outputs equal those of plain decoding, except that near ties may be resolved differently because matrix
+    shapes differ. Sampled outputs follow the same distribution, but the host draws more random numbers with drafts.
+    """
+
+    def __init__(self, model: Any, *, max_draft: int = MAX_DRAFT, **settings: Any) -> None:
+        """Prepare drafts of at most `max_draft` tokens; the connection is opened by the first call of `generate`.
+
+        settings: see `PluginSettings`; by default those in the environment variable `SSD_PLUGIN`. Raises ValueError if
+        max_draft is not positive, and UserError for settings that are not valid.
+        """
+        config = model.config.get_text_config()
+        self._model = model
+        context_window = getattr(config, "max_position_embeddings", None)
+        limits = HostLimits(max_draft, config.vocab_size, context_window, padding=padding_of(max_draft))
+        name = model.config.name_or_path
+        own = host_settings(settings, "transformers", name, config.vocab_size, LOG.warning, deadline_s=DEADLINE_S)
+        self._session = HostSession(own, limits, LOG.warning)
+        self._request_ids = itertools.count()
+        self._reported: set[str] = set()
+        self._unsupported = unsupported_version(type(model))
+
+    @property
+    def counters(self) -> DraftCounters:
+        """Totals of all calls so far."""
+        return self._session.counters
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *,
+        cache_salt: str = "",
+        ssd_private: bool = False,
+        ssd_session: str = "",
+        ssd_max_draft: int | None = None,
+        hints: Sequence[int] = (),
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode with drafts. `generate` calls this, and passes on the options that its caller gave.
+
+        cache_salt, ssd_private, ssd_session, ssd_max_draft, hints: see `RequestOptions`. Returns the same as the host's
+        decoding methods.
+        """
+        arguments = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config,
+            **model_kwargs,
+        }
+        if (streamer := streamer_of_caller()) is not None:
+            arguments["streamer"] = streamer
+        reason = self._unsupported or reason_against(model, input_ids, arguments)
+        if reason:
+            self._report_once(reason)
+            decoder = decoder_of(generation_config)
+            if streamer is not None and decoder != "_sample":
+                raise ValueError("`streamer` cannot be used with beam search")
+            return getattr(model, decoder)(input_ids, **arguments)
+        options = RequestOptions(
+            max_tokens=generation_config.max_length - input_ids.shape[1],
+            salt=cache_salt,
+            session=ssd_session,
+            private=ssd_private,
+            max_draft=ssd_max_draft,
+            hints=tuple(hints),
+        )
+        return self._decode(model, input_ids, options, arguments)
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Within the block, `generate` of the model uses drafts. Calls with stop strings or an assistant do not."""
+        model, generate = self._model, self._model.generate
+
+        def generate_with_drafts(*args: Any, **kwargs: Any) -> Any:
+            config = kwargs.get("generation_config") or model.generation_config
+            # A stop string needs the tokenizer, which `generate` does not pass on to a `custom_generate`.
+            own = ("custom_generate", "assistant_model", "stop_strings")
+            if any(kwargs.get(name) is not None for name in own) or config.stop_strings is not None:
+                return generate(*args, **kwargs)
+            return generate(*args, **kwargs, custom_generate=self)
+
+        before = vars(model).get("generate")
+        model.generate = generate_with_drafts
+        try:
+            yield
+        finally:
+            if before is None:
+                del model.generate
+            else:
+                model.generate = before
+
+    def close(self) -> None:
+        """Close the connection, or the embedded drafter."""
+        self._session.close()
+
+    def __enter__(self) -> SsdGenerate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _decode(self, model: Any, input_ids: Any, options: RequestOptions, arguments: dict[str, Any]) -> Any:
+        """Decode with drafts; options: those of each row."""
+        if len(input_ids) == 1:
+            return decode_one(self._session, next(self._request_ids), options, model, input_ids, arguments)
+        decoder = BatchDecoder(self._session, model, input_ids, arguments)
+        rows = range(len(input_ids))
+        request_ids = [next(self._request_ids) for _ in rows]
+        if options.session:  # Each row of a batch is a conversation of its own.
+            return decoder.run(request_ids, [replace(options, session=f"{options.session}/{row}") for row in rows])
+        return decoder.run(request_ids, [options for _ in rows])
+
+    def _report_once(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            LOG.warning(f"{reason}; decoding without drafts")
+
+
+def padding_of(max_draft: int) -> Padding:
+    """Return the lengths of the drafts of a step: any length, to which those of all rows are padded."""
+    return Padding(lengths=tuple(range(min(max_draft, MAX_LENGTHS - 1) + 1)))
+
+
+def streamer_of_caller() -> Any:
+    """Return the `streamer` that was given to `generate`.
+
+    `generate` does not pass it on to a `custom_generate`, but has put the prompt into it, and whoever reads from it
+    waits for an end. So it is read from the frame that called `SsdGenerate.__call__`.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals.get("streamer") if caller.f_code.co_name == "generate" else None

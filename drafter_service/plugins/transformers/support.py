@@ -1,0 +1,149 @@
+"""What can be decoded with drafts, and how the host decodes everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from drafter_service.plugins.transformers.stops import EXACT_CRITERIA, ROW_CRITERIA
+
+TESTED = ("5.23", "5.24")
+"""Versions of transformers, without the last number."""
+
+PRIVATE_NAMES = ("_assisted_decoding", "_beam_search", "_get_candidate_generator", "_sample")
+"""Private methods of `GenerationMixin` that this module calls or replaces."""
+
+DECODERS = {
+    "greedy_search": "_sample",
+    "sample": "_sample",
+    "assisted_generation": "_sample",
+    "beam_search": "_beam_search",
+    "beam_sample": "_beam_search",
+}
+"""The host's decoding method by `GenerationMode`; assisted generation without drafts is one of the first two."""
+
+INPUTS = (
+    "attention_mask",
+    "cache",
+    "generation_config",
+    "logits_processor",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "stopping_criteria",
+    "use_cache",
+)
+"""Arguments of decoding methods with which batches are decoded."""
+
+ROW_PROCESSORS = (
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+"""Logits processors that treat each row by itself, wherever it is in the batch, and keep nothing between calls."""
+
+STATES = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+"""Options of `generate` with which it returns more than sequences."""
+
+
+def unsupported_version(model_class: type) -> str:
+    """Return why the installed transformers cannot be used, or ""."""
+    installed = version("transformers")
+    if installed.rpartition(".")[0] not in TESTED:
+        return f"transformers {installed} was not tested, only {', '.join(TESTED)}"
+    missing = [name for name in PRIVATE_NAMES if not hasattr(model_class, name)]
+    return f"{model_class.__name__} has no {', '.join(missing)}" if missing else ""
+
+
+def reason_against(model: Any, input_ids: Any, arguments: dict[str, Any]) -> str:
+    """Return why a call cannot be decoded with drafts, so that its output would be that of plain decoding, or "".
+
+    input_ids: int64 [B, P]. arguments: those of the host's decoding methods.
+    """
+    cache = cache_of(arguments)
+    config = arguments["generation_config"]
+    others = names_besides(EXACT_CRITERIA if len(input_ids) == 1 else ROW_CRITERIA, arguments["stopping_criteria"])
+    reasons: dict[str, Callable[[], bool]] = {
+        "beam search and the like are not supported": lambda: decoder_of(config) != "_sample",
+        "prompts without token ids are not supported": lambda: input_ids.shape[1] == 0,
+        "encoder-decoder models are not supported": lambda: model.config.is_encoder_decoder,
+        "the model cannot take tokens back": lambda: model._is_stateful,
+        "a KV cache is needed": lambda: cache is None or not arguments.get("use_cache"),
+        "static KV caches are not supported": lambda: "Static" in type(cache).__name__,
+        "a KV cache from an earlier call is not supported": lambda: cache.get_seq_length() > 0,
+        f"the stopping criterion {others} is not supported": lambda: others != "",
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies()), "")
+    return reason or (reason_against_batch(arguments) if len(input_ids) > 1 else "")
+
+
+def reason_against_batch(arguments: dict[str, Any]) -> str:
+    """Return why a batch cannot be decoded with drafts, although one sequence could be, or ""."""
+    cache, config, criteria = cache_of(arguments), arguments["generation_config"], arguments["stopping_criteria"]
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    layers = names_besides(["DynamicLayer"], cache.layers)
+    processors = names_besides(ROW_PROCESSORS, arguments["logits_processor"])
+    inputs = ", ".join(name for name, value in arguments.items() if name not in INPUTS and value is not None)
+    reasons: dict[str, Callable[[], bool]] = {
+        "a streamer of a batch is not supported": lambda: "streamer" in arguments,
+        f"batches with {inputs} are not supported": lambda: inputs != "",
+        "batches without position ids are not supported": lambda: positions is None or positions.ndim != 2,
+        "batches that are not padded on the left are not supported": lambda: not is_left_padded(mask),
+        f"the logits processor {processors} is not supported in batches": lambda: processors != "",
+        f"KV caches with {layers or type(cache).__name__} are not supported in batches": lambda: (
+            layers != "" or type(cache).__name__ != "DynamicCache" or cache.offloading
+        ),
+        # It could not be used again, because finished rows are removed from it.
+        "KV caches of the caller are not supported in batches": lambda: getattr(cache, "_is_user_defined", False),
+        "scores and states of batches are not supported": lambda: (
+            config.return_dict_in_generate and any(getattr(config, name) for name in STATES)
+        ),
+        # In plain decoding, finished rows grow until the last one is finished.
+        "batches without an end token are supported only up to a length": lambda: (
+            names_besides(["MaxLengthCriteria"], criteria) != ""
+            and "EosTokenCriteria" not in [type(each).__name__ for each in criteria]
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies()), "")
+
+
+def cache_of(arguments: dict[str, Any]) -> Any:
+    """Return the KV cache among the arguments of a decoding method, or None."""
+    # The second is its name until version 5.23.
+    return arguments.get("cache", arguments.get("past_key_values"))
+
+
+def is_left_padded(mask: Any) -> bool:
+    """Return whether all padding is before the prompts; mask: int64 [B, P], or None without padding."""
+    return mask is None or bool((mask[:, 1:] >= mask[:, :-1]).all() and (mask[:, -1] == 1).all())
+
+
+def names_besides(known: Sequence[str], objects: Sequence[Any]) -> str:
+    """Return the names of the types of objects that are not known, separated by commas."""
+    return ", ".join(name for each in objects if (name := type(each).__name__) not in known)
+
+
+def decoder_of(config: Any) -> str:
+    """Return the name of the host's own decoding method. Raises ValueError for a mode that has none."""
+    mode = config.get_generation_mode().value
+    if mode not in DECODERS:
+        raise ValueError(f"{mode} is not supported with drafts; call generate without custom_generate=SsdGenerate(...)")
+    return DECODERS[mode]
