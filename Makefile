@@ -99,7 +99,7 @@ hosts-bench: $(HOSTS)/.ready $(READY) ## compare vLLM and transformers with and 
 	@$(HOSTS_PIP) cmake nanobind==2.9.2 ninja wheel
 	@PATH="$(CURDIR)/$(HOSTS)/bin:$$PATH" $(HOSTS_PIP) --no-build-isolation --no-deps arctic-inference==0.3.0
 	@$(HOSTS)/bin/python -m benchmarks.hosts --host vllm --concurrency 1,4,32,128
-	@$(BIN)/python -m benchmarks.hosts --host transformers
+	@$(BIN)/python -m benchmarks.hosts --host transformers --concurrency 1,8
 
 $(HOSTS)/.ready: pyproject.toml
 	@test -x $(HOSTS)/bin/python || $(PYTHON) -m venv $(HOSTS)

@@ -17,6 +17,7 @@ from drafter_service.plugins.session import HostSession, common_length
 from drafter_service.plugins.step_clock import StepClock
 from drafter_service.plugins.transformers.row_cache import RowCache
 from drafter_service.plugins.transformers.stops import Stops
+from drafter_service.plugins.transformers.support import WHOLE_BATCH_PROCESSORS
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class BatchDecoder:
         self._session, self._clock = session, StepClock(session)
         self._model, self._config = model, config
         self._processors = arguments["logits_processor"]
+        self._needs_all_rows = any(type(each).__name__ in WHOLE_BATCH_PROCESSORS for each in self._processors)
         self._stops = Stops(arguments["stopping_criteria"], config.max_length)
         ends = self._stops.end_tokens
         self._pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
@@ -172,8 +174,13 @@ class BatchDecoder:
         for place, (_, length) in enumerate(places):
             by_length.setdefault(length, []).append(place)
         for length, group in by_length.items():
-            texts = self._text[[places[place][0] for place in group], :length]
-            processed[group] = self._processors(texts, scores[group])
+            rows = [places[place][0] for place in group]
+            if self._needs_all_rows:
+                whole = scores.new_zeros(len(self._text), scores.shape[1])
+                whole[rows] = scores[group]
+                processed[group] = self._processors(self._text[:, :length], whole)[rows]
+            else:
+                processed[group] = self._processors(self._text[rows, :length], scores[group])
         return processed
 
     def _commit(self, row: Row, tokens: list[int]) -> bool:

@@ -60,6 +60,9 @@ ROW_PROCESSORS = (
 )
 """Logits processors that treat each row by itself, wherever it is in the batch, and keep nothing between calls."""
 
+WHOLE_BATCH_PROCESSORS = ("RepetitionPenaltyLogitsProcessor",)
+"""Those of `ROW_PROCESSORS` that know the padding of each row, so that they must be called with all rows."""
+
 STATES = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 """Options of `generate` with which it returns more than sequences."""
 

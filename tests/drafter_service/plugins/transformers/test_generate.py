@@ -1,54 +1,19 @@
 """The plug-in for transformers, in the installed version, with the shipped model."""
 
 import inspect
-import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+from transformers import GenerationMixin
 
-import engine
 from drafter_service.client.identity import model_identity
 from drafter_service.plugins.transformers import SsdGenerate
-from drafter_service.plugins.transformers.generate import LOG
 from drafter_service.plugins.transformers.support import PRIVATE_NAMES, TESTED
 from tests.drafter_service.plugins.test_session import wait_until
-
-FOLDER = Path(engine.__file__).parent / "models" / "assets" / "stdlib-7m"
-PROMPTS = ["def quicksort(items):", "class Server:\n    def __init__(self", "import os\nimport sys\n\n"]
-TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(FOLDER)
-
-
-@pytest.fixture
-def ssd(model):
-    with SsdGenerate(model, sidecar="embedded", capacity=20_000) as ssd:
-        yield ssd
-        assert ssd.counters.failures == 0
-
-
-@pytest.fixture
-def log():
-    """Return the lines of the plug-in's log."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    LOG.logger.addHandler(handler)
-    yield lines
-    LOG.logger.removeHandler(handler)
+from tests.drafter_service.plugins.transformers.generation import FOLDER, PROMPTS, TOKENS, generated, ids
 
 
 class RecordingStreamer:
@@ -62,17 +27,6 @@ class RecordingStreamer:
 
     def end(self):
         self.ends += 1
-
-
-def ids(tokenizer, *prompts):
-    return tokenizer(list(prompts), return_tensors="pt").input_ids
-
-
-def generated(model, inputs, **arguments):
-    """Return the output of `generate` as a list of lists."""
-    torch.manual_seed(0)
-    result = model.generate(inputs, **{"max_new_tokens": TOKENS, "do_sample": False, **arguments})
-    return getattr(result, "sequences", result).tolist()
 
 
 def test_the_installed_version_is_a_tested_one_and_has_the_private_names():
@@ -188,8 +142,6 @@ def stop_at_ten(input_ids, scores, **_):
 @pytest.mark.parametrize(
     ("reason", "prompts", "arguments"),
     [
-        ("one sequence", 2, {}),
-        ("one sequence", 1, {"num_return_sequences": 2, "do_sample": True}),
         ("beam search", 1, {"num_beams": 2}),
         ("KV cache is needed", 1, {"use_cache": False}),
         ("static KV caches", 1, {"cache_implementation": "static"}),

@@ -1,0 +1,39 @@
+"""The shipped model, and the plug-in with an embedded drafter."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafter_service.plugins.transformers import SsdGenerate
+from drafter_service.plugins.transformers.generate import LOG
+from tests.drafter_service.plugins.transformers.generation import FOLDER
+
+
+@pytest.fixture(scope="package")
+def model():
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+@pytest.fixture(scope="package")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture
+def ssd(model):
+    with SsdGenerate(model, sidecar="embedded", capacity=20_000) as ssd:
+        yield ssd
+        assert ssd.counters.failures == 0
+
+
+@pytest.fixture
+def log():
+    """Return the lines of the plug-in's log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    LOG.logger.addHandler(handler)
+    yield lines
+    LOG.logger.removeHandler(handler)
