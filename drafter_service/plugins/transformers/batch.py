@@ -82,7 +82,7 @@ class BatchDecoder:
         sequences = self._text[:, : max(row.length for row in rows)]
         if not self._config.return_dict_in_generate:
             return sequences
-        from transformers.generation import GenerateDecoderOnlyOutput
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
