@@ -8,7 +8,6 @@ import structlog
 
 from drafter_service.observability.report.schema import SharedLogReport
 from drafter_service.replication.events import Event, Finished, Forgotten
-from drafter_service.replication.reader import Reader
 from drafter_service.replication.redis_stream import OLDEST, LogPosition
 from drafter_service.replication.shared_log import NamespaceLog, SharedLog
 from drafter_service.server.namespace import Namespace
@@ -72,8 +71,9 @@ class Replica:
 
     def __init__(self, namespace: Namespace, log: NamespaceLog) -> None:
         self._namespace, self._log = namespace, log
-        self._reader: Reader = log.reader(_position(namespace), namespace.learned_names())
-        namespace.log_position = lambda: str(self._reader.position)
+        self._reader = reader = log.reader(_position(namespace), namespace.learned_names())
+        # The namespace must not refer to this object: a cycle would keep an unloaded corpus in memory.
+        namespace.log_position = lambda: str(reader.position)
         namespace.publish = log.publish
         self._reading = asyncio.get_running_loop().create_task(self._reader.run(self._take))
         self._reading.add_done_callback(self._log_failure)
@@ -82,6 +82,8 @@ class Replica:
         """Publish waiting events if that takes little time, and stop."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
+        # The frames of the cancelled task refer to this object, and so to the corpus.
+        del self._reading
         await self._log.close()
 
     def facts(self) -> SharedLogReport:

@@ -112,8 +112,8 @@ class Namespace:
         self.last_used = time.monotonic()
         self.restored_position: str | None = None
         """Position up to which the shared log had been read when the restored snapshot was saved."""
-        self.log_position: Callable[[], str | None] = lambda: self.restored_position
-        """Function that returns the position up to which the shared log has been read."""
+        self.log_position: Callable[[], str] | None = None
+        """Function that returns the position up to which the shared log has been read; None without a shared log."""
         self.publish: Callable[[Event], None] = lambda _: None
         """Function that writes an event of this replica to the shared log."""
         self._learned = corpus.request_times()

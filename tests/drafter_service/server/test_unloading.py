@@ -1,13 +1,16 @@
 """Namespaces that are unloaded when they are idle or memory is needed."""
 
 import asyncio
-from contextlib import AsyncExitStack
+import gc
+import weakref
+from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
+from drafter_service.replication.replicas import Replication
 from drafter_service.server.namespaces import MemoryLimitError, Namespaces, max_bytes
 from drafter_service.server.session import Session
-from drafter_service.settings.tree import Limits, NamespacesConfig, ServiceConfig
+from drafter_service.settings.tree import Limits, LogConfig, NamespacesConfig, ServiceConfig
 from ssd.corpus.sections import SnapshotError
 from ssd.errors import UserError
 from tests.drafter_service.guarded import run
@@ -19,6 +22,7 @@ from tests.drafter_service.server.opened_namespaces import (
     learned,
     opened,
 )
+from tests.redis import running_redis
 
 
 @run
@@ -114,3 +118,33 @@ async def test_idle_namespaces_are_unloaded(tmp_path):
         assert sorted(namespaces.loaded) == ["drafting", "held"]
         assert idle.is_closed
         session.close()
+
+
+@pytest.mark.parametrize("has_log", [False, True], ids=["alone", "with a shared log"])
+def test_the_memory_of_an_unloaded_namespace_is_released_at_once(has_log):
+    """Without waiting for the garbage collector, which may leave it for minutes."""
+
+    @run
+    async def unload(url):
+        replication = Replication(LogConfig(url=url))
+        namespaces = Namespaces(
+            ServiceConfig(drafting=DRAFTING), on_loaded=replication.add, on_unload=replication.remove
+        )
+        namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+        assert draft_of(namespace, [1, 2, 3], 1) == [4]
+        while has_log and not replication.facts().published_tokens:
+            await asyncio.sleep(0)
+        corpus = weakref.ref(namespace.corpus)
+        del namespace
+        await namespaces.drop("a")
+        await replication.stop()
+        assert corpus() is None
+
+    with ExitStack() as stack:
+        url = stack.enter_context(running_redis()).url if has_log else None
+        gc.collect()
+        gc.disable()
+        try:
+            unload(url)
+        finally:
+            gc.enable()
