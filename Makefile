@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench soak bench peers evidence lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak fuzz bench peers evidence lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,11 +133,17 @@ gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and 
 	@$(ON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
 EVIDENCE_ARGS ?=
+CLUSTER_ARGS ?=
 SOAK_MINUTES ?= 60
 
-soak: $(READY) ## run mixed load for SOAK_MINUTES, then the randomized tests with many more examples (hours)
+cluster: $(READY) ## run two engines that share what they learn, and cause faults (10 minutes; vLLM if build/hosts exists; needs redis-server)
+	@$(BIN)/python -m benchmarks.cluster $(CLUSTER_ARGS)
+
+soak: $(READY) ## run the cluster under constant mixed load for SOAK_MINUTES; memory, files and latency must not grow
 	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
-	@HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest
+
+fuzz: $(READY) ## run the randomized tests with many more examples (hours)
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest
 
 bench: $(READY) ## measure drafting, the engine's steps, experts and draft positions, start-up times and the installed size
 	@$(BIN)/python -m benchmarks.index --tokens 1M

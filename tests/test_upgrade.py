@@ -6,7 +6,6 @@ last release sends, and what it understands.
 
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -17,8 +16,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from benchmarks.cluster.last_release import Release, listen, reduced
 from drafter_service.client import DrafterClient
 from drafter_service.replication.events import Finished, decode
 from drafter_service.stubs import drafter_pb2 as pb
@@ -34,27 +33,13 @@ from tests.strategies import array
 ROOT = Path(__file__).parent.parent
 DRILL = ROOT / "deploy" / "restore-drill.sh"
 TIMEOUT_S = 30
-LAST_FRAME = 1 << 31
 UNKNOWN_FIELD = bytes([0xFA, 0x7F, 3]) + b"new"
 """Field 2047, of type bytes, which no version has."""
 
 
-def last_release(name):
-    """Return a message class of the last release."""
-    pool = descriptor_pool.DescriptorPool()
-    for file in descriptor_pb2.FileDescriptorSet.FromString((ROOT / "protos" / "baseline.binpb").read_bytes()).file:
-        pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{pb.DESCRIPTOR.package}.{name}"))
-
-
+RELEASE = Release(ROOT / "protos" / "baseline.binpb")
+last_release = RELEASE.message
 OLD_REQUEST, OLD_RESPONSE = last_release("DraftRequest"), last_release("DraftResponse")
-
-
-def reduced(kind, data):
-    """Return a message as a process of the last release understands it."""
-    message = kind.FromString(data)
-    message.DiscardUnknownFields()
-    return message.SerializeToString()
 
 
 @pytest.fixture(scope="module")
@@ -165,44 +150,12 @@ def test_fields_of_a_later_version_are_ignored(address):
 
 @contextmanager
 def service_of_the_last_release(path, address):
-    """Yield the address of a service that understands and answers only what the last release does.
-
-    It is a proxy on the step socket that removes all newer fields from requests and responses.
-    """
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{path}.steps")
-    listener.listen()
-    threading.Thread(target=accept, args=(listener, address), daemon=True).start()
+    """Yield the address of a service that understands and answers only what the last release does."""
+    listener = listen(f"{path}.steps")
+    service = f"{address.removeprefix('unix:')}.steps"
+    threading.Thread(target=RELEASE.serve, args=(listener, service), daemon=True).start()
     with closing(listener):
         yield f"unix:{path}"
-
-
-def accept(listener, address):
-    while True:
-        try:
-            engine, _ = listener.accept()
-        except OSError:
-            return
-        service = socket.socket(socket.AF_UNIX)
-        service.connect(address.removeprefix("unix:") + ".steps")
-        threading.Thread(target=forward, args=(engine, service, OLD_REQUEST, 15, 1), daemon=True).start()
-        threading.Thread(target=forward, args=(service, engine, OLD_RESPONSE, 0, 0), daemon=True).start()
-
-
-def forward(source, target, kind, head, unchanged):
-    """Forward `head` bytes and the first `unchanged` frames as they are, and frames with messages reduced to `kind`."""
-    reader = source.makefile("rb")
-    target.sendall(reader.read(head))
-    while length := reader.read(4):
-        size = struct.unpack("<I", length)[0]
-        data = reader.read(size % LAST_FRAME)
-        if unchanged or size >= LAST_FRAME:
-            unchanged = max(0, unchanged - 1)
-        else:
-            data = reduced(kind, data)
-            size = len(data)
-        target.sendall(struct.pack("<I", size) + data)
-    target.shutdown(socket.SHUT_WR)
 
 
 @pytest.mark.parametrize("shadow", [False, True])

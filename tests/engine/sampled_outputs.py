@@ -21,7 +21,7 @@ LEAST_EXPECTED = 10
 """Least expected count of a cell in a chi-square test; rarer cells are joined."""
 SIGNIFICANCE = 1e-6
 """Least p-value of outputs that fit. The seeds are fixed, so a test that passes once fails only if rounding differs."""
-EFFORT = 10 if settings.get_current_profile_name() == "soak" else 1
+EFFORT = 10 if settings.get_current_profile_name() == "fuzz" else 1
 """Factor of the number of tokens that are sampled."""
 SHAPE = ModelConfig(
     vocab_size=VOCAB,

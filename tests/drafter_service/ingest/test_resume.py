@@ -112,9 +112,9 @@ class Interruption:
         self.steps.append(name)
 
     def chosen(self):
-        """Return some steps of each kind, at different times of the load; all steps in the profile `soak`."""
+        """Return some steps of each kind, at different times of the load; all steps in the profile `fuzz`."""
         steps = range(len(self.steps))
-        if settings.get_current_profile_name() == "soak":
+        if settings.get_current_profile_name() == "fuzz":
             return list(steps)
         kinds = sorted(set(self.steps))
         of_kind = [[step for step in steps if self.steps[step] == kind] for kind in kinds]

@@ -1,0 +1,75 @@
+"""Run two engines with two sidecars that share what they learn, and cause faults: `python -m benchmarks.cluster`.
+
+The traffic goes through a router. The page cluster.html and the document cluster.json are written to --out; the
+document is also the last line of the output. The exit code is 1 if a target was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+HOSTS = Path("build/hosts")
+COST = 0.02
+"""Fixed, so that drafts do not depend on how busy the machine is."""
+FAULTS = ("sidecar", "redis", "engine", "partition", "disk", "clock", "upgrade")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser)
+    parser.add_argument("--only", default=",".join(FAULTS), help=f"faults to cause ({','.join(FAULTS)}); '' for none")
+    parser.add_argument("--out", type=Path, default=Path("build/cluster"), help="folder for results and logs")
+    options = parser.parse_args()
+    faults = [name for name in options.only.split(",") if name]
+    if unknown := set(faults) - set(FAULTS):
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+
+    from benchmarks.cluster.page import render_page
+    from benchmarks.cluster.run import Run, targets
+    from ssd.errors import UserError
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+
+    def log(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    try:
+        document = Run(settings_of(options, cost=COST), faults, log).execute()
+    except UserError as problem:
+        raise SystemExit(str(problem)) from None
+    document["targets"] = targets(document)
+    for row in document["targets"]:
+        verdict = "reached" if row["met"] else "MISSED "
+        log(f"{verdict}  {row['name']}: {row['value']:.4g} ({row['sense']} {row['target']})")
+    (options.out / "cluster.json").write_text(json.dumps(document, indent=1) + "\n")
+    (options.out / "cluster.html").write_text(render_page(document), encoding="utf-8")
+    log(f"wrote {options.out / 'cluster.html'}")
+    print(json.dumps(document))
+    sys.exit(not all(row["met"] for row in document["targets"]))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the engines."""
+    parser.add_argument("--engine", choices=("ssd", "vllm"), help="default: vllm if --hosts exists, else ssd")
+    parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
+
+
+def settings_of(options: argparse.Namespace, **others):
+    """Return the settings of the cluster from the options of the command line."""
+    from benchmarks.cluster.topology import Settings
+
+    python = options.hosts / "bin" / "python"
+    kind = options.engine or ("vllm" if python.exists() else "ssd")
+    if kind == "vllm" and not python.exists():
+        raise SystemExit(f"there is no {python}; run `make hosts`, or choose --engine ssd")
+    return Settings(kind, python.absolute(), (options.out / "logs").absolute(), **others)
+
+
+if __name__ == "__main__":
+    main()
