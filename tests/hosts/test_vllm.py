@@ -117,5 +117,19 @@ def test_a_sidecar_may_be_started_later(plain, folder):
     assert says_lost_and_resumed(result["log"])
 
 
+def test_a_missing_speculative_configuration_costs_drafts_only(plain, folder):
+    result = run("no_speculation", folder)
+    assert result["outputs"] == [plain["outputs"][:5]]
+    (line,) = result["log"]
+    assert "there is no speculative decoding; start vLLM with --scheduler-cls" in line
+
+
+def test_another_tokenizer_costs_drafts_only(plain, folder):
+    result = run("other_tokenizer", folder)
+    assert result["outputs"] == [plain["outputs"][:5]] * 2
+    (line,) = result["log"]
+    assert "another tokenizer" in line
+
+
 def test_the_fake_has_the_signatures_and_names_of_vllm():
     fake_vllm.compare_with_host()

@@ -248,6 +248,25 @@ def no_sidecar():
         return {"outputs": outputs, "counters": vars(session_of(llm).counters)}
 
 
+def no_speculation():
+    """Run with the plug-in's scheduler, and without a speculative configuration."""
+    options = {"scheduler_cls": "drafter_service.plugins.vllm.Scheduler", "async_scheduling": False}
+    with socket(), engine(**options) as llm:
+        return {"outputs": [tokens(generate(llm, prompts()[:5]))]}
+
+
+def other_tokenizer():
+    """Run with a namespace that a client with another tokenizer uses."""
+    from drafter_service.client import DrafterClient
+    from drafter_service.observability.facts import ModelIdentity
+
+    with socket() as address, sidecar(address):
+        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "namespace": "shared"})
+        model = ModelIdentity("other", "another tokenizer", "", 4096)
+        with DrafterClient(address, model=model, namespace="shared"), engine(8) as llm:
+            return {"outputs": [tokens(generate(llm, prompts()[:5])) for _ in range(2)]}
+
+
 SCENARIOS = {
     function.__name__: function
     for function in (
@@ -259,6 +278,8 @@ SCENARIOS = {
         wrong_drafts,
         lost_sidecar,
         no_sidecar,
+        no_speculation,
+        other_tokenizer,
     )
 }
 
