@@ -85,7 +85,7 @@ def command(kind: EngineKind, python: Path, port: int, sidecar: str) -> tuple[li
         # vLLM starts commands of its environment.
         "PATH": f"{python.parent}:{os.environ['PATH']}",
     }
-    # The workers of vLLM spin while they wait. The last core is left to the other processes, as docs/operations.md says.
+    # The workers of vLLM spin while they wait. The last core is left to the other processes.
     cores = f"0-{max(0, (os.cpu_count() or 1) - 2)}"
     return ["taskset", "--cpu-list", cores, str(python), *arguments], environment
 
