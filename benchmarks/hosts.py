@@ -101,7 +101,7 @@ class Run:
     """Sum over the steps of the requests that they decoded."""
     cpu_s: float = 0.0
     plugin_cpu_s: float = 0.0
-    """Seconds of `cpu_s` in the plug-in's code; measured in vLLM only."""
+    """Seconds of `cpu_s` in the plug-in's code."""
     wall_s: float = 0.0
 
     def add(self, other: Run) -> None:
@@ -172,7 +172,6 @@ def open_vllm(method: str) -> Callable[[Task], Run]:
         disable_log_stats=True,
         **VLLM_FLAGS[method],
     ).llm_engine
-    timer = PluginTimer()
 
     def run_task(task: Task) -> Run:
         run, outputs = Run(), dict[str, list[int]]()
@@ -192,7 +191,6 @@ def open_vllm(method: str) -> Callable[[Task], Run]:
                     if each.finished:
                         outputs[each.request_id] = list(each.outputs[0].token_ids)
                         del running[each.request_id]
-        run.plugin_cpu_s = timer.take()
         run.outputs = [outputs[str(at)] for at in range(len(task.prompts))]
         return run
 
@@ -275,10 +273,14 @@ OPENERS: dict[str, Callable[[str], Callable[[Task], Run]]] = {
 def serve(connection: Connection, host: str, method: str) -> None:
     """Run the tasks of a method as they arrive."""
     run_task = OPENERS[host](method)
+    timer = PluginTimer()
     run_task(Task(["def warm_up():"], 1, 4))
+    timer.take()
     connection.send(None)
     while True:
-        connection.send(run_task(connection.recv()))
+        run = run_task(connection.recv())
+        run.plugin_cpu_s = timer.take()
+        connection.send(run)
 
 
 @contextmanager

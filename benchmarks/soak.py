@@ -5,8 +5,8 @@ Meanwhile clients come and go at both sidecars; texts are observed and forgotten
 dropped; reports and metrics are read. The corpora and the log in Redis are small and full from the start. Warm-up and
 comparison need some minutes each, so a run of less than half an hour says little.
 
-After a warm-up of a sixth of the time, the first sixth is compared with the last one: memory must not grow by more than
-2 %, no thread, descriptor or file may be left over, and the 99th percentile of request latency may rise by 10 % at
+The first sixth of the run is a warm-up. The second sixth is compared with the last one: memory must not grow by more
+than 2 %, no thread, descriptor or file may be left over, and the 99th percentile of request latency may rise by 10 % at
 most. The page soak.html and the document soak.json are written to --out; the document is also the last line of the
 output. The exit code is 1 if a target was missed.
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.cluster.__main__ import add_engine_options, settings_of
+from benchmarks.cluster.options import add_engine_options, settings_of
 
 CAPACITY = 200_000
 """Tokens of each namespace, so that the ring buffers are full after seconds."""
@@ -28,6 +28,8 @@ LOG_TOKENS = 400_000
 RATE = 3.0
 """Requests per second: with everything else, about a third of two cores."""
 SAMPLE_S = 5.0
+MIN_MINUTES = 2.0
+"""Shortest run of which each sixth has several samples."""
 
 
 def soak(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, object]:
@@ -70,9 +72,11 @@ def main() -> None:
     """Run the load and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, default=60.0, help=f"{MIN_MINUTES:g} at least (60)")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder for results and logs")
     options = parser.parse_args()
+    if options.minutes < MIN_MINUTES:
+        parser.error(f"--minutes must be at least {MIN_MINUTES:g}")
 
     from benchmarks.cluster.soak_page import render_page
     from ssd.errors import UserError

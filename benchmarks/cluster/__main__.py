@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-HOSTS = Path("build/hosts")
+from benchmarks.cluster.faults import FAULTS
+from benchmarks.cluster.options import add_engine_options, settings_of
+
 COST = 0.02
-"""Fixed, so that drafts do not depend on how busy the machine is."""
-FAULTS = ("sidecar", "redis", "engine", "partition", "disk", "clock", "upgrade")
+"""Fixed, so that the lengths of drafts do not depend on measured step times."""
 
 
 def main() -> None:
@@ -52,23 +53,6 @@ def main() -> None:
     log(f"wrote {options.out / 'cluster.html'}")
     print(json.dumps(document))
     sys.exit(not all(row["met"] for row in document["targets"]))
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the engines."""
-    parser.add_argument("--engine", choices=("ssd", "vllm"), help="default: vllm if --hosts exists, else ssd")
-    parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
-
-
-def settings_of(options: argparse.Namespace, **others):
-    """Return the settings of the cluster from the options of the command line."""
-    from benchmarks.cluster.topology import Settings
-
-    python = options.hosts / "bin" / "python"
-    kind = options.engine or ("vllm" if python.exists() else "ssd")
-    if kind == "vllm" and not python.exists():
-        raise SystemExit(f"there is no {python}; run `make hosts`, or choose --engine ssd")
-    return Settings(kind, python.absolute(), (options.out / "logs").absolute(), **others)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
-from urllib.error import URLError
 from urllib.request import urlopen
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +17,13 @@ MODEL = ROOT / "engine" / "models" / "assets" / "stdlib-7m"
 NAME = MODEL.name
 MAX_DRAFT = 16
 DEADLINE_S = 0.25
-"""Long, so that a stalled machine causes a slow step and not a missing draft."""
+"""Longest time that a step of vLLM waits for a draft: long, so that a stalled machine causes a slow step and not a
+missing draft. The engine of this project waits 10 ms (engine/drafters/kinds.py).
+"""
 MAX_SEQUENCES = 32
 PAGE_TIMEOUT_S = 2.0
+NO_ANSWER = (OSError, http.client.HTTPException)
+"""Errors of a request without a complete response: an engine that is killed may end it at any byte."""
 COUNTERS = ("vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 """Both engines have these names."""
 
@@ -95,7 +99,7 @@ def read_totals(port: int) -> Totals | None:
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PAGE_TIMEOUT_S) as answer:
             page = answer.read().decode()
-    except (URLError, OSError):
+    except NO_ANSWER:
         return None
     return Totals(*(_counter(page, name) for name in COUNTERS))
 
@@ -105,7 +109,7 @@ def is_ready(port: int) -> bool:
     try:
         with urlopen(f"http://127.0.0.1:{port}/health", timeout=PAGE_TIMEOUT_S) as answer:
             return answer.status == 200
-    except (URLError, OSError):
+    except NO_ANSWER:
         return False
 
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ import grpc
 from benchmarks.cluster import engines
 from benchmarks.cluster.learned import Acknowledged
 from benchmarks.cluster.processes import ManagedProcess
-from benchmarks.cluster.topology import CALL_TIMEOUT_S, Cluster, Node
+from benchmarks.cluster.topology import CALL_TIMEOUT_S, Cluster, Node, start
 from drafter_service.stubs import drafter_pb2 as pb
 
 DOWN_S = 3.0
 """Seconds from a kill to the start of the same process, as of a supervisor."""
 PARTITION_S = 12.0
 """More than the 10 s after which a sidecar gives up a call to Redis."""
-JUMP_S = 3600
+JUMPS_S = (0, 3600, -3600, 0)
+"""Offsets of the clock that jumps, in this order."""
 JUMP_HELD_S = 5.0
+CLOCK_TOLERANCE_S = 2
+"""A report is some time old when it is read."""
 CLOCK_SOURCE, CLOCK_VARIABLE = Path(__file__).with_name("clock.c"), "SSD_CLOCK_OFFSET"
 UPGRADE_PAUSE_S, OLD_RELEASE_S = 2.0, 5.0
 BASELINE = engines.ROOT / "protos" / "baseline.binpb"
@@ -51,6 +54,10 @@ class Fault(ABC):
     @abstractmethod
     def run(self, cluster: Cluster) -> dict[str, Any]:
         """Cause the fault and end it; return observations."""
+
+    def took_effect(self, _observed: Mapping[str, Any]) -> bool:
+        """Return whether the observations of `run` show the fault; without its effect nothing has been tested."""
+        return True
 
     def excuses(self, _text: Acknowledged) -> bool:
         """Return whether a text that a sidecar acknowledged may be lost."""
@@ -74,11 +81,11 @@ class SidecarKilled(Fault):
 
     def excuses(self, text: Acknowledged) -> bool:
         """Excuse what the killed sidecar had not published yet."""
-        return (
-            self._killed is not None
-            and text.node is self._killed[0]
-            and (0 <= self._killed[1] - text.time < PUBLISHING_S)
-        )
+        if self._killed is None:
+            return False
+        # The time is from before the kill, which takes a moment. The sidecar starts again after `DOWN_S` at least.
+        node, killed_at = self._killed
+        return text.node is node and -DOWN_S < killed_at - text.time < PUBLISHING_S
 
 
 class RedisKilled(Fault):
@@ -141,6 +148,10 @@ class DiskFull(Fault):
         filler.unlink()
         return {"saved_before": saved_before, "saved_while_full": saved_full, "saved_after": _saved(node)}
 
+    def took_effect(self, observed: Mapping[str, Any]) -> bool:
+        """Return whether snapshots failed only while the disk was full."""
+        return observed["saved_before"] and not observed["saved_while_full"] and observed["saved_after"]
+
 
 class ClockJumped(Fault):
     """The clock of a sidecar's machine is set forward and back."""
@@ -162,11 +173,16 @@ class ClockJumped(Fault):
         node.sidecar.environment |= {"LD_PRELOAD": str(library), CLOCK_VARIABLE: str(_clock_file(cluster))}
         node.restart_sidecar()
         seen = []
-        for jump in (0, JUMP_S, -JUMP_S, 0):
+        for jump in JUMPS_S:
             self._set(cluster, jump)
             time.sleep(JUMP_HELD_S)
             seen.append(_clock_offset(node))
         return {"clock_offsets_s": seen}
+
+    def took_effect(self, observed: Mapping[str, Any]) -> bool:
+        """Return whether the sidecar's clock was ahead by each jump."""
+        pairs = zip(observed["clock_offsets_s"], JUMPS_S, strict=True)
+        return all(abs(seen - jump) <= CLOCK_TOLERANCE_S for seen, jump in pairs)
 
     @staticmethod
     def _set(cluster: Cluster, seconds: int) -> None:
@@ -183,19 +199,20 @@ class Upgraded(Fault):
 
     def run(self, cluster: Cluster) -> dict[str, Any]:
         """Replace each sidecar by one of the last release, and later upgrade one after another."""
-        proxies = [self._downgrade(node, cluster.folder) for node in cluster.nodes]
-        time.sleep(OLD_RELEASE_S)
-        for node, proxy in zip(cluster.nodes, proxies, strict=True):
-            node.sidecar.stop()
-            proxy.stop()
-            time.sleep(UPGRADE_PAUSE_S)
-            node.listen(node.address)
-            node.sidecar.start()
-            node.sidecar.await_ready()
+        with ExitStack() as stack:
+            proxies = [self._downgrade(node, cluster.folder, stack) for node in cluster.nodes]
+            time.sleep(OLD_RELEASE_S)
+            for node, proxy in zip(cluster.nodes, proxies, strict=True):
+                node.sidecar.stop()
+                proxy.stop()
+                time.sleep(UPGRADE_PAUSE_S)
+                node.listen(node.address)
+                node.sidecar.start()
+                node.sidecar.await_ready()
         return {}
 
-    def _downgrade(self, node: Node, logs: Path) -> ManagedProcess:
-        """Replace a sidecar by one of the last release: a proxy before it. Return the proxy."""
+    def _downgrade(self, node: Node, logs: Path, stack: ExitStack) -> ManagedProcess:
+        """Replace a sidecar by one of the last release: a proxy before it. Return the proxy; `stack` stops it."""
         path = node.address.removeprefix("unix:")
         node.sidecar.stop()
         node.listen(f"{node.address}.new")
@@ -208,8 +225,7 @@ class Upgraded(Fault):
             Path(f"{path}.steps").exists,
             {"PYTHONPATH": str(engines.ROOT)},
         )
-        proxy.start()
-        proxy.await_ready()
+        start(stack, [proxy])
         return proxy
 
 

@@ -24,6 +24,7 @@ class Link:
         self._is_whole.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
         self.port = 0
         """Port to connect to, once it is open."""
         self.bytes = 0
@@ -32,8 +33,8 @@ class Link:
     def open(self) -> None:
         """Listen."""
         self._thread.start()
-        server = self._run(asyncio.start_server(self._accept, HOST, 0))
-        self.port = server.sockets[0].getsockname()[1]
+        self._server = self._run(asyncio.start_server(self._accept, HOST, 0))
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
         """Forward nothing from now on."""
@@ -44,7 +45,7 @@ class Link:
         self._loop.call_soon_threadsafe(self._is_whole.set)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Stop listening, and close all connections."""
         self._run(self._cancel())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -54,6 +55,7 @@ class Link:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _cancel(self) -> None:
+        self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

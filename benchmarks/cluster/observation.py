@@ -1,4 +1,4 @@
-"""What a long run uses over time: samples of all processes and files, and a comparison of its begin and its end."""
+"""What a long run uses over time: samples of all processes and files, and a comparison of its start and its end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Observations:
         ]
         files = [min(sample.files for sample in within(samples, *period)) for period in (first, last)]
         latencies = [
-            [record.seconds for record in records if begin <= record.began < end] for begin, end in (first, last)
+            [record.seconds for record in records if start <= record.due < end] for start, end in (first, last)
         ]
         p99 = [round(float(np.percentile(seconds, 99)) * 1000, 1) for seconds in latencies]
         p50 = [round(float(np.percentile(seconds, 50)) * 1000, 1) for seconds in latencies]
@@ -83,9 +83,9 @@ class Observations:
         return document
 
 
-def within(samples: Sequence[Sample], begin: float, end: float) -> list[Sample]:
+def within(samples: Sequence[Sample], start: float, end: float) -> list[Sample]:
     """Return the samples of a period."""
-    return [sample for sample in samples if begin <= sample.time <= end]
+    return [sample for sample in samples if start <= sample.time <= end]
 
 
 def compare_process(name: str, first: Sequence[Sample], last: Sequence[Sample]) -> Document:
@@ -111,7 +111,7 @@ def curves(samples: Sequence[Sample], records: Sequence[Record], began: float, e
     """Return memory by process, and latency, over time, as means and 99th percentiles of equal periods."""
     edges = np.linspace(began, ended, BUCKETS + 1)
     sample_at = np.digitize([sample.time for sample in samples], edges) - 1
-    record_at = np.digitize([record.began for record in records], edges) - 1
+    record_at = np.digitize([record.due for record in records], edges) - 1
     seconds = np.array([record.seconds for record in records])
     memory = {
         name: np.array([sample.usages[name].memory_bytes for sample in samples]) / BYTES_PER_MB

@@ -120,7 +120,8 @@ def _faults(document: Document) -> str:
         seconds = fault.get("seconds")
         recovered = "not within a minute" if seconds is None else f"{seconds:.0f} s"
         lost = f"{fault['lost']} of {fault['acknowledged']}"
-        rows.append((fault["title"], f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
+        title = fault["title"] + ("" if fault["took_effect"] else " (without effect)")
+        rows.append((title, f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
     return charts.table(heads, rows, kinds=("name", *[""] * 6, "name"))
 
 

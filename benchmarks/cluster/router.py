@@ -23,8 +23,6 @@ class Router:
     def __init__(self, engine_ports: Sequence[int]) -> None:
         self._ports = list(engine_ports)
         self._next = 0
-        self.retries = 0
-        """Requests that were sent to a further engine."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward the request of one connection, and its response."""
@@ -36,7 +34,6 @@ class Router:
         first = self._next
         self._next = (first + 1) % len(self._ports)
         for attempt in range(len(self._ports)):
-            self.retries += attempt > 0
             if await relay(request, self._ports[(first + attempt) % len(self._ports)], client):
                 return
         client.write(BAD_GATEWAY)

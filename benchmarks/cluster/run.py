@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.cost import measure_cost
-from benchmarks.cluster.engines import read_totals, sum_of, tokens_per_step
+from benchmarks.cluster.engines import Totals, read_totals, sum_of, tokens_per_step
 from benchmarks.cluster.faults import FAULTS, Fault
 from benchmarks.cluster.learned import SentTexts, measure_delays
 from benchmarks.cluster.meter import Meter, Recovery, recovery
-from benchmarks.cluster.topology import Cluster, Settings, running_cluster
+from benchmarks.cluster.topology import Cluster, Node, Settings, running_cluster
 from benchmarks.cluster.traffic import MIXED_RATE, RATE, ROUND, Traffic, mixed_prompts, round_prompts
 
 PROBES = 120
@@ -28,6 +28,12 @@ RECOVERY_S = 60.0
 SETTLE_S = 20.0
 """Longest time after the recovery until every acknowledged text must be drafted by both sidecars."""
 ROUND_S = ROUND / RATE
+ROUNDS_TIMEOUT_S = 300.0
+"""Longest wait for some rounds, each of which takes `ROUND_S` unless requests hang."""
+MIN_RATIO = 0.97
+"""Target for tokens per step of two engines, relative to one engine that gets all of the traffic."""
+MAX_DELAY_MS = 100
+"""Target for the 99th percentile of the delay until a sidecar drafts what the other one has learned."""
 SHOWN = 20
 """Failures, and lost texts of a fault, that the document names."""
 
@@ -76,11 +82,10 @@ class Run:
         began = time.monotonic()
         traffic.run(mixed_prompts())
         seconds = time.monotonic() - began
-        totals = [read_totals(node.port) for node in cluster.nodes]
-        known = [total for total in totals if total is not None]
+        totals = {node.name: totals_of(node) for node in cluster.nodes}
         result = {
-            "tokens_per_step": tokens_per_step(sum_of(known)),
-            "by_engine": {node.name: tokens_per_step(total) for node, total in zip(cluster.nodes, known, strict=True)},
+            "tokens_per_step": tokens_per_step(sum_of([*totals.values()])),
+            "by_engine": {name: tokens_per_step(total) for name, total in totals.items()},
             "failed": len(traffic.failures),
             "processes": [
                 {
@@ -153,6 +158,7 @@ class Run:
             "fault_at": fault_at,
             "healed_at": healed_at,
             "observed": observed,
+            "took_effect": fault.took_effect(observed),
             "requests": len(traffic.records) - requests_before,
             "failed": len(traffic.failures) - failed_before,
             "acknowledged": len(sent.acknowledged),
@@ -171,20 +177,35 @@ class Run:
         return result
 
 
+def totals_of(node: Node) -> Totals:
+    """Return the totals of a node's engine. Raises SystemExit if it does not answer."""
+    totals = read_totals(node.port)
+    if totals is None:
+        raise SystemExit(f"{node.engine.name} does not answer")
+    return totals
+
+
 def summary(fault: Document) -> str:
     """Return the effects of a fault in one line."""
     before, lowest, after = (fault.get(name, 0.0) for name in ("before", "lowest", "after"))
     recovered = "not recovered" if fault.get("seconds") is None else f"after {fault['seconds']:.0f} s"
+    effect = "" if fault["took_effect"] else "; the fault had no effect"
     return (
         f"{fault['failed']} of {fault['requests']} requests failed, {fault['lost']} of {fault['acknowledged']} texts "
-        f"lost, tokens per step {before:.2f}, then {lowest:.2f}, then {after:.2f} ({recovered}); {fault['observed']}"
+        f"lost, tokens per step {before:.2f}, then {lowest:.2f}, then {after:.2f} ({recovered}); "
+        f"{fault['observed']}{effect}"
     )
 
 
 def wait_for_windows(meter: Meter, number: int) -> None:
-    """Wait until the traffic has gone through this number of further rounds."""
-    known = len(meter.windows)
-    while len(meter.windows) < known + number:
+    """Wait until the traffic has gone through this number of further rounds. Raises SystemExit if it takes too long."""
+    known, until = len(meter.windows), time.monotonic() + ROUNDS_TIMEOUT_S
+    while (passed := len(meter.windows) - known) < number:
+        if time.monotonic() > until:
+            raise SystemExit(
+                f"the traffic went through {passed} of {number} rounds within {ROUNDS_TIMEOUT_S:.0f} s; "
+                "requests, or the engines' metrics, hang"
+            )
         time.sleep(0.1)
 
 
@@ -203,14 +224,18 @@ def await_recovery(meter: Meter, fault_at: float, healed_at: float) -> Recovery 
 def targets(document: Document) -> list[Document]:
     """Return the targets, and whether the run has reached them."""
     faults = [fault for fault in document["faults"] if "skipped" not in fault]
+    recoveries = [fault.get("seconds") for fault in faults]
     rows = [
-        ("tokens per step of two engines / of one", document["mixed"]["ratio"], ">=", 0.97),
-        ("delay until the other sidecar drafts, p99, ms", document["delay_ms"]["p99"], "<=", 100),
+        ("tokens per step of two engines / of one", document["mixed"]["ratio"], ">=", MIN_RATIO),
+        ("delay until the other sidecar drafts, p99, ms", document["delay_ms"]["p99"], "<=", MAX_DELAY_MS),
         ("failed requests", document["failed"] + document["mixed"]["failed"], "<=", 0),
+        ("outputs that differ from the first one of their prompt", document["different_outputs"], "<=", 0),
         ("acknowledged texts lost", sum(fault["lost"] for fault in faults), "<=", 0),
+        ("faults without effect", sum(not fault["took_effect"] for fault in faults), "<=", 0),
+        ("faults without recovery within a minute", recoveries.count(None), "<=", 0),
         (
             "longest recovery of tokens per step after a fault, s",
-            max((fault.get("seconds") or float("inf") for fault in faults), default=0),
+            max((seconds for seconds in recoveries if seconds is not None), default=0),
             "<=",
             RECOVERY_S,
         ),

@@ -1,4 +1,4 @@
-"""The page of a long run: memory and latency over time, and what each process uses at the begin and at the end."""
+"""The page of a long run: memory and latency over time, and what each process uses at the start and at the end."""
 
 from __future__ import annotations
 

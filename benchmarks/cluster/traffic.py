@@ -1,4 +1,7 @@
-"""Requests to the router at a constant rate, whether or not earlier ones have finished."""
+"""Requests to the router at a constant rate.
+
+At most `MAX_RUNNING` run at once. Further ones wait, and the wait is part of their latency.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ MIXED_REQUESTS, MIXED_RATE, MIXED_SEED = 120, 2.5, 1
 class Record(NamedTuple):
     """A request that has ended."""
 
-    began: float
-    """Time on the monotonic clock."""
+    due: float
+    """When it was to be sent, on the monotonic clock."""
     seconds: float
+    """From then until it ended."""
     failure: str
     """Why it failed; empty if it did not."""
     is_different: bool
@@ -58,11 +62,12 @@ class Traffic:
         began = time.monotonic()
         with ThreadPoolExecutor(MAX_RUNNING) as pool:
             for number, prompt in enumerate(prompts):
-                if self._stopping.wait(max(0.0, began + number / self._rate - time.monotonic())):
+                due = began + number / self._rate
+                if self._stopping.wait(max(0.0, due - time.monotonic())):
                     break
                 if number % ROUND == 0 and self._on_round is not None:
                     pool.submit(self._on_round)
-                pool.submit(self._request, prompt)
+                pool.submit(self._request, prompt, due)
 
     @contextmanager
     def running(self, prompts: Iterable[str]) -> Iterator[None]:
@@ -75,17 +80,16 @@ class Traffic:
             self._stopping.set()
             thread.join()
 
-    def _request(self, prompt: str) -> None:
-        began = time.monotonic()
+    def _request(self, prompt: str, due: float) -> None:
         output, failure = "", ""
         try:
             output = complete(self._port, prompt)
         except (OSError, http.client.HTTPException, ValueError) as problem:
             failure = f"{type(problem).__name__}: {problem}"
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - due
         with self._lock:
             is_different = not failure and self._outputs.setdefault(prompt, output) != output
-            self.records.append(Record(began, seconds, failure, is_different))
+            self.records.append(Record(due, seconds, failure, is_different))
 
 
 def complete(port: int, prompt: str) -> str:

@@ -129,6 +129,12 @@ class DrafterClient:
         return self._connection.lost
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the service has refused this client for good, such as for its tokenizer."""
+        end = self._connection.last_end
+        return self.lost is not None and end is not None and end.is_final
+
+    @property
     def is_connected(self) -> bool:
         """Whether there is a connection."""
         return self.lost is None

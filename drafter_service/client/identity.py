@@ -1,4 +1,4 @@
-"""Identities: of the model that an engine serves, from the folders that it loads, and of the engine itself."""
+"""Identity of the served model, from the folders that the engine loads, and name of the engine."""
 
 from __future__ import annotations
 

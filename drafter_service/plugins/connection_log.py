@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 SAME_LOSS_S = 10.0
-"""Connections that are lost within this time are lost for the same reason, whatever each of them reports."""
+"""Losses within this time are reported once, unless the service refuses a connection."""
 
 
 class ConnectionLog:
@@ -26,14 +26,15 @@ class ConnectionLog:
         self._reported_at = -math.inf
         self._lock = threading.Lock()
 
-    def lost(self, reason: str) -> None:
-        """Record that a connection was lost."""
+    def lost(self, reason: str, is_refused: bool) -> None:
+        """Record that a connection was lost. is_refused: whether the service refuses it for good."""
         with self._lock:
             now = self._clock()
-            if reason in self._reasons or now < self._reported_at + SAME_LOSS_S:
+            if reason in self._reasons or (now < self._reported_at + SAME_LOSS_S and not is_refused):
                 return
             self._reasons.add(reason)
-            self._reported_at = now
+            if not is_refused:
+                self._reported_at = now
         self._report(f"no connection to the drafter at {self._address} ({reason}); continuing without drafts")
 
     def resumed(self) -> None:

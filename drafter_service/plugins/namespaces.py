@@ -125,6 +125,11 @@ class HostNamespaces:
             threading.Thread(target=drafter.close, name="ssd-close", daemon=True).start()
         return True
 
+    def _is_refused(self, adapter: str, salt: str) -> bool:
+        """Return whether the service refuses the connection of a namespace."""
+        namespace = self._open.get((adapter, salt))
+        return namespace is not None and isinstance(namespace.drafter, DrafterClient) and namespace.drafter.is_refused
+
     def _drafter(self, adapter: str, salt: str) -> HostDrafter:
         settings = self._settings
         shape: DraftShape = "tree" if self._limits.trees else "path"
@@ -149,7 +154,7 @@ class HostNamespaces:
             padding=self._limits.padding,
             shadow=settings.shadow,
             required=False,
-            on_lost=self._connections.lost,
+            on_lost=lambda reason: self._connections.lost(reason, self._is_refused(adapter, salt)),
             on_resumed=self._connections.resumed,
         )
 

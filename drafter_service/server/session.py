@@ -84,6 +84,8 @@ class Session:
         """`DraftBatch.pause_steps` of the next response."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
+        self._uncounted_steps = 0
+        """Steps without a request that were counted before the message that says so; 0 or negative."""
 
     @property
     def max_draft(self) -> int:
@@ -380,7 +382,9 @@ class Session:
         # Of the late steps, those whose responses arrived later were counted with their requests.
         late, dropped = totals.timeouts - reported.timeouts, totals.dropped - reported.dropped
         self._use.late_steps += max(0, late)
-        self._use.engine_steps += max(0, late - dropped)
+        steps = self._uncounted_steps + late - dropped
+        self._use.engine_steps += max(0, steps)
+        self._uncounted_steps = min(0, steps)
 
 
 def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.DraftResponse:

@@ -1,16 +1,20 @@
-"""The parts of the cluster benchmark that have logic of their own: router, link, processes, learned texts, figures."""
+"""The parts of the cluster benchmark with logic of their own: router, traffic, link, processes, faults, figures."""
 
 import asyncio
+import json
 import socket
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.cluster.engines import NOTHING, Totals, tokens_per_step
+from benchmarks import soak
+from benchmarks.cluster import faults, run, traffic
+from benchmarks.cluster.engines import NOTHING, Totals, read_totals, tokens_per_step
 from benchmarks.cluster.learned import Acknowledged, SentTexts, UniqueTexts, observe
 from benchmarks.cluster.link import Link
 from benchmarks.cluster.meter import Window, recovery
@@ -51,7 +55,7 @@ def engine(answer, received):
 
 
 def routed(ports, requests):
-    """Return the responses of a router, and the number of requests that it sent again."""
+    """Return the responses of a router."""
 
     async def run():
         router = Router(ports)
@@ -63,7 +67,7 @@ def routed(ports, requests):
                 writer.write(REQUEST)
                 responses.append(await asyncio.wait_for(reader.read(), TIMEOUT_S))
                 writer.close()
-        return responses, router.retries
+        return responses
 
     return asyncio.run(run())
 
@@ -71,7 +75,7 @@ def routed(ports, requests):
 def test_requests_go_to_the_engines_in_turn():
     first, second = [], []
     with engine(ANSWER, first) as one, engine(ANSWER, second) as two:
-        assert routed([one, two], 4) == ([ANSWER] * 4, 0)
+        assert routed([one, two], 4) == [ANSWER] * 4
     assert len(first) == len(second) == 2
     # The engine ends the connection with its response.
     assert first[0] == b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody"
@@ -80,27 +84,48 @@ def test_requests_go_to_the_engines_in_turn():
 def test_a_request_goes_to_another_engine_if_one_refuses_the_connection():
     received = []
     with engine(ANSWER, received) as port:
-        assert routed([free_port(), port], 3) == ([ANSWER] * 3, 2)
+        assert routed([free_port(), port], 3) == [ANSWER] * 3
     assert len(received) == 3
 
 
 def test_a_request_goes_to_another_engine_if_one_dies_before_its_response():
     received, lost = [], []
     with engine(b"", lost) as dying, engine(ANSWER, received) as port:
-        assert routed([dying, port], 1) == ([ANSWER], 1)
+        assert routed([dying, port], 1) == [ANSWER]
     assert lost == received
 
 
 def test_a_response_that_has_begun_is_not_repeated():
     received, begun = [], []
     with engine(ANSWER[:20], begun) as dying, engine(ANSWER, received) as port:
-        assert routed([dying, port], 1) == ([ANSWER[:20]], 0)
+        assert routed([dying, port], 1) == [ANSWER[:20]]
     assert (len(begun), len(received)) == (1, 0)
 
 
 def test_without_any_engine_the_answer_is_an_error():
-    responses, _ = routed([free_port(), free_port()], 1)
-    assert responses[0].startswith(b"HTTP/1.1 502")
+    assert routed([free_port(), free_port()], 1)[0].startswith(b"HTTP/1.1 502")
+
+
+# --- Traffic
+
+
+def test_requests_are_timed_from_when_they_were_due(monkeypatch):
+    monkeypatch.setattr(traffic, "complete", lambda port, prompt: prompt)
+    sent = traffic.Traffic(0, rate=1000)
+    sent.run(["a", "b", "c"])
+    times = sorted(record.due for record in sent.records)
+    assert [due - times[0] for due in times] == pytest.approx([0, 0.001, 0.002], abs=1e-7)
+
+
+def test_an_engine_that_dies_within_its_response_has_no_totals():
+    with engine(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nvllm", []) as port:
+        assert read_totals(port) is None
+
+
+def test_traffic_that_hangs_ends_the_run(monkeypatch):
+    monkeypatch.setattr(run, "ROUNDS_TIMEOUT_S", 0)
+    with pytest.raises(SystemExit, match="0 of 2 rounds"):
+        run.wait_for_windows(SimpleNamespace(windows=[]), 2)
 
 
 # --- Link
@@ -148,6 +173,14 @@ def test_connections_made_during_a_cut_are_forwarded_afterwards(link):
         assert end.recv(100) == b"one"
         end.shutdown(socket.SHUT_WR)
         assert end.recv(100) == b""
+
+
+def test_a_link_that_is_closed_refuses_connections():
+    link = Link(free_port())
+    link.open()
+    link.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", link.port))
 
 
 # --- Processes
@@ -204,6 +237,61 @@ def test_acknowledged_texts_that_a_sidecar_does_not_draft_are_lost(tmp_path):
     assert not observe(address, kept)
 
 
+# --- Faults
+
+
+def test_what_a_sidecar_acknowledged_just_before_its_kill_is_excused(monkeypatch):
+    monkeypatch.setattr(faults, "DOWN_S", 0.2)
+    during = []
+    sidecar = SimpleNamespace(
+        kill=lambda: during.append(time.monotonic()), start=lambda: None, await_ready=lambda: None
+    )
+    node, other = SimpleNamespace(sidecar=sidecar), SimpleNamespace()
+    fault = faults.SidecarKilled()
+    fault.run(SimpleNamespace(nodes=[node, other]))
+    after = time.monotonic()
+    assert fault.excuses(Acknowledged(None, node, during[0]))
+    assert not fault.excuses(Acknowledged(None, other, during[0]))
+    assert not fault.excuses(Acknowledged(None, node, during[0] - 60))
+    assert not fault.excuses(Acknowledged(None, node, after))
+
+
+@pytest.mark.parametrize(("full", "effect"), [(False, True), (True, False)])
+def test_a_full_disk_takes_effect_if_no_snapshot_was_saved(full, effect):
+    observed = {"saved_before": True, "saved_while_full": full, "saved_after": True}
+    assert faults.DiskFull().took_effect(observed) is effect
+
+
+@pytest.mark.parametrize(("offsets", "effect"), [([0, 3599, -3601, 0], True), ([0, 0, 0, 0], False)])
+def test_a_clock_jump_takes_effect_if_the_sidecar_sees_it(offsets, effect):
+    assert faults.ClockJumped().took_effect({"clock_offsets_s": offsets}) is effect
+
+
+def test_targets_count_faults_without_effect_and_without_recovery():
+    fault = {"lost": 0, "took_effect": True}
+    document = {
+        "mixed": {"ratio": 1.0, "failed": 0},
+        "delay_ms": {"p99": 10},
+        "failed": 0,
+        "different_outputs": 1,
+        "faults": [
+            {**fault, "seconds": 0.0},
+            {**fault, "seconds": 20.0, "took_effect": False},
+            {**fault, "seconds": None},
+            fault,
+            {"skipped": "no disk"},
+        ],
+    }
+    rows = run.targets(document)
+    assert {row["name"]: row["value"] for row in rows if not row["met"]} == {
+        "outputs that differ from the first one of their prompt": 1,
+        "faults without effect": 1,
+        "faults without recovery within a minute": 2,
+    }
+    assert rows[-1]["value"] == 20
+    json.dumps(rows, allow_nan=False)
+
+
 # --- Figures
 
 
@@ -252,3 +340,10 @@ def test_a_process_is_compared_by_mean_memory_and_by_the_least_number_of_threads
     assert compared["growth"] == 0.02
     assert compared["threads"] == [5, 6]
     assert compared["cores"] == [0.1, 0.05]
+
+
+def test_a_run_that_is_too_short_to_compare_its_parts_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["soak", "--minutes", "1"])
+    with pytest.raises(SystemExit):
+        soak.main()
+    assert "--minutes must be at least 2" in capsys.readouterr().err

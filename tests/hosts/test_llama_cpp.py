@@ -82,9 +82,11 @@ def drafts(llama, **settings):
     """Let a model use drafts."""
     with SsdDraftModel(llama, deadline_s=DEADLINE_S, capacity=200_000, **settings) as ssd:
         llama.draft_model = ssd
-        yield ssd
+        try:
+            yield ssd
+        finally:
+            llama.draft_model = None
         assert ssd.counters.failures == 0
-    llama.draft_model = None
 
 
 def completions(llama, **sampling):

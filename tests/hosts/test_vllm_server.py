@@ -21,7 +21,7 @@ import openai
 
 from tests.hosts.vllm_files import CHAT_TEMPLATE, make_adapter, make_correction
 from tests.hosts.vllm_scenarios import prompts, report
-from tests.hosts.vllm_server import vllm_server
+from tests.hosts.vllm_server import DEADLINE_S, vllm_server
 from tests.servers import served
 
 AT_ONCE = 128
@@ -129,7 +129,7 @@ async def chat(client, **options):
 
 
 async def stream(client, prompt, **options):
-    """Return the text of a streamed completion, and the number of its chunks with text."""
+    """Return the text of a streamed completion."""
     options = {"temperature": 0.0, "max_tokens": 64, **options}
     chunks = await client.completions.create(model="base", prompt=prompt, stream=True, **options)
     texts = [chunk.choices[0].text async for chunk in chunks if chunk.choices]
@@ -160,7 +160,7 @@ CALLS = {
     "stop strings": completion(2, stop=["\n\n", "self."]),
     "min_tokens": completion(3, stop=["\n"], extra_body={"min_tokens": 40}),
     "penalties": completion(4, frequency_penalty=0.5, presence_penalty=0.3, extra_body={"repetition_penalty": 1.1}),
-    "seed": completion(5, seed=7),
+    "seed of a greedy request": completion(5, seed=7),
     "bad words": completion(6, extra_body={"bad_words": ["self"]}),
     "allowed tokens": completion(7, extra_body={"allowed_token_ids": list(range(1, 2000))}),
     "adapter": completion(8, model="a"),
@@ -336,13 +336,16 @@ def wait_for_drafts(servers):
     assert_eventually(has_drafts)
 
 
+def wait_for_requests(servers):
+    assert_eventually(lambda: servers.drafting.metrics("num_requests_running") > [0])
+
+
 def test_a_killed_sidecar_costs_drafts_only(servers):
     wait_for_drafts(servers)
     logged = len(servers.drafting.warnings())
-    running = servers.drafting.metrics("num_requests_running")
 
     def kill():
-        assert_eventually(lambda: servers.drafting.metrics("num_requests_running") > running)
+        wait_for_requests(servers)
         servers.sidecar.kill()
 
     with during(kill):
@@ -356,34 +359,36 @@ def test_a_killed_sidecar_costs_drafts_only(servers):
     assert "drafting resumes" in resumed
 
 
-def test_a_sidecar_that_hangs_costs_drafts_only(servers):
+def accepted_of_load(servers):
+    """Run the load with drafts; return its answers, and how many draft tokens were accepted."""
+    before = servers.accepted()
+    answers = asyncio.run(ask(servers.drafting, load))
+    return answers, servers.accepted() - before
+
+
+def test_a_sidecar_that_hangs_or_answers_too_late_costs_drafts_only(servers):
     wait_for_drafts(servers)
-
-    def hang():
-        servers.sidecar.send_signal(signal.SIGSTOP)
-
-    with during(hang):
-        plain, drafted = servers.answers(load)
-    servers.sidecar.send_signal(signal.SIGCONT)
-    assert drafted == [plain] * 2
-    wait_for_drafts(servers)
-
-
-def test_a_sidecar_that_is_slower_than_its_deadline_costs_drafts_only(servers):
-    wait_for_drafts(servers)
+    plain, undisturbed = accepted_of_load(servers)
     stopping = threading.Event()
 
-    def slow_down():
+    def disturb(seconds):
+        """Let the sidecar run for 20 ms after each interval of this length."""
+        wait_for_requests(servers)
         while not stopping.is_set():
             servers.sidecar.send_signal(signal.SIGSTOP)
-            stopping.wait(0.7)
+            stopping.wait(seconds)
             servers.sidecar.send_signal(signal.SIGCONT)
             stopping.wait(0.02)
 
-    with during(slow_down):
-        plain, drafted = servers.answers(load)
-        stopping.set()
-    assert drafted == [plain] * 2
+    for seconds in (CLIENT_TIMEOUT_S, DEADLINE_S + 0.2):
+        stopping.clear()
+        with during(lambda seconds=seconds: disturb(seconds)):
+            try:
+                answers, accepted = accepted_of_load(servers)
+            finally:
+                stopping.set()
+        assert answers == plain
+        assert accepted < undisturbed / 2
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--data-parallel-size"])

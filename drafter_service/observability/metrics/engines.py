@@ -61,7 +61,7 @@ class Row:
 
 
 class EngineRows:
-    """The rows, from one scrape to the next. They do not decrease when a namespace is unloaded.
+    """Metrics of engines, kept from one scrape to the next. Counters do not decrease when a namespace is unloaded.
 
     Beyond `MAX_ENGINES` a new engine replaces the one that has been disconnected for longest; if all are connected, it
     is counted in the row of `OTHER_ENGINES`.

@@ -1,9 +1,9 @@
 """Decoding of a batch: in each forward pass, each row verifies a draft of its own.
 
-Drafts are padded to the longest of the step. The target's tokens at the places of a draft, and after it, are the
-likeliest ones or are sampled, whatever the draft. A row takes them up to the first that differs from the draft. So
-drafts do not change the distribution of outputs: this is speculative sampling (Leviathan et al. 2023) with drafts of
-probability 1.
+Drafts are padded to the longest of the step. At each position of a draft, and after its last token, the target's token
+is chosen as without drafts: the likeliest, or a sample. A row keeps these tokens up to and including the first that
+differs from its draft. So drafts do not change the distribution of outputs: this is speculative sampling (Leviathan
+et al. 2023) with drafts of probability 1.
 """
 
 from __future__ import annotations

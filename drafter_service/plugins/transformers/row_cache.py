@@ -35,7 +35,7 @@ class RowCache:
         return self._mask
 
     def keep(self, rows: Sequence[int], counts: Sequence[int], longest: int) -> None:
-        """Keep some rows, and of each of them the first slots of the last step.
+        """Keep some rows, and for each the first slots of the last step.
 
         rows: indices of rows, ascending. counts: number of slots of the last step to keep, for each of these rows.
         longest: number of tokens of the longest of them.

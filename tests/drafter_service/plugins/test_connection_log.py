@@ -31,18 +31,20 @@ def log(clock, reports):
 def test_a_loss_of_several_connections_is_reported_once_and_so_is_its_end(log, reports, clock):
     for number in range(2):
         clock.now += 2 * SAME_LOSS_S
-        log.lost("it ended the stream")
-        log.lost("connection reset")
+        log.lost("it ended the stream", is_refused=False)
+        log.lost("connection reset", is_refused=False)
         clock.now += 2 * SAME_LOSS_S
-        log.lost("it ended the stream")
+        log.lost("it ended the stream", is_refused=False)
         log.resumed()
         log.resumed()
         assert reports == [LOST.format("it ended the stream"), RESUMED] * (number + 1)
 
 
-def test_a_refused_connection_hides_no_other_loss(log, reports, clock):
-    log.lost("no permission")
-    clock.now += 2 * SAME_LOSS_S
-    log.lost("it ended the stream")
+def test_refused_connections_and_losses_do_not_hide_each_other(log, reports):
+    log.lost("no permission", is_refused=True)
+    log.lost("it ended the stream", is_refused=False)
+    log.lost("another tokenizer", is_refused=True)
+    log.lost("another tokenizer", is_refused=True)
     log.resumed()
-    assert reports == [LOST.format("no permission"), LOST.format("it ended the stream"), RESUMED]
+    reasons = ["no permission", "it ended the stream", "another tokenizer"]
+    assert reports == [*map(LOST.format, reasons), RESUMED]
