@@ -21,7 +21,7 @@ def examples(text=README):
 def test_install_commands_need_no_package_index():
     """The distribution is not on a package index; its extras are those of a checkout."""
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    assert not [path.name for path in documents if re.search(r"install '?ssd-drafter", path.read_text())]
+    assert not [path.name for path in documents if re.search(r"\binstall '?ssd-drafter", path.read_text())]
 
 
 def test_the_client_example_runs(capsys):
