@@ -31,7 +31,7 @@ FILL_TEXTS, FILL_TOKENS, FILL_AT_ONCE = 70_000, 8, 1_000
 
 
 def fill(node: Node, namespace: str) -> None:
-    """Let the sidecar of a node learn and publish so many texts that whatever grows with them has its final size."""
+    """Let the sidecar of a node learn and publish texts until everything that grows with them has its final size."""
     random, vocabulary = np.random.default_rng(0), model_identity(MODEL).vocab_size
     with node.stub() as stub:
         for _ in range(0, FILL_TEXTS, FILL_AT_ONCE):

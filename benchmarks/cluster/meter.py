@@ -62,7 +62,7 @@ class Recovery(NamedTuple):
     lowest: float
     """The lowest of a single window from the fault until the recovery."""
     after: float
-    """Of the windows that show the recovery, or of the last ones."""
+    """Tokens per step in the windows that show the recovery, or in the last ones."""
     seconds: float | None
     """From the end of the fault to the end of the window that shows the recovery; None if there was none."""
 
