@@ -18,17 +18,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from drafter_service.plugins.draft import NO_DRAFT, Draft
+from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
 from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import UserError
 from ssd.types import Progress, StepTime, offsets_of
 
+MAX_LENGTH = 1 << 30
+"""Length of texts, in tokens, that no host reaches."""
 CHECKED = 8
 """Number of reported tokens that are compared with the host's text in each step, to notice that it was replaced."""
 
@@ -60,6 +63,8 @@ class TrackedRequest:
     options: RequestOptions
     prompt_length: int
     prompt_checksum: int
+    max_length: int
+    """Length of its text, prompt included, at which the host ends it."""
     namespace: Namespace | None = None
     """None if it has no drafts."""
     sequence_id: int = -1
@@ -72,7 +77,7 @@ class TrackedRequest:
     """The last draft, which continues the reported tokens."""
     verified: int | None = None
     """Number of its tokens that the host verifies; None: the host has not said."""
-    allowed: int = 1 << 30
+    allowed: int = MAX_LENGTH
     """Longest draft that the host is expected to verify."""
 
 
@@ -91,11 +96,8 @@ class Turn:
     """Number of verified tokens of its last draft; 0 while no token was committed after it."""
     accepted: int
     """Number of accepted ones among them."""
-
-    @property
-    def steps(self) -> int:
-        """Number of the host's steps: the first added one token to the accepted ones, the others one token each."""
-        return max(1, len(self.added) - self.accepted)
+    steps: int
+    """Number of the host's steps: the first added one token to the accepted ones, the others one token each."""
 
 
 class HostSession:
@@ -139,7 +141,8 @@ class HostSession:
         """
         with self.guarded():
             self._drop(request_id)
-            request = TrackedRequest(options or RequestOptions(), len(prompt), checksum(prompt))
+            options = options or RequestOptions()
+            request = TrackedRequest(options, len(prompt), checksum(prompt), self._max_length(len(prompt), options))
             self._requests[request_id] = request
             if len(self._requests) > self._limits.max_requests:
                 self._drop(next(iter(self._requests)))
@@ -150,21 +153,22 @@ class HostSession:
                 return
             self._begin(request, prompt)
 
-    def schedule(self, request_id: Hashable, tokens: Sequence[int], offered: int | None = None) -> None:
-        """Record the draft tokens that the host verifies in the step that it begins with a request.
+    def schedule(self, drafts: Mapping[Any, Sequence[int]], offered: Mapping[Any, int] = MappingProxyType({})) -> None:
+        """Record the draft tokens that the host verifies in the step that it begins, by request id.
 
         They may be fewer than the last draft has, none, or padding. Only the first call after a draft counts.
-        offered: number of tokens that the plug-in gave to the host; None: the whole draft.
+        offered: number of tokens that the plug-in gave to the host, for requests to which it gave a part of the draft.
         """
         with self.guarded():
-            request = self._requests.get(request_id)
-            if request is None or not request.draft or request.verified is not None:
-                return
-            request.verified = common_length(request.draft.tokens, tokens)
-            if request.verified == len(request.draft):
-                request.allowed = max(request.allowed, 2 * len(request.draft))
-            elif request.verified == len(tokens) != offered:  # The host cut the draft, and did not replace it.
-                request.allowed = max(1, len(tokens))
+            for request_id, tokens in drafts.items():
+                request = self._requests.get(request_id)
+                if request is None or request.verified is not None or not (draft := request.draft.tokens):
+                    continue
+                request.verified = verified = common_length(draft, tokens)
+                if verified == len(draft):
+                    request.allowed = max(request.allowed, 2 * verified)
+                elif verified == len(tokens) != offered.get(request_id):  # The host cut it, and did not replace it.
+                    request.allowed = max(1, verified)
 
     def record_step(self, tokens: int, sequences: int, seconds: float) -> None:
         """Record a step that the host has run, from which the drafter learns how much to draft.
@@ -302,28 +306,31 @@ class HostSession:
         """Return the progress of a request; None if it has no drafts."""
         if request.namespace is None:
             return None
-        reported, tail = request.reported, request.tail
-        if len(text) < reported or list(text[reported - len(tail) : reported]) != tail:
+        length, tail = len(text), request.tail
+        known = text[request.reported - len(tail) :]  # One slice: those of hosts take a function call of their own.
+        if length < request.reported or list(known[: len(tail)]) != tail:
             self._restart(request, text)
             if request.namespace is None:
                 return None
-        added = valid_prefix(text[request.reported :], self._vocab_size)
-        is_complete = request.reported + len(added) == len(text)
-        room = self._room(request, len(text)) if is_complete else 0
+            known, tail = text[request.reported :], []
+        new = known[len(tail) :]
+        added = valid_prefix(new, self._vocab_size)
+        room = self._room(request, length) if len(added) == len(new) else 0
         verified = (request.verified or 0) if added else 0
-        accepted = request.draft.accepted(added, verified)
-        return Turn(request, index, added, room, verified, accepted)
+        accepted = request.draft.accepted(added, verified) if verified else 0
+        return Turn(request, index, added, room, verified, accepted, steps=max(1, len(added) - accepted))
 
     def _room(self, request: TrackedRequest, length: int) -> int:
         """Return the maximum draft length after `length` tokens. A step adds one token to the accepted ones."""
-        rooms = [self._limits.max_draft, request.allowed]
-        if (most := request.options.max_draft) is not None:
-            rooms.append(most)
-        if (most := request.options.max_tokens) is not None:
-            rooms.append(request.prompt_length + most - length - 1)
-        if (most := self._limits.context_window) is not None:
-            rooms.append(most - length - 1)
-        return max(0, min(rooms))
+        room = min(self._limits.max_draft, request.allowed, request.max_length - length - 1)
+        if request.options.max_draft is not None:
+            room = min(room, request.options.max_draft)
+        return max(0, room)
+
+    def _max_length(self, prompt_length: int, options: RequestOptions) -> int:
+        """Return the length of its text at which the host ends a request."""
+        longest = self._limits.context_window or MAX_LENGTH
+        return longest if options.max_tokens is None else min(longest, prompt_length + options.max_tokens)
 
     def _restart(self, request: TrackedRequest, text: Sequence[int]) -> None:
         """Begin a request again whose text is not what was reported: the host took output back, or used an id twice."""
@@ -355,12 +362,13 @@ class HostSession:
                 self._abandon(turn.request)
             self._fail(problem)
             return [NO_DRAFT] * len(turns)
-        for at, turn in enumerate(turns):
+        rooms = [turn.room for turn in turns]
+        drafts = drafts_of(batch, rooms, self._vocab_size, is_tree=self._limits.trees)
+        for turn, draft in zip(turns, drafts, strict=True):
             self._commit(turn)
-            draft = Draft.from_batch(batch, at, self._vocab_size, is_tree=self._limits.trees)
-            turn.request.draft = draft.cut(turn.room)
-            self.counters.drafted += len(turn.request.draft)
-        return [turn.request.draft for turn in turns]
+            turn.request.draft = draft
+            self.counters.drafted += len(draft.tokens)
+        return drafts
 
     def _commit(self, turn: Turn) -> None:
         """Record that the drafter knows the tokens of a turn."""

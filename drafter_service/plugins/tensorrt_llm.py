@@ -136,7 +136,7 @@ class RequestDrafts:
             for request, draft in zip(running, self._session.draft(texts), strict=True):
                 request.py_draft_tokens = draft[:max_draft]
                 # The host pads the list itself, in place.
-                self._session.schedule(request.py_request_id, draft[:max_draft])
+                self._session.schedule({request.py_request_id: draft[:max_draft]})
 
     def free(self, request: Any) -> None:
         """End a request, unless the host only paused it: it frees the resources of both."""

@@ -100,7 +100,7 @@ class SsdDraftModel:
         self._text, self._draft = text, []
         self._draft = self._session.draft([(self._request_id, text.data)])[0]
         # The host verifies all of it: the session leaves room for it in the context window.
-        self._session.schedule(self._request_id, self._draft)
+        self._session.schedule({self._request_id: self._draft})
         self._clock.begin(1 + len(self._draft))
         return self._draft
 

@@ -47,7 +47,7 @@ class BatchDrafts:
                 self._follow(requests[at])
             drafts = self._session.draft_trees([(rid, text) for _, rid, text in running])
             for (at, rid, _), draft in zip(running, drafts, strict=True):
-                self._session.schedule(rid, draft.tokens)
+                self._session.schedule({rid: draft.tokens})
                 end = 1 + len(draft)
                 nodes[0, at, 1:end] = draft.tokens
                 nodes[1, at, 1:end] = draft.parents

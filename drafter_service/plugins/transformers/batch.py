@@ -127,8 +127,8 @@ class BatchDecoder:
         width = self._ids.shape[1]
         texts = [(row.request_id, row.text) for row in rows]
         drafts = self._session.draft(texts, prompt_tokens=len(rows) * (width - 1))
+        self._session.schedule({row.request_id: draft for row, draft in zip(rows, drafts, strict=True)})
         for row, draft in zip(rows, drafts, strict=True):
-            self._session.schedule(row.request_id, draft)
             self._write(row, draft)
         self._clock.begin(len(rows) * (width + max(map(len, drafts))), len(rows))
         return drafts

@@ -51,7 +51,7 @@ class Candidates:
         is_first = input_ids.shape[1] == len(self._text)
         self._text += input_ids[0, len(self._text) :].tolist()
         draft = self._session.draft([(self._request_id, self._text)])[0]
-        self._session.schedule(self._request_id, draft)
+        self._session.schedule({self._request_id: draft})
         # The first step also runs the prompt.
         self._clock.begin((len(self._text) if is_first else 1) + len(draft))
         if not draft:

@@ -129,11 +129,13 @@ class SchedulerWithDrafts:
 
     def _record_scheduled(self, session: HostSession, output: Any) -> None:
         """Record which drafts a step verifies, and start the requests that begin in it."""
-        padding = {}
-        for request_id, tokens in output.scheduled_spec_decode_tokens.items():
-            session.schedule(request_id, tokens, self._offered.get(request_id))
-            if tokens and tokens[-1] < 0:
-                padding[request_id] = sum(token < 0 for token in tokens)
+        scheduled = output.scheduled_spec_decode_tokens
+        session.schedule(scheduled, self._offered)
+        padding = {
+            request_id: sum(token < 0 for token in tokens)
+            for request_id, tokens in scheduled.items()
+            if tokens and tokens[-1] < 0
+        }
         if padding:
             # vLLM pads requests whose whole prompt is cached. Its counters leave out what is named here.
             output.num_invalid_spec_tokens = {**(output.num_invalid_spec_tokens or {}), **padding}

@@ -162,7 +162,7 @@ class WorkerDrafts:
                     continue
                 drafts[row] = tokens[row, count - 1]
                 if (given := self._given.pop(request_id, None)) and lengths[row]:
-                    self.session.schedule(request_id, given[: lengths[row]])
+                    self.session.schedule({request_id: given[: lengths[row]]})
                 text.extend(tokens[row, :count].tolist())
                 if not text.is_complete:
                     ready.append((row, request_id, text.tokens))

@@ -135,7 +135,7 @@ class SimulatedHost:
                 continue
             draft = request.draft
             scheduled = {"all": draft, "cut": draft[:1], "none": [], "padded": [PLACEHOLDER] * len(draft)}[scheduling]
-            self.session.schedule(name, scheduled)
+            self.session.schedule({name: scheduled})
             request.verified += len(scheduled) if scheduling != "padded" else 0
             self._verify(request, scheduled)
             request.draft = []

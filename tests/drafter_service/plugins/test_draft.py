@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.plugins.draft import Draft
+from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
 from ssd.types import DraftBatch, offsets_of
 
 
@@ -42,11 +42,13 @@ def test_the_first_tokens_are_a_draft(draft, length):
 
 def test_drafts_end_at_the_vocabulary_and_where_a_host_wants_a_path():
     batch = DraftBatch(
-        tokens=np.array([1, 2, 3, 4, 9, 5], np.uint32),
-        parents=np.array([-1, 0, 0, 1, 3, 4], np.int32),
-        accept_prob=np.ones(6, np.float32),
-        source=np.zeros(6, np.uint8),
-        offsets=offsets_of(np.array([6], np.uint32)),
+        tokens=np.array([7, 1, 2, 3, 4, 9, 5], np.uint32),
+        parents=np.array([-1, -1, 0, 0, 1, 3, 4], np.int32),
+        accept_prob=np.ones(7, np.float32),
+        source=np.zeros(7, np.uint8),
+        offsets=offsets_of(np.array([1, 0, 6], np.uint32)),
     )
-    assert Draft.from_batch(batch, 0, 9, is_tree=True) == Draft([1, 2, 3, 4], [-1, 0, 0, 1])
-    assert Draft.from_batch(batch, 0, 9, is_tree=False) == Draft([1, 2], [-1, 0])
+    first, rooms = Draft([7], [-1]), [1, 9, 9]
+    assert drafts_of(batch, rooms, 9, is_tree=True) == [first, NO_DRAFT, Draft([1, 2, 3, 4], [-1, 0, 0, 1])]
+    assert drafts_of(batch, rooms, 9, is_tree=False) == [first, NO_DRAFT, Draft([1, 2], [-1, 0])]
+    assert drafts_of(batch, [0, 0, 1], 9, is_tree=False) == [NO_DRAFT, NO_DRAFT, Draft([1], [-1])]

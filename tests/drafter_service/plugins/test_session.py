@@ -101,7 +101,7 @@ def test_the_host_limits_the_length_of_the_next_drafts(session):
     lengths = []
     for _ in range(4):
         draft = session.draft([("a", text)])[0]
-        session.schedule("a", draft[:2])
+        session.schedule({"a": draft[:2]})
         text += [*draft[:2], (draft[2:] or [1])[0]]
         lengths.append(len(draft))
     assert lengths[0] > 5
@@ -110,7 +110,7 @@ def test_the_host_limits_the_length_of_the_next_drafts(session):
 
 def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
     draft = first_draft(session)
-    session.schedule("a", [])
+    session.schedule({"a": []})
     assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
 
 
@@ -127,7 +127,7 @@ def test_a_step_that_did_not_end_verified_nothing():
     host = SimulatedHost()
     host.add("a", LOOP, RequestOptions())
     host.draft(["a"])
-    host.session.schedule("a", host.requests["a"].draft)
+    host.session.schedule({"a": host.requests["a"].draft})
     host.session.finish("a", LOOP)
     [told] = host.drafters["", ""].learned
     assert (told.offered > 0, told.verified, told.steps) == (True, 0, 0)
@@ -145,7 +145,7 @@ def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported
 
 def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
     draft = first_draft(session)
-    session.schedule("a", draft[:2], offered=2)
+    session.schedule({"a": draft[:2]}, {"a": 2})
     assert len(session.draft([("a", [*LOOP, *draft[:3]])])[0]) > 4
 
 
@@ -174,7 +174,7 @@ def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
     host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
     host.draft(["a"])
     draft = host.requests["a"].draft
-    host.session.schedule("a", draft)
+    host.session.schedule({"a": draft})
     host.draft(["a"])
     assert host.requests["a"].draft == draft != []
     host.step(["a"], "none")
@@ -387,7 +387,7 @@ def test_a_sidecar_that_refuses_a_model_is_reported_once(socket_address, server,
 
 def test_calls_of_a_confused_host_do_not_raise(session):
     session.finish("unknown", [1])
-    session.schedule("unknown", [1])
+    session.schedule({"unknown": [1]})
     assert session.draft([("unknown", [1]), ("unknown", [])]) == [[], []]
     assert session.draft([]) == []
     reports = session._report.__self__

@@ -84,7 +84,7 @@ class HostMachine(RuleBasedStateMachine):
         """Begin a step with the drafts, and preempt the requests before it runs."""
         names = self.some(data)
         for name in names:
-            self.host.session.schedule(name, self.host.requests[name].draft)
+            self.host.session.schedule({name: self.host.requests[name].draft})
         self.host.draft(names)
 
     @precondition(lambda self: self.host.requests)
