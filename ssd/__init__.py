@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ssd.config import DrafterConfig as DrafterConfig
     from ssd.corpus import snapshot as snapshot
     from ssd.corpus.corpus import Corpus as Corpus
+    from ssd.corpus.rollout import Rollout as Rollout
     from ssd.drafter import SuffixDrafter as SuffixDrafter
     from ssd.types import DraftBatch as DraftBatch
     from ssd.types import Drafter as Drafter
@@ -25,6 +26,7 @@ _MODULES = {
     "Drafter": "ssd.types",
     "DrafterConfig": "ssd.config",
     "Progress": "ssd.types",
+    "Rollout": "ssd.corpus.rollout",
     "SuffixDrafter": "ssd.drafter",
     "snapshot": "ssd.corpus.snapshot",
 }

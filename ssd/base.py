@@ -18,6 +18,7 @@ import numpy as np
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
+from ssd.corpus.rollout import Rollout
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.prepared import PreparedSequence, Running
@@ -44,12 +45,12 @@ class CorpusDrafter(ABC):
         *,
         corpus: Corpus | None = None,
         stats: Stats | None = None,
-        remember: Callable[[np.ndarray, str | None], object] | None = None,
+        remember: Callable[[np.ndarray, str | None, int], object] | None = None,
     ) -> None:
         """Make a drafter over `corpus`, or over a new one that a background thread maintains until `close`.
 
-        config: settings; a given corpus determines capacity and match depth. stats: counters to add to.
-        remember: called with the tokens and the request id of each finished request instead of `corpus.append`; it must
+        config: settings; a given corpus determines capacity and match depth. stats: counters to add to. remember:
+        called with the tokens, the request id and the tag of each finished request instead of `corpus.append`; it must
         copy the tokens. Raises ValueError for a capacity or match depth that differs from both the default and the
         corpus's.
         """
@@ -83,6 +84,8 @@ class CorpusDrafter(ABC):
         session_id: Hashable = None,
         request_id: str | None = None,
         learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
@@ -90,13 +93,22 @@ class CorpusDrafter(ABC):
         beginning, and it is searched like the prompt and never remembered. committed: uint32 [n], tokens that it has
         already produced elsewhere. session_id: turns of a conversation with the same id share an index: only the new
         part of a prompt is indexed and remembered. request_id: a name to forget the output by. learn: whether the
-        output may ever be offered to other sequences. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and
-        for tokens as `Corpus.append`.
+        output may ever be offered to other sequences. rollout: the problem that it samples, and with which version of
+        the policy; drafts then use what was produced for the same problem as evidence of its own. seed: of the noise
+        with which the target samples, if that is `ssd.kernels.noise.noise_of`, -2^63 to 2^63 - 1; None: greedy, or not
+        known. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and for tokens as `Corpus.append`.
         """
         check_sequence_id(sequence_id)
         self._check_is_new(sequence_id)
         prepared = self.prepare(
-            prompt, hints=hints, committed=committed, session_id=session_id, request_id=request_id, learn=learn
+            prompt,
+            hints=hints,
+            committed=committed,
+            session_id=session_id,
+            request_id=request_id,
+            learn=learn,
+            rollout=rollout,
+            seed=seed,
         )
         self.begin(sequence_id, prepared)
 
@@ -157,7 +169,7 @@ class CorpusDrafter(ABC):
         self.corpus.end_running(self._owner_of(running))
         local = self._sequences.remove(running.row)
         if learn and running.learn:
-            self._remember(local.tokens[running.first_learned :], running.request_id)
+            self._remember(local.tokens[running.first_learned :], running.request_id, running.tag)
         if running.session_id is not None and running.is_kept:
             self._idle.keep(running.session_id, Idle(local, running.turns, self.corpus.clock()))
 
@@ -210,6 +222,8 @@ class CorpusDrafter(ABC):
         session_id: Hashable = None,
         request_id: str | None = None,
         learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
     ) -> PreparedSequence:
         """Check the arguments of `start`. Then call `begin`; a long prompt may be indexed in another thread first."""
         hinted = 0 if hints is None else len(hints)
@@ -221,7 +235,18 @@ class CorpusDrafter(ABC):
         turns = idle.turns if idle is not None else frozenset()
         # The output of earlier turns was remembered under their own request ids, and must be forgotten with them.
         first_learned = max(hinted, len(prompt) - self.config.learned_prompt_tokens, local.shared_with(prompt))
-        running = Running(first_learned, len(text), len(text), session_id, request_id, turns | {request_id}, learn)
+        running = Running(
+            first_learned,
+            len(text),
+            len(text),
+            session_id,
+            request_id,
+            turns | {request_id},
+            learn,
+            rollout,
+            seed,
+            hinted,
+        )
         self._prepared.add(running)
         return PreparedSequence(text, local, running, is_predicted=hinted > 0 and len(text) == len(prompt))
 
@@ -233,9 +258,12 @@ class CorpusDrafter(ABC):
         prefix = prepared.text[running.first_learned :] if running.learn and self.PUBLISHES else None
         running.row = self._sequences.add(
             prepared.local,
-            self.corpus.start_running(prefix),
+            self.corpus.start_running(prefix, running.tag),
             is_predicted=prepared.is_predicted,
             is_shared=running.learn and self.PUBLISHES,
+            tag=running.tag,
+            seed=running.seed,
+            hinted=running.hinted,
         )
         self._running[sequence_id], self._row_of[sequence_id] = running, running.row
 

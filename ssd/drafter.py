@@ -44,7 +44,7 @@ class SuffixDrafter(CorpusDrafter):
         *,
         corpus: Corpus | None = None,
         stats: Stats | None = None,
-        remember: Callable[[np.ndarray, str | None], object] | None = None,
+        remember: Callable[[np.ndarray, str | None, int], object] | None = None,
         curve: StepCurve | None = None,
     ) -> None:
         """See `CorpusDrafter`.

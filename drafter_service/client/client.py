@@ -28,6 +28,7 @@ from drafter_service.transport.wire import WireError
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.corpus.ring import token_array
+from ssd.corpus.rollout import Rollout
 from ssd.errors import UserError
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id
 
@@ -158,19 +159,29 @@ class DrafterClient:
         session_id: str | None = None,
         request_id: str | None = None,
         learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
     ) -> None:
         """Begin a sequence with its prompt, uint32 [P].
 
         hints: uint32 [H], text that the output may repeat, such as the file that it edits; it is searched like the
         prompt and never learned. session_id: shared by the turns of a conversation. request_id: a name by which to
         `forget` what the sequence produces. Both have at most 512 bytes in UTF-8. learn: whether its text may be
-        learned, and drafted for other sequences while it runs. Raises ValueError for an id in use or outside 0 to
-        2^64 - 2, a token id that is reserved or outside the model's vocabulary, and a name that is too long.
+        learned, and drafted for other sequences while it runs. rollout, seed: see `SuffixDrafter.start`. Raises
+        ValueError for an id in use or outside 0 to 2^64 - 2, a token id that is reserved or outside the model's
+        vocabulary, and a name that is too long.
         """
         check_sequence_id(sequence_id)
         self._queue(
             lambda: self._protocol.start(
-                sequence_id, prompt, hints=hints, session_id=session_id, request_id=request_id, learn=learn
+                sequence_id,
+                prompt,
+                hints=hints,
+                session_id=session_id,
+                request_id=request_id,
+                learn=learn,
+                rollout=rollout,
+                seed=seed,
             )
         )
 

@@ -15,6 +15,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, check_engine_name, pack, read_drafts
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
+from ssd.corpus.rollout import Rollout
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # It imports numba.
@@ -84,6 +85,8 @@ class OutgoingRequest:
                 request_id=start.info.request_id,
                 learn=start.info.learn,
                 shadow=start.info.shadow,
+                rollout=rollout_message(start.info.rollout),
+                seed=start.info.seed,
             )
         for finish in self.finishes:
             self.request.finishes.add(
@@ -94,6 +97,11 @@ class OutgoingRequest:
                 steps=finish.steps,
             )
         return self.request
+
+
+def rollout_message(rollout: Rollout | None) -> pb.Rollout | None:
+    """Return the message of a rollout."""
+    return None if rollout is None else pb.Rollout(group=rollout.group, version=rollout.version)
 
 
 @dataclass(frozen=True)

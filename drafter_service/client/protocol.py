@@ -33,6 +33,7 @@ from drafter_service.transport.wire import (
     unpack,
 )
 from ssd.corpus.ring import check_tokens
+from ssd.corpus.rollout import Rollout
 from ssd.types import DraftBatch, Progress, StepTime, check_verified
 
 COUNTERS_EVERY = 64
@@ -106,6 +107,8 @@ class Protocol:
         session_id: str | None = None,
         request_id: str | None = None,
         learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
     ) -> None:
         """Begin a sequence.
 
@@ -123,7 +126,9 @@ class Protocol:
         self._started += 1
         # A sequence that is registered again keeps its name, so that it is learned once.
         name = request_id or f"{self._name}-{self._started}"
-        info = SequenceInfo(np.array(prompt, np.uint32), hints, session_id or "", name, learn, self._shadow)
+        info = SequenceInfo(
+            np.array(prompt, np.uint32), hints, session_id or "", name, learn, self._shadow, rollout, seed
+        )
         self._registration.start(self._running.add(sequence_id, info))
 
     def draft(self, progress: Progress) -> Turn:

@@ -21,6 +21,7 @@ from drafter_service.client.history import TokenHistory
 from drafter_service.transport.wire import pack
 from ssd.config import check_cost
 from ssd.corpus.ring import check_tokens
+from ssd.corpus.rollout import Rollout
 from ssd.types import Progress, check_path_prob, offsets_of
 
 MIN_ROWS = 16
@@ -49,6 +50,10 @@ class SequenceInfo:
     """Whether it may be learned, or used for drafts of other sequences while it runs."""
     shadow: bool = False
     """Whether the service withholds its drafts."""
+    rollout: Rollout | None = None
+    """What it samples; None if it is no rollout."""
+    seed: int | None = None
+    """Seed of the target's noise; None: greedy, or not known."""
 
     @property
     def size(self) -> int:

@@ -9,8 +9,16 @@ from enum import Enum, auto
 from typing import Any
 
 from ssd.budget.padding import NO_PADDING, Padding
+from ssd.corpus.rollout import Rollout
 
-EXTRAS = {"ssd_private": bool, "ssd_session": str, "ssd_max_draft": int, "hints": list}
+EXTRAS = {
+    "ssd_private": bool,
+    "ssd_session": str,
+    "ssd_max_draft": int,
+    "hints": list,
+    "ssd_group": str,
+    "ssd_version": int,
+}
 """Options that a client of the host may give with a request, and their types."""
 
 
@@ -74,6 +82,8 @@ class RequestOptions:
     """Maximum number of draft tokens, 0 for no drafts; None: as the host allows."""
     hints: tuple[int, ...] = ()
     """Tokens that its output may repeat, such as the file that it edits. They are searched like its prompt."""
+    rollout: Rollout | None = None
+    """What it samples in reinforcement learning; None if it is no rollout."""
 
     def with_extras(self, extras: Mapping[str, Any]) -> RequestOptions:
         """Return the options with those of `EXTRAS` that a client gave. Raises ValueError for a value of a wrong type.
@@ -98,6 +108,7 @@ class RequestOptions:
             session=given.get("ssd_session", self.session),
             max_draft=given.get("ssd_max_draft", self.max_draft),
             hints=tuple(hints),
+            rollout=_rollout(given.get("ssd_group"), given.get("ssd_version", 0)) or self.rollout,
         )
 
     @property
@@ -112,3 +123,8 @@ class RequestOptions:
         if self.private or end is End.CANCELLED:
             return False
         return end is End.FINISHED or self.has_stop_strings
+
+
+def _rollout(group: str | None, version: int) -> Rollout | None:
+    """Return what a request samples; None without a group. Raises ValueError for one that is too long."""
+    return None if group is None else Rollout(group, version)

@@ -289,6 +289,7 @@ class HostSession:
             hints=np.array(hints, np.uint32),
             session_id=options.session_id,
             learn=not options.private,
+            rollout=options.rollout,
         )
         namespace.running += 1
         request.namespace, request.sequence_id = namespace, self._sequences

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafter_service.transport.wire import WireError, pack, unpack, unpack_tokens
+from ssd.corpus.rollout import NO_TAG
 
 VERSION = b"1"
 FINISHED, FORGOTTEN, FORGOTTEN_BEFORE, DROPPED = range(4)
@@ -31,6 +32,8 @@ class Finished:
     """uint32 [N]."""
     time: float
     """Time of finishing, in seconds since 1970."""
+    tag: int = NO_TAG
+    """That of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
         b"tokens": pack(np.concatenate(tokens), "u4"),
         b"name_lengths": pack(np.array([len(name) for name in names]), "u4"),
         b"names": b"".join(names),
+        # Earlier versions ignore it.
+        b"tags": pack(np.array([event.tag if isinstance(event, Finished) else NO_TAG for event in events]), "u4"),
     }
 
 
@@ -108,18 +113,21 @@ def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
     names = _field(fields, "names")
     ends = _ends(fields, "lengths", len(kinds), len(tokens))
     name_ends = _ends(fields, "name_lengths", len(kinds), len(names))
+    tags = unpack(fields.get(b"tags", bytes(4 * len(kinds))), "u4", "tags")
+    if len(tags) != len(kinds) or (tags >> 16).any():
+        raise WireError(f"tags must be {len(kinds)} numbers of 16 bits")
     events, first, first_name = [], 0, 0
-    for kind, time, end, name_end in zip(
-        kinds.tolist(), times.tolist(), ends.tolist(), name_ends.tolist(), strict=True
+    for kind, time, end, name_end, tag in zip(
+        kinds.tolist(), times.tolist(), ends.tolist(), name_ends.tolist(), tags.tolist(), strict=True
     ):
-        events.append(_event(kind, names[first_name:name_end], tokens[first:end], time))
+        events.append(_event(kind, names[first_name:name_end], tokens[first:end], time, tag))
         first, first_name = end, name_end
     return LogEntry(_field(fields, "writer"), events)
 
 
-def _event(kind: int, name: bytes, tokens: np.ndarray, time: float) -> Event:
+def _event(kind: int, name: bytes, tokens: np.ndarray, time: float, tag: int) -> Event:
     if kind == FINISHED:
-        return Finished(_text(name), tokens, time)
+        return Finished(_text(name), tokens, time, tag)
     if kind == FORGOTTEN:
         return Forgotten(_text(name), time)
     if kind == FORGOTTEN_BEFORE:

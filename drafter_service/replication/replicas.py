@@ -100,8 +100,8 @@ class Replica:
         await self._namespace.wait_for_room()
         for event in events:
             match event:
-                case Finished(request, tokens, finished_at):
-                    self._namespace.learn(tokens, request or None, logged_at=finished_at)
+                case Finished(request, tokens, finished_at, tag):
+                    self._namespace.learn(tokens, request or None, tag, logged_at=finished_at)
                 case Forgotten(request):
                     self._namespace.forget(request, is_from_log=True)
                 case _:

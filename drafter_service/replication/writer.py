@@ -61,7 +61,9 @@ class Outbox:
         if _weight(event) > self._max_tokens:
             self.is_overflowing = True
             return len(event.tokens)
-        self._finished.append(waiting._replace(event=Finished(event.request, np.array(event.tokens), event.time)))
+        self._finished.append(
+            waiting._replace(event=Finished(event.request, np.array(event.tokens), event.time, event.tag))
+        )
         self._tokens += _weight(event)
         self._filled.set()
         return self._make_room()

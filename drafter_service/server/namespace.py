@@ -31,6 +31,7 @@ from ssd.budget.totals import BudgetTotals
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.requests import hash_of
+from ssd.corpus.rollout import NO_TAG
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
 
@@ -189,10 +190,12 @@ class Namespace:
         """Return whether a text of this name was learned; False for None."""
         return request_id is not None and hash_of(request_id) in self._learned
 
-    def learn(self, tokens: np.ndarray, request_id: str | None, *, logged_at: float | None = None) -> bool:
+    def learn(
+        self, tokens: np.ndarray, request_id: str | None, tag: int = NO_TAG, *, logged_at: float | None = None
+    ) -> bool:
         """Learn a finished text, uint32 [n], unless its name was learned before; return whether it was new.
 
-        logged_at: time at which a text from the shared log finished.
+        tag: that of a rollout, see `Rollout.tag`. logged_at: time at which a text from the shared log finished.
         """
         if self.has_learned(request_id):
             self.duplicates += 1
@@ -202,10 +205,10 @@ class Namespace:
             if len(self._learned) > MAX_NAMES:
                 for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
-        self.corpus.append(tokens, request_id, time=logged_at)
+        self.corpus.append(tokens, request_id, tag, time=logged_at)
         if logged_at is None:
             # By the name, readers of the log distinguish one text that is read twice from two equal texts.
-            self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time()))
+            self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time(), tag))
         return True
 
     async def wait_for_room(self) -> None:

@@ -20,6 +20,7 @@ from drafter_service.transport.wire import (
     unpack_tokens,
 )
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
+from ssd.corpus.rollout import Rollout
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
@@ -50,6 +51,10 @@ class StartedSequence:
     learn: bool
     shadow: bool
     """Whether its drafts are withheld."""
+    rollout: Rollout | None
+    """None if it is no rollout."""
+    seed: int | None
+    """None if the target is greedy, or its noise is not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +120,17 @@ def read_start(message: pb.Start, index: int, vocab_size: int = 0) -> StartedSeq
         _read_name(message.request_id, f"{field}.request_id"),
         message.learn,
         message.shadow,
+        _read_rollout(message.rollout, f"{field}.rollout") if message.HasField("rollout") else None,
+        message.seed if message.HasField("seed") else None,
     )
+
+
+def _read_rollout(message: pb.Rollout, field: str) -> Rollout:
+    """Return a rollout. Raises WireError."""
+    try:
+        return Rollout(message.group, message.version)
+    except ValueError as problem:
+        raise WireError(f"{field}: {problem}") from None
 
 
 def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> FinishedSequence:

@@ -233,6 +233,8 @@ class Session:
             session_id=start.session_id,
             request_id=start.request_id,
             learn=start.learn and self._may_learn,
+            rollout=start.rollout,
+            seed=start.seed,
         )
         self._tokens += len(prepared.text)
         if len(prepared.text) < LONG_PROMPT:
@@ -287,7 +289,7 @@ class Session:
             self._use.stats.record_path(len(committed), 0, 0)
         if learn and running.learn:
             text = np.concatenate([indexing.prepared.learned, committed])
-            self.namespace.learn(text, running.request_id)
+            self.namespace.learn(text, running.request_id, running.tag)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty."""

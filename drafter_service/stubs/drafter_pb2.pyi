@@ -81,7 +81,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., namespace: _Optional[str] = ..., may_learn: bool = ..., max_draft: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow")
+    __slots__ = ("sequence_id", "prompt", "committed", "session_id", "request_id", "learn", "hints", "shadow", "rollout", "seed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class Start(_message.Message):
     LEARN_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     SHADOW_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     prompt: bytes
     committed: bytes
@@ -98,7 +100,17 @@ class Start(_message.Message):
     learn: bool
     hints: bytes
     shadow: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ..., shadow: bool = ...) -> None: ...
+    rollout: Rollout
+    seed: int
+    def __init__(self, sequence_id: _Optional[int] = ..., prompt: _Optional[bytes] = ..., committed: _Optional[bytes] = ..., session_id: _Optional[str] = ..., request_id: _Optional[str] = ..., learn: bool = ..., hints: _Optional[bytes] = ..., shadow: bool = ..., rollout: _Optional[_Union[Rollout, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Rollout(_message.Message):
+    __slots__ = ("group", "version")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    version: int
+    def __init__(self, group: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("sequence_id", "tokens", "learn", "verified", "steps")

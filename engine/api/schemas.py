@@ -15,6 +15,7 @@ from engine.api.body import Body
 from engine.api.output_format import OutputFormat, StructuredOutputs
 from engine.api.tools.definitions import NamedTool, Tool
 from engine.sampling.grammar import Grammar
+from ssd.corpus.rollout import Rollout
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -74,6 +75,23 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+class RolloutFields(Body):
+    """What a request samples in reinforcement learning, see `ssd.corpus.rollout.Rollout`."""
+
+    group: str
+    version: int = 0
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> RolloutFields:
+        _ = self.value
+        return self
+
+    @property
+    def value(self) -> Rollout:
+        """The rollout. Raises ValueError for a group or a version out of its range."""
+        return Rollout(self.group, self.version)
+
+
 class SamplingFields(UnsupportedFields):
     """Fields of both endpoints."""
 
@@ -109,6 +127,8 @@ class SamplingFields(UnsupportedFields):
     """Largest number of draft tokens per step, 0 (no drafts) to the server's --max-draft; None: the latter."""
     prediction: Prediction | None = None
     """Text that this output alone may be drafted from; it changes the speed, not the output."""
+    rollout: RolloutFields | None = None
+    """What the request samples in reinforcement learning; it changes the speed, not the output."""
     verification: Literal["exact", "rejection"] | None = None
     """How drafts are verified when sampling; None: the server's setting."""
     response_format: OutputFormat | None = None

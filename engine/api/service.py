@@ -194,6 +194,7 @@ class Service:
                 drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,
                 hints=hints,
+                rollout=None if body.rollout is None else body.rollout.value,
                 adapter=body.model if body.model in self.served.adapters else None,
             )
             for index in range(body.n)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ssd.corpus.rollout import Rollout
 from ssd.types import DraftBatch, Progress, offsets_of
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ class AdapterDrafters:
         hints: np.ndarray | None = None,
         adapter: str | None = None,
         learn: bool = True,
+        rollout: Rollout | None = None,
+        seed: int | None = None,
     ) -> None:
-        """See `ssd.types.Drafter.start`. hints, learn: as in `Request`. adapter: name of the request's adapter."""
+        """See `ssd.types.Drafter.start`. adapter: name of the request's adapter. The others are as in `Request`."""
         owner = self._base if adapter is None else self._drafter_of(adapter)
-        owner.start(sequence_id, prompt, hints=hints, learn=learn)
+        owner.start(sequence_id, prompt, hints=hints, learn=learn, rollout=rollout, seed=seed)
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:

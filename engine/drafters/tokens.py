@@ -67,7 +67,8 @@ class TokenDrafter:
     def start(self, sequence: Sequence) -> None:
         """See `engine.drafters.base.Drafter.start`."""
         request = sequence.request
-        known: dict[str, Any] = {"hints": request.hints, "adapter": request.adapter, "learn": request.learn}
+        names = ("hints", "adapter", "learn", "rollout", "seed")
+        known: dict[str, Any] = {name: getattr(request, name) for name in names}
         given = {name: value for name, value in known.items() if name in self._taken and value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)
         self._reported[sequence.sequence_id] = Reported(len(request.prompt))

@@ -13,6 +13,7 @@ import numpy as np
 from engine.drafters.sources import DraftCounts
 from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
+from ssd.corpus.rollout import Rollout
 from ssd.errors import UserError
 
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
@@ -197,9 +198,18 @@ class Request:
     hints: np.ndarray | None = None
     """uint32: text that the output may repeat, such as the file that it edits. Drafters of text search it like the
     prompt; it is never remembered, and no other request is drafted from it."""
+    rollout: Rollout | None = None
+    """The problem that it samples in reinforcement learning, and the version of the weights, as evidence for drafters
+    of text; None if it is no rollout."""
     recorded: np.ndarray | None = None
     """uint32: tokens that replace the target's own, for measurements with recorded traffic. The target's own tokens
     follow them."""
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the noise that decides its tokens; None if they are greedy, recorded, or sampled by rejection."""
+        is_keyed = self.sampling.is_sampled and not self.sampling.uses_rejection and self.recorded is None
+        return self.sampling.seed if is_keyed else None
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError for tokens or settings that `model` cannot run."""

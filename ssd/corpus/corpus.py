@@ -129,11 +129,14 @@ class Corpus:
         """Counts and durations of the maintainer's work."""
         return self._index.times
 
-    def append(self, tokens: np.ndarray, request_id: str | None = None, *, time: float | None = None) -> None:
+    def append(
+        self, tokens: np.ndarray, request_id: str | None = None, tag: int = 0, *, time: float | None = None
+    ) -> None:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
-        request_id: a name to forget it by. time: when it finished, by the clock; None: now. Raises ValueError for
-        another dtype or shape, for the separator's id, and for a time that is not finite, and UserError as `maintain`.
+        request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by
+        the clock; None: now. Raises ValueError for another dtype or shape, for the separator's id, and for a time that
+        is not finite, and UserError as `maintain`.
         """
         self._check_process()
         check_tokens(tokens)
@@ -142,7 +145,7 @@ class Corpus:
         if len(tokens):
             with self._count_lock:
                 self._appended += len(tokens)
-            self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time))
+            self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time, tag))
 
     def forget(self, request_id: str) -> None:
         """Forget what was appended under a request id; after the next `refresh` no draft or new snapshot contains it.
@@ -160,11 +163,11 @@ class Corpus:
         """Whether at least two requests run, so that one could draft what another produces."""
         return self._running > 1
 
-    def start_running(self, prefix: np.ndarray | None) -> int:
+    def start_running(self, prefix: np.ndarray | None, tag: int = 0) -> int:
         """Register a running request; return its number in the live tier.
 
-        prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests. Raises
-        UserError as `maintain`.
+        prefix: uint32 [n], the tokens before its output; None: its output is not offered to other requests. tag: as in
+        `append`. Raises UserError as `maintain`.
         """
         self._check_process()
         owner = next(self._owners)
@@ -172,7 +175,7 @@ class Corpus:
             self._running += 1
         if prefix is not None:
             own_prefix = prefix.copy()
-            self._change_live(lambda live: live.start(owner, own_prefix))
+            self._change_live(lambda live: live.start(owner, own_prefix, tag))
         return owner
 
     def extend_running(self, owners: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:

@@ -184,10 +184,18 @@ class Index:
         self.log.replace(rows)
         self.log.drop_before(0)
         self.log.rows["first"][:] = np.maximum(self.log.rows["first"], 0)
+        self._restore_tags(len(text) - cut)
         part = self.gap // 4
         for first in range(covered, len(text), part):
             self._write_known(text[first : first + part])
         self.publish()
+
+    def _restore_tags(self, size: int) -> None:
+        """Tag the text of rollouts; size: number of tokens of all requests of the log."""
+        rows = self.log.rows
+        ends = np.append(rows["first"], size)[1:]
+        for at in rows["tag"].nonzero()[0].tolist():
+            self.ring.tag(int(rows["first"][at]), int(ends[at]), int(rows["tag"][at]))
 
     def _add_some(self, waiting: deque[Text]) -> None:
         """Write texts into the ring and merge their positions into the recent tier."""
@@ -230,9 +238,10 @@ class Index:
         first = self.ring.head
         try:
             for text in texts:
-                self.log.add(self.ring.head, text.name, text.time)
+                self.log.add(self.ring.head, text.name, text.time, text.tag)
                 self.ring.write(text.tokens)
                 self.ring.write(END)
+                self.ring.tag(self.ring.head - len(text.tokens) - 1, self.ring.head, text.tag)
                 self.log.drop_before(self.ring.head - self.ring.capacity)
             yield first
         except BaseException:
@@ -318,8 +327,9 @@ class Index:
         tiers[LIVE, TIER_TEXT] = self.live.address
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
         owners = self.live.owners
-        frame = np.array([tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()], np.int64)
-        return View((tiers, owners, ring), suffix_arrays, frame)
+        frame = [tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()]
+        frame += [self.ring.tags.ctypes.data, len(self.ring.tags), self.live.tags.ctypes.data]
+        return View((tiers, owners, ring), suffix_arrays, np.array(frame, np.int64))
 
 
 def _keep(tier: Tier, marked: np.ndarray) -> int:

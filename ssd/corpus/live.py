@@ -12,6 +12,7 @@ import numpy as np
 
 from ssd.corpus.memory import Buffer
 from ssd.corpus.ring import PAD, SEPARATOR
+from ssd.corpus.rollout import NO_TAG
 from ssd.corpus.suffix_array import merge_unsorted
 from ssd.corpus.tier import Tier
 from ssd.kernels.evidence import BLOCK_BITS
@@ -24,6 +25,8 @@ NO_OWNER = -1
 class RunningOutput:
     """The blocks of a running request."""
 
+    tag: int
+    """See `ssd.corpus.rollout.Rollout.tag`."""
     prefix: np.ndarray
     """uint32: the tokens before its next block, used when no block has room."""
     blocks: list[int] = field(default_factory=list)
@@ -39,6 +42,8 @@ class LiveTier:
         self._text = Buffer(blocks * BLOCK + PAD)
         self.owners = np.full(blocks, NO_OWNER, np.int64)
         """int64 [blocks]: the owner of each block."""
+        self.tags = np.zeros(blocks, np.uint16)
+        """uint16 [blocks]: the tag of each owner."""
         # Block 0 stays empty, so that position 0 can mean a new block.
         self._free = list(range(blocks - 1, 0, -1))
         self._freed: list[int] = []
@@ -48,9 +53,9 @@ class LiveTier:
         self.tier = Tier(blocks * BLOCK)
         self.address = self._text.address
 
-    def start(self, owner: int, prefix: np.ndarray) -> None:
-        """Begin a request; prefix: uint32 [n], the last tokens before its output."""
-        self._running[owner] = RunningOutput(prefix[-self._depth :])
+    def start(self, owner: int, prefix: np.ndarray, tag: int = NO_TAG) -> None:
+        """Begin a request; prefix: uint32 [n], the last tokens before its output. tag: see `Rollout.tag`."""
+        self._running[owner] = RunningOutput(tag, prefix[-self._depth :])
 
     def skip(self, owner: int, prefix: np.ndarray) -> None:
         """Leave a gap in a request's output; prefix: uint32 [n], the last tokens of the gap."""
@@ -126,7 +131,7 @@ class LiveTier:
         start = block * BLOCK
         # A reader that continues past the end of this block must find a separator.
         self._text.array[start : start + BLOCK + 1] = SEPARATOR
-        self.owners[block] = owner
+        self.owners[block], self.tags[block] = owner, output.tag
         output.blocks.append(block)
         output.end = start
         self._write_prefix(output)

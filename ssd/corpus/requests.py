@@ -1,6 +1,6 @@
 """The log of requests in the ring: position, request id and time of each, by which requests are forgotten.
 
-Request ids are stored as 64-bit hashes, so that a request costs 24 bytes. This module does not depend on the index.
+Request ids are stored as 64-bit hashes, so that a request costs 26 bytes. This module does not depend on the index.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 NO_NAME = 0
 
-ROW = np.dtype([("first", np.int64), ("name", np.int64), ("time", np.float64)])
-"""Row of a request: its first position, the hash of its id, and when it was appended, in seconds. It ends where the
-next one begins."""
+ROW = np.dtype([("first", np.int64), ("name", np.int64), ("time", np.float64), ("tag", np.uint16)])
+"""Row of a request: its first position, the hash of its id, when it was appended, in seconds, and its tag. It ends
+where the next one begins."""
 
 MIN_ROOM = 1024
 
@@ -40,6 +40,8 @@ class Text(NamedTuple):
     """Hash of its id."""
     time: float
     """Time at which it was appended, in seconds."""
+    tag: int
+    """See `ssd.corpus.rollout.Rollout.tag`."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,11 @@ class RequestLog:
         """`ROW` [N]; valid until the next change."""
         return self._table[self._start : self._end]
 
-    def add(self, first: int, name: int, time: float) -> None:
+    def add(self, first: int, name: int, time: float, tag: int = 0) -> None:
         """Add a request that was written from position `first` on, after all others."""
         if self._end == len(self._table):
             self.replace(self.rows)
-        self._table[self._end] = (first, name, time)
+        self._table[self._end] = (first, name, time, tag)
         self._end += 1
 
     def replace(self, rows: np.ndarray) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.corpus.memory import Buffer
+from ssd.corpus.rollout import NO_TAG, TAGGED
 
 SEPARATOR = np.uint32(0xFFFF_FFFF)
 """Token id that follows every request; text must not contain it."""
@@ -85,6 +86,8 @@ class Ring:
         """uint32 [capacity]."""
         self.address = self._buffer.address + 4 * PAD
         """Address of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
+        self.tags = np.zeros(capacity // TAGGED + 1, np.uint16)
+        """uint16: tag of each `TAGGED` slots, see `Rollout.tag`. Not allocated before the first tag."""
         # Separators before slot 0 (and in the last slots, which they repeat) end the keys of the first request.
         self._buffer.array[:PAD] = SEPARATOR
         self._buffer.array[-2 * PAD :] = SEPARATOR
@@ -105,6 +108,13 @@ class Ring:
         self.slots[behind] = tokens[size:]
         self._repeat_ends(before)
         self.head += len(tokens)
+
+    def tag(self, position: int, end: int, tag: int) -> None:
+        """Tag the text at positions `position` to `end` - 1. A block of slots has the tag of most of its text."""
+        for slots in self.slots_of(position, end):
+            blocks = slice((slots.start + TAGGED // 2) // TAGGED, (slots.stop + TAGGED // 2) // TAGGED)
+            if tag != NO_TAG or self.tags[blocks].any():
+                self.tags[blocks] = tag
 
     def erase(self, position: int, end: int) -> None:
         """Overwrite positions `position` to `end` - 1 with separators. There must be no readers."""

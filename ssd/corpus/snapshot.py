@@ -139,6 +139,7 @@ def _sections(corpus: Corpus, stats: Stats | None) -> Generator[Section, None, N
     yield Section("requests.first", "<i8", [rows["first"]])
     yield Section("requests.name", "<i8", [rows["name"]])
     yield Section("requests.time", "<f8", [rows["time"]])
+    yield Section("requests.tag", "<u4", [rows["tag"]])
     for name, array in _named(corpus.learned).items():
         yield Section(name, array.dtype.newbyteorder("<").str, [array.ravel()])
     if stats is not None:
@@ -170,7 +171,7 @@ def _rows(state: State) -> np.ndarray:
 
 
 def _named(tables: LearnedTables) -> dict[str, np.ndarray]:
-    names = ("cells", "logits", "weights")
+    names = ("cells", "logits", "weights", "noise_weights")
     # Files keep the names of the first version.
     return {f"odds.{name}": array for name, array in zip(names, tables.arrays, strict=True)}
 
@@ -206,11 +207,14 @@ def _check_text(sections: Mapping[str, np.ndarray], facts: np.ndarray) -> None:
 
 
 def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
-    columns = {name: sections[f"requests.{name}"] for name in ROW.names or ()}
-    rows = np.empty(len(columns["first"]), ROW)
+    columns = {name: sections[f"requests.{name}"] for name in ("first", "name", "time")}
+    rows = np.zeros(len(columns["first"]), ROW)
     for name, column in columns.items():
         _require(len(column) == len(rows) and column.dtype == ROW[name], "requests are incomplete")
         rows[name] = column
+    if (tags := sections.get("requests.tag")) is not None:  # Older files lack them.
+        _require(len(tags) == len(rows) and tags.dtype == np.uint32 and not (tags >> 16).any(), "impossible tags")
+        rows["tag"] = tags
     first = rows["first"]
     _require(len(rows) == 0 or (first[0] >= 0 and first[-1] < size), "requests lie outside the text")
     _require((np.diff(first) > 0).all(), "requests overlap")
@@ -225,12 +229,13 @@ def _checked_tables(sections: Mapping[str, np.ndarray], layout: int) -> list[np.
         return None
     for name, own in fresh.items():
         _require(sections[name].size == own.size and sections[name].dtype == own.dtype, "tables of another size")
-    cells, logits, weights = (sections[name].reshape(own.shape) for name, own in fresh.items())
+    cells, logits, *weights = (sections[name].reshape(own.shape) for name, own in fresh.items())
     means, seen = cells.T
     _require(((means >= 0) & (means <= 1)).all(), "probabilities outside 0 to 1")
     _require((np.abs(logits) <= MAX_LOGIT).all() and (seen >= 0).all(), "logits out of range")
-    _require(np.isfinite(seen).all() and (np.abs(weights) <= MAX_WEIGHT).all(), "weights out of range")
-    return [cells, logits, weights]
+    are_sound = all((np.abs(each) <= MAX_WEIGHT).all() for each in weights)
+    _require(np.isfinite(seen).all() and are_sound, "weights out of range")
+    return [cells, logits, *weights]
 
 
 def _stats(sections: Mapping[str, np.ndarray], notes: list[str]) -> Stats:

@@ -24,4 +24,5 @@ class View:
     suffix_arrays: tuple[SuffixArray, ...]
     """The suffix arrays at the tiers' addresses. Holding that of the base tier also keeps the ring's text unchanged."""
     frame: np.ndarray
-    """int64: addresses and lengths of the first two arrays, then the third; the argument of `ssd.kernels.step`."""
+    """int64: addresses and lengths of the first two arrays, then the third, then addresses and length of the tags of
+    the ring and the live tier; the argument of `ssd.kernels.step`."""

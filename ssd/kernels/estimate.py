@@ -22,6 +22,7 @@ from ssd.kernels.probabilities import (
     ROWS,
     SET_BUCKET,
     SET_LENGTHS,
+    SETS,
     SOURCES,
     TABLE_INPUTS,
     TOKEN_INPUT,
@@ -29,6 +30,7 @@ from ssd.kernels.probabilities import (
     fast_logit,
     fast_sigmoid,
     final_cell,
+    group_cells,
     match_cell,
     match_cells,
     pair_cells,
@@ -106,8 +108,9 @@ def summarize_levels(levels, node, depth, evidence, counted, count):  # type: ig
             total = counted.agreeing[row]
             if evidence.totals[search, level] > sampled:
                 total = total * evidence.totals[search, level] // sampled
-            # Occurrences of a longer match are not counted again.
-            if total <= before:
+            is_group = source == GLOBAL and level == 1 and evidence.of_group[search] != 0
+            # Occurrences of a longer match are not counted again, unless those of the group are counted apart.
+            if total <= before and not is_group:
                 levels.totals[row] = 0
                 continue
             before = total
@@ -119,16 +122,20 @@ def summarize_levels(levels, node, depth, evidence, counted, count):  # type: ig
             for index in range(count):
                 different += 1 if counted.samples[index, row] > 0 else 0
             levels.different[row] = max(1, different)
-            levels.cells[row] = match_cells(row, levels.lengths[row], total)
+            length = levels.lengths[row]
+            levels.cells[row] = group_cells(length, total) if is_group else match_cells(row, length, total)
             levels.per_sample[row] = np.float32(1.0) / np.float32(counted.agreeing[row] + levels.different[row])
 
 
 @inline
-def _blend(index, source, counted, levels):  # type: ignore[no-untyped-def]
-    """Return a source's probability of a token: longer matches correct shorter ones (PPM, Cleary and Witten 1984)."""
+def _blend(index, source, counted, levels, has_group):  # type: ignore[no-untyped-def]
+    """Return a source's probability of a token: longer matches correct shorter ones (PPM, Cleary and Witten 1984).
+
+    has_group: whether the second level is that of the group, which corrects the first.
+    """
     prob = BLEND_PRIOR
-    for level in range(LEVELS - 1, -1, -1):
-        row = source * LEVELS + level
+    for at in range(LEVELS - 1, -1, -1):
+        row = source * LEVELS + (LEVELS - 1 - at if has_group else at)
         if levels.totals[row] > 0:
             prob = (counted.samples[index, row] + levels.different[row] * prob) * levels.per_sample[row]
     return prob
@@ -170,13 +177,13 @@ def _add_pointer(mixture, source, node):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_blend(mixture, source):  # type: ignore[no-untyped-def]
+def _add_blend(mixture, source, has_group):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's blend."""
     weight = mixture.weights[BLEND_INPUT + source]
     for index in range(mixture.candidate_count):
         blended = np.float32(0.0)
         if mixture.levels.longest[source] > 0:
-            blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels))
+            blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels, has_group))
         mixture.estimates[index, BLENDS + source] = blended
         mixture.estimates[index, MIXED] += weight * blended
 
@@ -190,7 +197,7 @@ def _add_cell(mixture, place, cells, index, weight):  # type: ignore[no-untyped-
 
 
 @inline
-def _mix(mixture, node, before):  # type: ignore[no-untyped-def]
+def _mix(mixture, node, before, has_group):  # type: ignore[no-untyped-def]
     """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `estimates`.
 
     Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
@@ -208,7 +215,7 @@ def _mix(mixture, node, before):  # type: ignore[no-untyped-def]
         if counted.predicted[source] != SEPARATOR:
             _add_pointer(mixture, source, node)
     for source in range(SOURCES):
-        _add_blend(mixture, source)
+        _add_blend(mixture, source, has_group and source == GLOBAL)
     token_weight, pair_weight = mixture.weights[TOKEN_INPUT], mixture.weights[PAIR_INPUT]
     for index in range(mixture.candidate_count):
         _add_cell(mixture, TOKEN_INPUT, token_cells(counted.tokens[index]), index, token_weight)
@@ -241,12 +248,13 @@ def estimate(node, candidates, estimates, count, before, evidence, counted, leve
     depth = np.int64(node[DEPTH])
     summarize_levels(levels, node, depth, evidence, counted, count)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
-    weight_set = local * SET_LENGTHS + shared
+    has_group = evidence.of_group[node[EVIDENCE + GLOBAL]] != 0 and levels.totals[GLOBAL * LEVELS + 1] > 0
+    weight_set = local * SET_LENGTHS + shared + (SETS if has_group else 0)
     node[WEIGHT_SET] = weight_set
     for index in range(count):
         candidates[index, 0] = np.int32(counted.tokens[index])
         for row in range(ROWS):
             candidates[index, CANDIDATE_MASKS + row] = counted.masks[index, row]
     mixture = Mixture(candidates, estimates, count, counted, levels, model.logits, model.weights[weight_set])
-    _mix(mixture, node, before)
+    _mix(mixture, node, before, has_group)
     return _correct(mixture, depth)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ssd.corpus.rollout import NO_TAG, TAGGED_BITS
 from ssd.kernels.jit import inline, outline, peek, prefetch
 from ssd.kernels.match import END, FIRST, TIER_SUFFIXES, TIER_TEXT, place_spans, widen
 from ssd.kernels.probabilities import LEVELS, SAMPLES
@@ -17,6 +18,11 @@ ROUNDS = 6
 BLOCK_BITS = 8
 """log2 of the number of slots in a block of the live tier."""
 NO_LIVE_TIER = -1
+GROUP_ROUNDS = 12
+"""The same for a context of a group, whose longest match may be much shorter than that of all text."""
+GROUP_MASK = 255
+"""The part of a tag that is the group."""
+OUTSIDE = np.int64(-2)
 FETCHED_AHEAD = 8
 """Number of tokens after a sample's first one that are prefetched too; half of them are in the next cache line."""
 
@@ -38,6 +44,12 @@ class SearchedText(NamedTuple):
     """Newest slot of the other tiers."""
     slots: int
     """Number of slots of the ring."""
+    tag: int
+    """Tag of the context, see `ssd.corpus.rollout.Rollout.tag`."""
+    tags: np.ndarray
+    """uint16: tag of each `TAGGED` slots of the ring."""
+    live_tags: np.ndarray
+    """uint16: tag of each block of the live tier."""
 
 
 class Evidence(NamedTuple):
@@ -55,6 +67,8 @@ class Evidence(NamedTuple):
     """int64 [searches, LEVELS, SAMPLES]: address of the token that follows each sample."""
     ages: np.ndarray
     """int64 [searches, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
+    of_group: np.ndarray
+    """int64 [searches]: 1 if the second level is the longest match within the group, else 0."""
 
 
 def new_evidence(searches: int) -> Evidence:
@@ -66,6 +80,7 @@ def new_evidence(searches: int) -> Evidence:
         np.zeros((searches, LEVELS), np.int64),
         np.empty((searches, LEVELS, SAMPLES), np.int64),
         np.empty((searches, LEVELS, SAMPLES), np.int64),
+        np.zeros(searches, np.int64),
     )
 
 
@@ -98,36 +113,98 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
 
 
 @inline
+def _age_in_group(source, tier, position):  # type: ignore[no-untyped-def]
+    """Return the age of an occurrence; OUTSIDE if it is not of the context's group, or of the sequence itself."""
+    if tier == source.live:
+        block = position >> BLOCK_BITS
+        is_other = np.int64(source.live_tags[block]) & GROUP_MASK != source.tag & GROUP_MASK
+        return OUTSIDE if is_other or source.owners[block] == source.owner else np.int64(-1)
+    if np.int64(source.tags[position >> TAGGED_BITS]) & GROUP_MASK != source.tag & GROUP_MASK:
+        return OUTSIDE
+    age = source.newest - position
+    return age + source.slots if age < 0 else age
+
+
+@inline
+def _oldest(ages):  # type: ignore[no-untyped-def]
+    """Return the index of the oldest sample."""
+    oldest = 0
+    for index in range(1, len(ages)):
+        if ages[index] > ages[oldest]:
+            oldest = index
+    return oldest
+
+
+@outline
+def sample_group(source, addresses, ages):  # type: ignore[no-untyped-def]
+    """Sample the newest SAMPLES occurrences within the group; return their number, and that of all within it."""
+    written, total = 0, 0
+    for tier in range(len(source.tiers)):
+        for at in range(source.spans[tier, FIRST], source.spans[tier, END]):
+            position = np.int64(peek(source.tiers[tier, TIER_SUFFIXES], at))
+            age = _age_in_group(source, tier, position)
+            if age == OUTSIDE:
+                continue
+            total += 1
+            place = written if written < SAMPLES else _oldest(ages)
+            if written < SAMPLES:
+                written += 1
+            elif ages[place] <= age:
+                continue
+            ages[place], addresses[place] = age, source.tiers[tier, TIER_TEXT] + 4 * position
+            prefetch(addresses[place])
+            prefetch(addresses[place] + 4 * FETCHED_AHEAD)
+    return written, total
+
+
+@inline
 def gather(evidence, search, source, context, end, depth):  # type: ignore[no-untyped-def]
     """Search a source for the text before `end` of `context`, and write the levels of evidence."""
     place_spans(source.tiers, source.spans, context, end, depth)
     gather_placed(evidence, search, source, context, end)
 
 
+@inline
+def _set_level(evidence, search, level, length, total, count):  # type: ignore[no-untyped-def]
+    """Write a level of evidence, whose samples are written already."""
+    evidence.counts[search, level] = count
+    evidence.lengths[search, level] = length
+    evidence.totals[search, level] = total
+
+
 @outline
 def gather_placed(evidence, search, source, context, end):  # type: ignore[no-untyped-def]
-    """Do the work of `gather` after the spans are placed."""
+    """Do the work of `gather` after the spans are placed.
+
+    For a context of a group, the second level is the longest match within the group.
+    """
     for level in range(LEVELS):
         evidence.counts[search, level] = 0
+    evidence.of_group[search] = 0
     level, before = 0, 0
-    for _ in range(ROUNDS):
+    for _ in range(GROUP_ROUNDS if source.tag != NO_TAG else ROUNDS):
         length = widen(source.tiers, source.spans, context, end)
         if length == 0:
             break
-        total = 0
-        for tier in range(len(source.tiers)):
-            total += source.spans[tier, END] - source.spans[tier, FIRST]
-        if total < GROWTH * before:
-            continue
-        count = sample(source, total, evidence.addresses[search, level], evidence.ages[search, level])
-        # The sequence's own text is left out.
-        total = total * count // min(total, SAMPLES)
-        if count == 0 or total < GROWTH * before:
-            continue
-        evidence.counts[search, level] = count
-        evidence.lengths[search, level] = length
-        evidence.totals[search, level] = total
-        before = total
-        level += 1
+        if level == 0 or source.tag == NO_TAG:
+            total = 0
+            for tier in range(len(source.tiers)):
+                total += source.spans[tier, END] - source.spans[tier, FIRST]
+            if total < GROWTH * before:
+                continue
+            count = sample(source, total, evidence.addresses[search, level], evidence.ages[search, level])
+            # The sequence's own text is left out.
+            total = total * count // min(total, SAMPLES)
+            if count == 0 or total < GROWTH * before:
+                continue
+            _set_level(evidence, search, level, length, total, count)
+            before = total
+            level += 1
+        if source.tag != NO_TAG:
+            count, total = sample_group(source, evidence.addresses[search, 1], evidence.ages[search, 1])
+            if count > 0:
+                _set_level(evidence, search, 1, length, total, count)
+                evidence.of_group[search] = 1
+                level = LEVELS
         if level == LEVELS:
             break

@@ -28,6 +28,7 @@ from ssd.kernels.probabilities import (
     ESTIMATE_COLUMNS,
     INPUTS,
     LEVELS,
+    NOISE_WEIGHTS,
     ROWS,
     SAMPLES,
     SOURCES,
@@ -40,8 +41,8 @@ from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
-TABLES, MODEL, BUDGET, COUNTERS = 0, 7, 12, 18
-EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 24, 30, 39, 45, 49, 51
+TABLES, MODEL, BUDGET, COUNTERS = 0, 7, 13, 19
+EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 25, 32, 41, 47, 51, 53
 
 
 class Tables(NamedTuple):
@@ -60,6 +61,7 @@ class Model(NamedTuple):
     cells: np.ndarray
     logits: np.ndarray
     weights: np.ndarray
+    noise_weights: np.ndarray
     fallback: Fallback
 
 
@@ -122,6 +124,12 @@ def _words(address, shape):  # type: ignore[no-untyped-def]
 
 
 @inline
+def shorts(address, shape):  # type: ignore[no-untyped-def]
+    """Return the uint16 array at an address."""
+    return carray(pointer_to(address), shape, np.uint16)
+
+
+@inline
 def longs(address, shape):  # type: ignore[no-untyped-def]
     """Return the int64 array at an address."""
     return carray(pointer_to(address), shape, np.int64)
@@ -157,7 +165,8 @@ def open_model(frame):  # type: ignore[no-untyped-def]
         _floats(frame[MODEL], (CELL_COUNT, 2)),
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
         _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
-        Fallback(_words(frame[MODEL + 3], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 4], (1,))),
+        _floats(frame[MODEL + 3], (NOISE_WEIGHTS,)),
+        Fallback(_words(frame[MODEL + 4], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 5], (1,))),
     )
 
 
@@ -198,6 +207,7 @@ def open_evidence(frame):  # type: ignore[no-untyped-def]
         longs(frame[EVIDENCE_AT + 3], (searches, LEVELS)),
         longs(frame[EVIDENCE_AT + 4], (searches, LEVELS, SAMPLES)),
         longs(frame[EVIDENCE_AT + 5], (searches, LEVELS, SAMPLES)),
+        longs(frame[EVIDENCE_AT + 6], (searches,)),
     )
 
 

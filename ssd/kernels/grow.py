@@ -12,6 +12,7 @@ from ssd.kernels.estimate import Levels, estimate, fetch_cells
 from ssd.kernels.evidence import SearchedText, gather
 from ssd.kernels.fallback import Found, fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
+from ssd.kernels.noise import Sampling, estimate_given_noise, fallbacks_given_noise, key_at
 from ssd.kernels.probabilities import FINAL, GLOBAL, LEVELS, LOCAL, ROWS, SOURCES
 from ssd.sequences.tables import (
     ABSENT,
@@ -42,6 +43,8 @@ FALLBACK_INDEX = -1
 """Index of candidates that are not among those of the evidence."""
 MIN_SCORE = np.float32(0.25)
 """Minimum score of a considered token, as a fraction of the threshold."""
+LOWERED = np.float32(0.1)
+"""Factor of minimum scores and probabilities where the target's noise may still raise them."""
 EXPLORED = np.float32(2.0)
 """Minimum path probability of a node that is searched for again and gets fallback candidates, as a multiple of the
 threshold: children of other nodes rarely reach the threshold."""
@@ -81,6 +84,7 @@ class Context(NamedTuple):
     shared: SearchedText
     pointers: np.ndarray
     """int64 [SOURCES]: addresses of the pointers' next tokens, 0 for none."""
+    sampling: Sampling
 
 
 class Scratch(NamedTuple):
@@ -265,15 +269,16 @@ def _queue_children(frontier, queued, room, parent, threshold):  # type: ignore[
 @outline
 def _queue_fallbacks(found, frontier, queued, room, parent, threshold, model, context):  # type: ignore[no-untyped-def]
     """Insert a node's fallback candidates into the frontier; return its size. found: a `Found`, as scratch."""
-    left = np.float32(1.0) - parent.total
+    left, sampling = np.float32(1.0) - parent.total, context.sampling
     least = threshold if queued < room else frontier.probs[room - 1, PATH_PROB]
     # This rules out most nodes of a path.
     if left * parent.path_prob < least:
         return queued
     end = context.size + parent.depth
-    count = find_fallbacks(
-        found, model, parent.candidates, parent.candidate_count, context.text, end, left, least / parent.path_prob
-    )
+    lowest = least / parent.path_prob * (LOWERED if sampling.is_known else np.float32(1.0))
+    count = find_fallbacks(found, model, parent.candidates, parent.candidate_count, context.text, end, left, lowest)
+    if sampling.is_known and count > 0:
+        fallbacks_given_noise(found, count, left, key_at(sampling, end), model.noise_weights)
     for place in range(count):
         prob = found.probs[place]
         path_prob = parent.path_prob * prob
@@ -295,12 +300,18 @@ def _estimate_candidates(growing, node, evidence, scratch, context, limits, mode
     count, is_end = count_continuations(counted, growing.nodes[node], depth, evidence, context.pointers)
     before = peek(context.text, context.size + depth - 1)
     fetch_cells(counted, count, before, model.logits)
-    most = KEPT if limits.is_tree else KEPT_FOR_PATH
-    count = keep_best(counted, count, MIN_SCORE * limits.threshold / path_prob, most)
+    sampling, least = context.sampling, MIN_SCORE * limits.threshold / path_prob
+    if sampling.is_known:
+        count = keep_best(counted, count, LOWERED * least, KEPT)
+    else:
+        count = keep_best(counted, count, least, KEPT if limits.is_tree else KEPT_FOR_PATH)
     growing.nodes[node, CANDIDATES] = count
     total = estimate(
         growing.nodes[node], candidates, estimates, count, before, evidence, counted, scratch.levels, model
     )
+    if sampling.is_known:
+        key = key_at(sampling, context.size + depth)
+        total = estimate_given_noise(candidates, estimates, count, total, key, model.noise_weights)
     return Parent(node, depth, path_prob, candidates, estimates, count, total), is_end
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ssd.kernels.fallback import learn_missed
 from ssd.kernels.jit import inline, outline, poke, prefetch
+from ssd.kernels.noise import learn_given_noise
 from ssd.kernels.probabilities import (
     BLEND_INPUT,
     BLENDS,
@@ -23,6 +24,7 @@ from ssd.kernels.probabilities import (
 from ssd.sequences.tables import (
     CANDIDATES,
     CELLS,
+    IS_SAMPLED,
     IS_SHARED,
     NODES,
     NOT_ESTIMATED,
@@ -98,6 +100,9 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
         if growing.nodes[node, CANDIDATES] == NOT_ESTIMATED:
             return
         token, candidates = tokens[index], growing.candidates[node]
+        if sequence[IS_SAMPLED] != 0:
+            count_here, weights = growing.nodes[node, CANDIDATES], model.noise_weights
+            learn_given_noise(candidates, growing.estimates[node], count_here, token, weights)
         fetch_updated_cells(growing, node, model.cells, model.logits)
         if not learn_node(growing.nodes[node], candidates, growing.estimates[node], token, model):
             candidate_count = growing.nodes[node, CANDIDATES]

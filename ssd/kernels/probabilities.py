@@ -38,7 +38,8 @@ TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
 PAIR_CELLS = TOKEN_CELLS + (TOKEN_SHARES << TOKEN_BITS)
 FINAL_CELLS = PAIR_CELLS + (TOKEN_SHARES << PAIR_BITS)
 FALLBACK_CELLS = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
-CELL_COUNT = FALLBACK_CELLS + FALLBACK_CONTEXTS * FALLBACK_RANKS * FALLBACK_COUNTS * FALLBACK_SHARES
+GROUP_CELLS = FALLBACK_CELLS + FALLBACK_CONTEXTS * FALLBACK_RANKS * FALLBACK_COUNTS * FALLBACK_SHARES
+CELL_COUNT = GROUP_CELLS + LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
 
 # Inputs of a mixture: cells of matches, pointers, the token and the pair of tokens, then the two blends.
 TABLE_INPUTS = ROWS + SOURCES + 2
@@ -51,12 +52,19 @@ INPUT_CELLS = TABLE_INPUTS + 1
 """Number of cells per candidate; the last one is for the final correction."""
 NO_CELL = -1
 
-# Columns of a candidate's estimates, float32: probability of the mixture, logits of the blends, final probability.
+# Columns of a candidate's estimates, float32: probability of the mixture, logits of the blends, final probability, and
+# what it is computed from where the target's noise is known (`ssd.kernels.noise`).
 MIXED, BLENDS, FINAL = 0, 1, 1 + SOURCES
-ESTIMATE_COLUMNS = FINAL + 1
+LOG_PROB, NOISE = FINAL + 1, FINAL + 2
+ESTIMATE_COLUMNS = FINAL + 3
 
 SET_LENGTHS = 5
-WEIGHT_SETS = SET_LENGTHS * SET_LENGTHS
+SETS = SET_LENGTHS * SET_LENGTHS
+WEIGHT_SETS = 2 * SETS
+"""The second half is for nodes with evidence of their group."""
+OF_LOG, OF_NOISE, OF_LEFT, OF_NONE = range(4)
+"""Weights of `ssd.kernels.noise`."""
+NOISE_WEIGHTS = 4
 
 # Columns of cells: mean of the outcomes, and their number. Drafts read the means' logits, which are a separate array,
 # so that more of them fit into the cache.
@@ -66,6 +74,7 @@ SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
 """Limits of the number of outcomes that a cell averages over; found on recorded traffic, like all constants here."""
 LEARNING_RATE = 0.005
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
+START_NOISE_WEIGHTS = (1.2, 0.5, 0.5, -0.5)
 START_SEEN = 0.5
 FINAL_START_SEEN = 40.0
 FALLBACK_PRIOR, FALLBACK_START_SEEN = 0.01, 2.0
@@ -156,6 +165,13 @@ def match_cells(row, length, count):  # type: ignore[no-untyped-def]
     """Return the first cell for a length and count; row = source * LEVELS + level."""
     cell = row * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
     return MATCH_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
+
+
+@inline
+def group_cells(length, count):  # type: ignore[no-untyped-def]
+    """Return the first cell for a length and count of the evidence of a group."""
+    cell = bucket(LENGTH_BUCKET, length)
+    return GROUP_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
 
 
 @inline
@@ -252,6 +268,8 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
     for index in range(CELL_COUNT):
         if index < POINTER_CELLS:
             prob = _match_prior(index)
+        elif index >= GROUP_CELLS:
+            prob = _match_prior(index - GROUP_CELLS)
         elif index < TOKEN_CELLS:
             prob = _pointer_prior(index - POINTER_CELLS)
         elif index < FINAL_CELLS:
@@ -262,9 +280,12 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
             prob = sigmoid((index - FINAL_CELLS) % FINAL_BUCKETS / 2.0 - 8.0)
         cells[index, MEAN] = prob
         logits[index] = logit(prob)
-        cells[index, SEEN] = (
-            START_SEEN if index < FINAL_CELLS else FINAL_START_SEEN if index < FALLBACK_CELLS else FALLBACK_START_SEEN
-        )
+        if FINAL_CELLS <= index < FALLBACK_CELLS:
+            cells[index, SEEN] = FINAL_START_SEEN
+        elif FALLBACK_CELLS <= index < GROUP_CELLS:
+            cells[index, SEEN] = FALLBACK_START_SEEN
+        else:
+            cells[index, SEEN] = START_SEEN
 
 
 class LearnedTables:
@@ -275,7 +296,8 @@ class LearnedTables:
         self.logits = np.zeros(CELL_COUNT, np.float32)
         fill_prior(self.cells, self.logits)
         self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
-        self.arrays = (self.cells, self.logits, self.weights)
+        self.noise_weights = np.array(START_NOISE_WEIGHTS, np.float32)
+        self.arrays = (self.cells, self.logits, self.weights, self.noise_weights)
         """Arguments of kernels."""
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 from numba import types
 
 from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.rollout import NO_TAG
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_placed
 from ssd.kernels.frame import (
@@ -22,11 +23,13 @@ from ssd.kernels.frame import (
     open_model,
     open_own,
     open_tables,
+    shorts,
 )
 from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
 from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.kernels.learn import learn, record
 from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
+from ssd.kernels.noise import Sampling
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
 from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
 from ssd.sequences.local_index import FRESH_ROOM, fold_fresh, insert_fresh
@@ -36,6 +39,8 @@ from ssd.sequences.tables import (
     EVIDENCE,
     FRESH,
     FRESH_SIZE,
+    HINTED,
+    IS_SAMPLED,
     MASKS,
     MISSES,
     NODES,
@@ -46,10 +51,12 @@ from ssd.sequences.tables import (
     PROB,
     ROOM,
     RUNS,
+    SEED,
     SIZE,
     SORTED,
     SORTED_SIZE,
     SOURCE,
+    TAG,
     TEXT,
     TOKEN,
 )
@@ -229,12 +236,16 @@ def draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits
     text, size = sequence[TEXT], sequence[SIZE]
     point_to_own(own.tiers, sequence)
     place_spans(own.tiers, own.spans, text, size, depth)
-    local = SearchedText(own.tiers, own.spans, NO_LIVE_TIER, shared.owners, 0, size, 0)
+    local = SearchedText(
+        own.tiers, own.spans, NO_LIVE_TIER, shared.owners, 0, size, 0, NO_TAG, shared.tags, shared.live_tags
+    )
     gather_placed(evidence, LOCAL, local, text, size)
     gather_placed(evidence, GLOBAL, shared, text, size)
     add_root(growing)
     set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
-    return grow(growing, evidence, scratch, Context(text, size, depth, local, shared, own.pointers), limits, model)
+    sampling = Sampling(sequence[IS_SAMPLED] != 0, sequence[SEED], sequence[HINTED])
+    context = Context(text, size, depth, local, shared, own.pointers, sampling)
+    return grow(growing, evidence, scratch, context, limits, model)
 
 
 @inline
@@ -299,6 +310,7 @@ def step(  # type: ignore[no-untyped-def]
     model, own, budget = open_model(frame), open_own(frame), open_budget(frame)
     ring = RingView(view[4], view[5], view[6], view[7])
     commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
+    tags, live_tags = shorts(view[8], (view[9],)), shorts(view[10], (view[3],))
     tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
     spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)
@@ -311,7 +323,18 @@ def step(  # type: ignore[no-untyped-def]
         if limit == 0 or sequence[SIZE] == 0:
             continue
         growing = _growing(tables, rows[index])
-        shared = SearchedText(tiers, spans[index], len(tiers) - 1, owners, sequence[OWNER], newest, ring.slots)
+        shared = SearchedText(
+            tiers,
+            spans[index],
+            len(tiers) - 1,
+            owners,
+            sequence[OWNER],
+            newest,
+            ring.slots,
+            sequence[TAG],
+            tags,
+            live_tags,
+        )
         limits_here = Limits(threshold, limit, max_draft, is_tree)
         sequence[NODES] = draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits_here, model)
         count += sequence[NODES] - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ssd.corpus.rollout import NO_TAG, Rollout
 from ssd.sequences.local_index import LocalIndex
 
 
@@ -26,10 +27,21 @@ class Running:
     """Request ids of this request and of the earlier turns of its session."""
     learn: bool
     """Whether its output may be drafted for other sequences; cleared when its request id is forgotten."""
+    rollout: Rollout | None
+    """What it samples; None if it is no rollout."""
+    seed: int | None
+    """Seed of the target's noise; None: greedy, or not known."""
+    hinted: int
+    """Number of tokens of hints, which precede the prompt."""
     is_kept: bool = True
     """Whether the session's next turn may reuse its index."""
     row: int = -1
     """Row in the tables; -1 before the sequence begins."""
+
+    @property
+    def tag(self) -> int:
+        """Tag of its text, see `Rollout.tag`."""
+        return NO_TAG if self.rollout is None else self.rollout.tag
 
 
 @dataclass(eq=False)

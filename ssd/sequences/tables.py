@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from ssd.corpus.rollout import NO_TAG
 from ssd.kernels.probabilities import ESTIMATE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
 from ssd.sequences.local_index import LocalIndex
 
@@ -21,7 +22,11 @@ POINTERS = 9
 """Three columns for each source: a position or NO_POINTER; correct predictions in a row; misses."""
 IS_SHARED = POINTERS + 6
 """1 if other sequences may be offered this one's tokens, else 0."""
-STATE_COLUMNS = IS_SHARED + 1
+TAG = IS_SHARED + 1
+"""See `ssd.corpus.rollout.Rollout.tag`."""
+IS_SAMPLED, SEED, HINTED = TAG + 1, TAG + 2, TAG + 3
+"""See `ssd.kernels.noise.Sampling`."""
+STATE_COLUMNS = HINTED + 1
 NO_POINTER = -1
 ABSENT = 99
 """Value of MISSES where a source has no pointer."""
@@ -70,11 +75,22 @@ class Sequences:
         """state, nodes, probs, candidates, estimates."""
         return self._tables
 
-    def add(self, local: LocalIndex, owner: int, *, is_predicted: bool = False, is_shared: bool = True) -> int:
+    def add(
+        self,
+        local: LocalIndex,
+        owner: int,
+        *,
+        is_predicted: bool = False,
+        is_shared: bool = True,
+        tag: int = NO_TAG,
+        seed: int | None = None,
+        hinted: int = 0,
+    ) -> int:
         """Add a sequence with the text of `local`; return its row.
 
         is_predicted: whether the next tokens are expected to repeat that text from its beginning. is_shared: whether
-        other sequences may be offered its tokens.
+        other sequences may be offered its tokens. tag: see `Rollout.tag`. seed: of the target's noise, None if it is
+        not known. hinted: number of tokens of the text that precede the prompt.
         """
         if not self._free:
             self._grow(2 * len(self.state))
@@ -83,7 +99,9 @@ class Sequences:
         self._locals[row] = local
         self.state[row] = 0
         self.used[row] = time.monotonic_ns()
-        self.state[row, OWNER], self.state[row, IS_SHARED] = owner, is_shared
+        self.state[row, OWNER], self.state[row, IS_SHARED], self.state[row, TAG] = owner, is_shared, tag
+        if seed is not None:
+            self.state[row, IS_SAMPLED], self.state[row, SEED], self.state[row, HINTED] = 1, seed, hinted
         self.state[row, [POINTERS, POINTERS + 3]] = NO_POINTER
         if is_predicted:
             self.state[row, POINTERS + 3 * LOCAL] = 0

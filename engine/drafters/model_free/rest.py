@@ -31,7 +31,7 @@ class RestDrafter(SuffixDrafter):
     def __init__(self, config: DrafterConfig, corpus: Corpus) -> None:
         """config: settings; capacity and match depth are those of the corpus. `close` closes the corpus."""
         config = replace(config, capacity=corpus.capacity, match_depth=corpus.depth)
-        super().__init__(config, corpus=corpus, remember=lambda _tokens, _request_id: None)
+        super().__init__(config, corpus=corpus, remember=lambda *_: None)
         corpus.maintain(config.refresh_interval_s)
 
     def close(self) -> None:

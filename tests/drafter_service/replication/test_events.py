@@ -14,7 +14,7 @@ from tests.strategies import LARGEST, array, tokens
 
 TIMES = st.floats(allow_nan=False, allow_infinity=False)
 EVENTS = st.lists(
-    st.builds(Finished, st.text(max_size=8), tokens().map(array), TIMES)
+    st.builds(Finished, st.text(max_size=8), tokens().map(array), TIMES, st.integers(0, (1 << 16) - 1))
     | st.builds(Forgotten, st.text(max_size=8), TIMES)
     | st.builds(ForgottenBefore, TIMES)
     | st.builds(Dropped, TIMES),
@@ -28,7 +28,7 @@ GOOD = encode([Finished("a", array([1, 2]), 1.0), Forgotten("é", 2.0), Finished
 def plain(event):
     """Return an event in a form that can be compared."""
     if isinstance(event, Finished):
-        return event.request, event.tokens.dtype, event.tokens.tolist(), event.time
+        return event.request, event.tokens.dtype, event.tokens.tolist(), event.time, event.tag
     return event
 
 
@@ -43,7 +43,7 @@ def test_encoded_events_are_decoded_unchanged(events, writer):
     assert [plain(event) for event in entry.events] == [plain(event) for event in events]
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS).map(str.encode), st.binary(max_size=64)))
+@given(st.dictionaries(st.sampled_from([*FIELDS, "tags"]).map(str.encode), st.binary(max_size=64)))
 def test_any_bytes_are_decoded_or_refused(columns):
     """Arbitrary fields alone, and in place of those of a valid entry, are decoded or refused."""
     for fields in (columns, columns | {b"version": b"1"}, GOOD | columns, GOOD | columns | {b"version": b"1"}):

@@ -3,9 +3,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.sampling.noise import gumbel_noise, mix64, sample_tokens
+from engine.sampling.noise import gumbel_noise, gumbel_noise_of, mix64, sample_tokens
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import SamplingParams
+from ssd.kernels.noise import noise_of
 
 SPLITMIX_OF_ZERO = 0xE220A8397B1DCDAF
 """The first output of SplitMix64 seeded with 0, as published with the generator."""
@@ -115,3 +116,11 @@ def test_samples_of_a_request_are_independent():
     probabilities = torch.softmax(torch.tensor(LOGITS, dtype=torch.float64), 0).numpy()
     expected = np.outer(probabilities, probabilities).ravel() * count
     assert chisquare(np.bincount(left * 5 + right, minlength=25), expected).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 5, -9, (1 << 63) - 1, -(1 << 63)])
+def test_drafters_of_text_know_the_same_noise(seed):
+    tokens = [0, 1, 4095, 200_000]
+    for position in (0, 1, 100_000):
+        expected = gumbel_noise_of(torch.tensor([seed]), torch.tensor([position]), torch.tensor([tokens]))[0]
+        assert [noise_of(seed, position, token) for token in tokens] == pytest.approx(expected.tolist(), rel=1e-5)

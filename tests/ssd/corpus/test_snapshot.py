@@ -14,6 +14,7 @@ from ssd import DrafterConfig, SuffixDrafter
 from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.rollout import NO_TAG, TAGGED, Rollout
 from ssd.corpus.sections import BLOCK, Section, SnapshotError, read_sections, write_sections
 from ssd.corpus.snapshot import load, save, tables_layout
 from ssd.errors import UserError
@@ -275,7 +276,7 @@ def test_impossible_contents_are_refused(path, name, at, value):
 
 def test_the_layout_of_saved_tables_is_unchanged():
     """Another checksum makes the learned tables of all existing snapshots useless."""
-    assert tables_layout() == 3096493172
+    assert tables_layout() == 1419424265
 
 
 def test_a_snapshot_without_a_capacity_takes_the_default(path):
@@ -473,3 +474,24 @@ def test_a_file_is_private_and_its_sections_can_be_mapped(path):
     sections = read_sections(path)
     assert not sections["order"].flags.writeable
     assert sections["text"].tolist() == text_of(corpus).tolist()
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, 4096])
+def test_tags_of_rollouts_are_loaded(path, capacity):
+    tags = [Rollout("a", 3).tag, NO_TAG, Rollout("b", 4).tag]
+    corpus = Corpus(CAPACITY, DEPTH)
+    for number in range(90):
+        corpus.append(np.full(95, number, np.uint32), tag=tags[number % 3])
+    corpus.refresh()
+    save(corpus, path)
+    loaded = load(path, capacity, DEPTH).corpus
+    assert loaded.state().rows["tag"].tolist() == (tags * 30)[-loaded.requests :]
+    assert _tags_of(loaded) == _tags_of(corpus)[-len(_tags_of(loaded)) :]
+    assert len(set(_tags_of(loaded))) == 3
+
+
+def _tags_of(corpus):
+    """Return the tag in the middle of each request."""
+    state = corpus.state()
+    middles = [int(first) + 48 for first in state.rows["first"][1:]]
+    return [int(state.ring.tags[middle % state.ring.capacity // TAGGED]) for middle in middles]

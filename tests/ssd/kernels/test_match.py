@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ssd.corpus.rollout import NO_TAG, TAGGED
 from ssd.kernels.evidence import BLOCK_BITS, GROWTH, ROUNDS, SearchedText, gather, new_evidence
 from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
 from ssd.kernels.probabilities import LEVELS, SAMPLES
@@ -18,10 +19,11 @@ US, OTHERS = 7, 8
 
 
 @numba.njit(error_model="numpy")
-def write_evidence(evidence, tiers, live, owners, newest, slots, context, end, depth):
+def write_evidence(evidence, tiers, live, owners, newest, slots, context, end, depth, tag, tags, live_tags):
     """Gather the evidence for the tokens before `end` of a context, for the owner US."""
     spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
-    gather(evidence, 0, SearchedText(tiers, spans, live, owners, US, newest, slots), context, end, depth)
+    source = SearchedText(tiers, spans, live, owners, US, newest, slots, tag, tags, live_tags)
+    gather(evidence, 0, source, context, end, depth)
 
 
 class Tiers:
@@ -44,11 +46,22 @@ class Tiers:
         ]
         return np.array(rows, np.int64).reshape(-1, 3)
 
-    def gather(self, context, newest=0, slots=0):
+    def gather(self, context, newest=0, slots=0, tag=NO_TAG, tags=(NO_TAG,), live_tags=(NO_TAG,)):
         """Return the levels of evidence, each (length, total, [(tier, position, age)])."""
         text, evidence = Text(context), new_evidence(1)
         write_evidence(
-            evidence, self.table, self.live, self.owners, newest, slots, text.address, len(context), self.depth
+            evidence,
+            self.table,
+            self.live,
+            self.owners,
+            newest,
+            slots,
+            text.address,
+            len(context),
+            self.depth,
+            tag,
+            np.array(tags, np.uint16),
+            np.array(live_tags, np.uint16),
         )
         return [
             (
@@ -216,3 +229,32 @@ def test_an_age_is_the_number_of_later_tokens_around_the_ring():
     # The newest token is in slot 4; the slots after it were written before slot 0.
     [(_, _, samples)] = tiers.gather([5], newest=4, slots=len(text))
     assert {position: age for _, position, age in samples} == {1: 3, 4: 0, 7: 6}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([NO_TAG, 5, 7, 5 + 256]), st.lists(st.integers(0, 2), max_size=TAGGED - 1)),
+        max_size=12,
+    ),
+    st.lists(st.integers(0, 2), max_size=10),
+)
+@examples(200)
+def test_the_second_level_of_a_group_is_its_longest_match_and_newest_samples(blocks, context):
+    """Each request has a block of its own, so that each position has the tag of its request."""
+    text, tags = [], [tag for tag, _ in blocks]
+    for _, tokens in blocks:
+        text += [naive.SEPARATOR, *tokens] + [naive.SEPARATOR] * (TAGGED - 1 - len(tokens))
+    usable = naive.usable_positions(text)
+    found = Tiers([(text, usable)], 32).gather(context, newest=len(text) - 1, slots=len(text), tag=5, tags=tags or [0])
+    everything = naive.levels([(text, usable)], context, 32, rounds=1, growth=1, most=1)
+    assert_found(found[:1], everything)
+    own = [position for position in usable if tags[position // TAGGED] & 255 == 5]
+    matches = {length: naive_occurrences([(text, own)], context, length) for length in range(1, len(context) + 1)}
+    lengths = [length for length, places in matches.items() if places]
+    if not lengths:
+        assert len(found) < LEVELS
+        return
+    length, total, samples = found[1]
+    assert (length, total) == (max(lengths), len(matches[max(lengths)]))
+    newest = sorted((position for _, position in matches[length]), reverse=True)[:SAMPLES]
+    assert sorted((position for _, position, _ in samples), reverse=True) == newest

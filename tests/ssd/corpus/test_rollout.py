@@ -1,0 +1,103 @@
+"""Rollouts: their ranges, and their tags, which follow the text into the corpus."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd import DraftBatch, DrafterConfig, Progress, SuffixDrafter
+from ssd.corpus import ring as ring_module
+from ssd.corpus.ring import PAD, Ring
+from ssd.corpus.rollout import MAX_GROUP_BYTES, MAX_VERSION, NO_TAG, TAGGED, Rollout
+from tests.strategies import examples
+
+
+@pytest.mark.parametrize(
+    ("group", "version", "message"),
+    [
+        ("", 0, "group must have 1 to 512 bytes, not 0"),
+        ("é" * MAX_GROUP_BYTES, 0, "group must have 1 to 512 bytes, not 1024"),
+        ("a", -1, "version must be 0 to 4294967295, not -1"),
+        ("a", MAX_VERSION + 1, "version must be 0 to 4294967295"),
+    ],
+)
+def test_ranges_are_checked(group, version, message):
+    with pytest.raises(ValueError, match=message):
+        Rollout(group, version)
+
+
+@given(st.text(min_size=1, max_size=20), st.integers(0, MAX_VERSION))
+def test_a_tag_has_a_group_and_a_version_and_is_never_the_one_of_other_text(group, version):
+    tag = Rollout(group, version).tag
+    assert tag < 1 << 16
+    assert tag & 255 == Rollout(group, 0).tag & 255 != NO_TAG
+    assert tag >> 8 == version % 256
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.sampled_from([NO_TAG, 5, 7])), max_size=12))
+@examples(100)
+def test_a_block_of_the_ring_has_the_tag_of_most_of_its_text(texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "MIN_CAPACITY", 2 * PAD)
+        ring = Ring(10 * TAGGED)
+    slots = np.zeros(ring.capacity, int)
+    for size, tag in texts:
+        ring.oldest = max(ring.oldest, ring.head + size - ring.capacity)
+        ring.write(np.ones(size, np.uint32))
+        ring.tag(ring.head - size, ring.head, tag)
+        slots[np.arange(ring.head - size, ring.head) % ring.capacity] = tag
+    for block, tags in enumerate(slots.reshape(-1, TAGGED)):
+        kinds, counts = np.unique(tags, return_counts=True)
+        if counts.max() > TAGGED // 2:
+            assert ring.tags[block] == kinds[counts.argmax()]
+
+
+def outputs_of(group, count, rng):
+    """Return outputs of a group: a shared beginning, then tokens of its own."""
+    return [
+        np.concatenate([np.arange(8), [50 + group], rng.integers(60, 63, 4)]).astype(np.uint32) for _ in range(count)
+    ]
+
+
+def first_drafts(tagged, asked):
+    """Let two groups produce outputs; return the draft after their shared beginning for `asked`, a Rollout or None."""
+    rng = np.random.default_rng(1)
+    with SuffixDrafter(DrafterConfig(capacity=8192, max_draft=4, cost=0.05)) as drafter:
+        for number in range(120):
+            group = number % 2
+            rollout = Rollout(f"problem {group}", number // 4) if tagged else None
+            [output] = outputs_of(group, 1, rng)
+            drafter.start(number, output[:4], rollout=rollout)
+            draft = drafter.draft(Progress.of_one(number, output[4:8], max_draft=4))
+            drafter.finish(number, output[8:], verified=len(draft.tokens))
+            drafter.corpus.refresh()
+        drafter.start(1000, np.arange(4, dtype=np.uint32), rollout=asked)
+        return drafter.draft(Progress.of_one(1000, np.arange(4, 8, dtype=np.uint32), max_draft=4))
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_drafts_follow_the_group(group):
+    assert first_drafts(tagged=True, asked=Rollout(f"problem {group}", 40)).tokens.tolist()[:1] == [50 + group]
+
+
+def test_tags_of_others_do_not_change_drafts_of_other_requests():
+    with_tags, without = (DraftBatch.concatenate([_untagged(tagged)]) for tagged in (True, False))
+    for name in ("tokens", "parents", "accept_prob", "source", "offsets"):
+        assert getattr(with_tags, name).tolist() == getattr(without, name).tolist()
+
+
+def _untagged(tagged):
+    """Return the drafts of requests without a rollout, over text that has tags or none."""
+    rng = np.random.default_rng(2)
+    with SuffixDrafter(DrafterConfig(capacity=8192, max_draft=8, cost=0.02)) as drafter:
+        for number in range(40):
+            tag = Rollout(str(number % 3), number).tag if tagged else NO_TAG
+            drafter.corpus.append(rng.integers(0, 4, 50).astype(np.uint32), tag=tag)
+        drafter.corpus.refresh()
+        drafts = []
+        for number in range(40):
+            text = rng.integers(0, 4, 30).astype(np.uint32)
+            drafter.start(number, text[:10])
+            drafts.append(drafter.draft(Progress.of_one(number, text[10:], max_draft=8)))
+            drafter.finish(number, text[:3])
+        return DraftBatch.concatenate(drafts)
