@@ -271,16 +271,13 @@ class Engine:
 
     def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
         """End or restart all requests that have begun, so that no step is in flight and no page is in use."""
-        if restart:
-            self._in_flight.clear()
-            restarted = self.scheduler.begun
-            for sequence in restarted:
+        if restart and (begun := self.scheduler.begun):
+            for sequence in begun:
                 self._speculation.finish(sequence, learn=False)
                 self.scheduler.remove(sequence)
                 sequence.begin_again(self._new_sequence(sequence.sequence_id, sequence.request))
                 self.scheduler.add(sequence)
-            if restarted:
-                observe(StepReport(restarted=[sequence.sequence_id for sequence in restarted]))
+            observe(StepReport(restarted=[sequence.sequence_id for sequence in begun]))
         self.scheduler.is_draining = True
         try:
             while self.scheduler.begun:

@@ -114,7 +114,11 @@ def _opened(source: Source) -> Checkpoint:
     if isinstance(source, Mapping):
         return StateDict(source)
     path = Path(source)
-    return Checkpoint(path) if path.is_dir() else Checkpoint(path, [path])
+    if path.is_dir():
+        return Checkpoint(path)
+    if not path.exists() or path.suffix != ".safetensors":
+        raise UserError(f"{path} is neither a folder nor a .safetensors file; give one of these")
+    return Checkpoint(path, [path])
 
 
 def _refuse_fixed(decoder: Decoder) -> None:

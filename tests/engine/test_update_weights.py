@@ -186,6 +186,41 @@ def test_requests_that_run_start_again_with_the_new_weights(
         assert outputs(engine, GREEDY) == expected["new"]["greedy"]
 
 
+def test_a_drafter_starts_a_restarted_request_again_and_learns_only_its_final_output(model_folder, new, expected):
+    class Recording(NoDrafter):
+        def __init__(self):
+            self.calls, self.texts = [], {}
+
+        def start(self, sequence_id, prompt):
+            self.calls.append(("start", sequence_id))
+            self.texts[sequence_id] = []
+
+        def draft(self, progress):
+            for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+                own = slice(*progress.offsets[index : index + 2].tolist())
+                self.texts[sequence_id] += progress.tokens[own].tolist()
+            return super().draft(progress)
+
+        def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+            self.calls.append(("learn" if learn else "drop", sequence_id))
+            self.texts[sequence_id] += tokens.tolist()
+
+    drafter = Recording()
+    with closing(build_engine(load_model(model_folder), CONFIG, drafter)) as engine:
+        ids, _ = begin(engine, 4)
+        engine.update_weights(new, running="restart")
+        finished(engine, ids)
+    begun = set(ids[:4])
+    assert [call for call in drafter.calls if call[1] == ids[0]] == [
+        ("start", ids[0]),
+        ("drop", ids[0]),
+        ("start", ids[0]),
+        ("learn", ids[0]),
+    ]
+    assert {each for call, each in drafter.calls if call == "drop"} == begun
+    assert [drafter.texts[each] for each in ids] == expected["new"]["greedy"]
+
+
 @pytest.mark.parametrize("running", ["finish", "restart"])
 def test_preempted_requests_count_as_begun(model_folder, new, expected, running):
     with closing(engine_of(model_folder)) as engine:

@@ -131,8 +131,13 @@ def test_damaged_files_are_refused(model, weights, tmp_path):
         for source in (tmp_path, tmp_path / FILE):
             with pytest.raises(UserError, match=r"model.safetensors is damaged or cut short"):
                 check_weights(model, source)
-    with pytest.raises(UserError, match=r"absent.safetensors is damaged or cut short \(No such file"):
-        check_weights(model, tmp_path / "absent.safetensors")
+    (tmp_path / "model.bin").touch()
+    for name in ("absent.safetensors", "model.bin"):
+        with pytest.raises(UserError, match=f"{name} is neither a folder nor a .safetensors file"):
+            check_weights(model, tmp_path / name)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(UserError, match=r"has no model.safetensors; only safetensors weights are read"):
+        check_weights(model, tmp_path)
 
 
 def test_a_shard_that_is_cut_is_refused(model, tmp_path):
