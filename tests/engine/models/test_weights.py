@@ -7,15 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.division import Shard
 from engine.models.heads.formats import save_head
 from engine.models.loader import load_model
+from engine.models.lora.format import check_adapters
+from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
 from engine.models.quantized.linear import quantize_int8
+from engine.models.sharding import load_shard
 from engine.models.weights import check_weights, overwrite_weights
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
 from tests.engine.drafters.heads import make_head
 from tests.engine.forward import prompt_logits
+from tests.engine.lora_folders import write_adapter
+from tests.engine.models.lora.test_linear import entries, run
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK
 
@@ -64,6 +70,23 @@ def test_tensors_keep_their_addresses(folders):
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     overwrite_weights(model, check_weights(model, load_file(new / FILE)))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_adapters_stay_attached(folders, tmp_path, form):
+    old, new = folders
+    write_adapter(tmp_path / "a", old)
+    logits = []
+    for folder in folders:
+        model = FORMS[form](load_model(folder))
+        pool = AdapterPool(model, check_adapters({"a": tmp_path / "a"}, model.config), 1)
+        pool.prepare("a")
+        pool.wait()
+        if folder is old:
+            overwrite_weights(model, check_weights(model, new))
+        logits.append(run(model, entries([3, 4], [None, "a"]), pool))
+        pool.close()
+    assert torch.equal(*logits)
 
 
 def test_a_state_dict_a_file_and_shards_are_equal(model_folder, weights, tmp_path):
@@ -146,6 +169,11 @@ def test_a_shard_that_is_cut_is_refused(model, tmp_path):
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(UserError, match=f"{last.name} is damaged or cut short"):
         check_weights(model, tmp_path)
+
+
+def test_a_part_of_a_divided_model_is_refused(model_folder, weights):
+    with pytest.raises(UserError, match="that --tensor-parallel divides cannot be changed while it runs"):
+        check_weights(load_shard(model_folder, Shard(0, 2)), weights)
 
 
 def test_quantized_weights_are_refused(model_folder, weights, tmp_path):
