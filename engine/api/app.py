@@ -15,10 +15,11 @@ from starlette.exceptions import HTTPException
 from drafter_service.observability.charts import style_sheet
 from engine.api.chat import chat
 from engine.api.completions import complete
+from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, engine_errors, error_response, from_http, from_validation
 from engine.api.middleware import RequestChecks
 from engine.api.responses import ClientGoneError
-from engine.api.schemas import ChatRequest, CompletionRequest
+from engine.api.schemas import ChatRequest, CompletionRequest, WeightsRequest
 from engine.api.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -28,12 +29,15 @@ CLIENT_CLOSED_REQUEST = 499
 """Non-standard status that nginx logs when the client has closed the connection; it is never received."""
 
 
-def create_app(service: Service, *, keys: Collection[str], max_body_bytes: int, version: str) -> FastAPI:
-    """Return an application that serves one model."""
+def create_app(
+    service: Service, *, keys: Collection[str], max_body_bytes: int, version: str, allow_weight_updates: bool = False
+) -> FastAPI:
+    """Return an application that serves one model. allow_weight_updates: whether requests may replace its weights."""
     app = FastAPI(title="SSD engine", version=version, docs_url=None, redoc_url=None)
     app.add_middleware(RequestChecks, keys=keys, max_body_bytes=max_body_bytes)
     add_error_handlers(app)
     _add_model_routes(app, service)
+    _add_weights_route(app, service, is_allowed=allow_weight_updates)
     _add_status_routes(app, service)
     return app
 
@@ -60,6 +64,19 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> dict[str, Any]:
         """Describe the served model or an adapter."""
         return service.model_entry(name)
+
+
+def _add_weights_route(app: FastAPI, service: Service, *, is_allowed: bool) -> None:
+    @app.post("/v1/weights")
+    async def weights(body: WeightsRequest) -> dict[str, int]:
+        """Replace the weights of the served model."""
+        if not is_allowed:
+            raise ApiError(403, "this server does not change its weights; start it with --allow-weight-updates")
+        try:
+            with engine_errors("path", "path"):
+                return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
+        except EngineGoneError as problem:
+            raise ApiError(503, f"the engine has stopped: {problem}") from None
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

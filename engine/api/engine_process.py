@@ -7,11 +7,11 @@ import itertools
 import multiprocessing
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.api.messages import (
     CancelRequest,
@@ -20,11 +20,14 @@ from engine.api.messages import (
     EngineReady,
     EngineStats,
     Event,
-    RequestEnded,
+    OutputEvent,
     RequestRefused,
+    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
+    UpdateWeights,
+    WeightsUpdated,
 )
 from engine.api.worker import run_worker
 from engine.scheduling.request import Request
@@ -92,32 +95,48 @@ class EngineProcess:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
 
-    async def run(self, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+    async def run(self, request: Request) -> AsyncGenerator[OutputEvent, None]:
         """Yield the events of a request. Closing the iterator early cancels the request.
 
         Raises UserError for a request that cannot run, and EngineGoneError.
         """
+        has_ended = False
+        with self._stream() as (request_id, events):
+            try:
+                self._commands.put(SubmitRequest(request_id, request))
+                while not has_ended:
+                    event = await events.get()
+                    has_ended = not isinstance(event, TokensProduced | RequestRestarted)
+                    _raise_failure(event)
+                    assert isinstance(event, OutputEvent)
+                    yield event
+            finally:
+                if not has_ended and self.gone is None:
+                    self._commands.put(CancelRequest(request_id))
+
+    async def update_weights(self, path: str, version: int | None, running: Literal["finish", "restart"]) -> int:
+        """Replace the weights, see `Engine.update_weights`; return the new version.
+
+        Raises UserError for weights that do not fit, and EngineGoneError.
+        """
+        with self._stream() as (request_id, events):
+            self._commands.put(UpdateWeights(request_id, path, version, running))
+            event = await events.get()
+            _raise_failure(event)
+            assert isinstance(event, WeightsUpdated)
+            return event.version
+
+    @contextmanager
+    def _stream(self) -> Iterator[tuple[int, asyncio.Queue[Event]]]:
+        """Yield a new request id and the queue of its events. Raises EngineGoneError."""
         if self.gone is not None:
             raise EngineGoneError(self.gone)
         request_id = next(self._ids)
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        self._streams[request_id] = events
-        has_ended = False
+        events = self._streams[request_id] = asyncio.Queue()
         try:
-            self._commands.put(SubmitRequest(request_id, request))
-            while not has_ended:
-                event = await events.get()
-                has_ended = not isinstance(event, TokensProduced)
-                if isinstance(event, RequestRefused):
-                    raise UserError(event.reason)
-                if isinstance(event, EngineFailed):
-                    raise EngineGoneError(event.reason)
-                assert isinstance(event, (TokensProduced, RequestEnded))
-                yield event
+            yield request_id, events
         finally:
             del self._streams[request_id]
-            if not has_ended and self.gone is None:
-                self._commands.put(CancelRequest(request_id))
 
     async def wait_for_end(self) -> None:
         """Wait until the engine process has ended."""
@@ -161,7 +180,7 @@ class EngineProcess:
                 self.stats = event
                 total = event.learned_tokens if event.corpus is None else event.corpus.tokens
                 self.corpus_history.add(time.monotonic(), total)
-            elif isinstance(event, (TokensProduced, RequestEnded, RequestRefused)):
+            elif isinstance(event, OutputEvent | RequestRefused | WeightsUpdated):
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
                     stream.put_nowait(event)
@@ -171,6 +190,13 @@ class EngineProcess:
         for stream in self._streams.values():
             stream.put_nowait(EngineFailed(reason))
         self._ended.set()
+
+
+def _raise_failure(event: Event) -> None:
+    if isinstance(event, RequestRefused):
+        raise UserError(event.reason)
+    if isinstance(event, EngineFailed):
+        raise EngineGoneError(event.reason)
 
 
 class History:

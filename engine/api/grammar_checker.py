@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from weakref import WeakValueDictionary
 
-from engine.api.messages import RequestEnded, TokensProduced
+from engine.api.messages import OutputEvent
 from engine.api.outputs import Run
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_state import GrammarCompiler
@@ -61,7 +61,7 @@ class GrammarChecker:
         """Locks of the requests that need the same result, by digest."""
         self._threads = ThreadPoolExecutor(MAX_CHECKS, "grammar-checker")
 
-    async def run(self, run: Run, request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+    async def run(self, run: Run, request: Request) -> AsyncGenerator[OutputEvent, None]:
         """Yield the events of a request like `run`, after its grammar has been checked.
 
         Raises UserError for a grammar that cannot be used.

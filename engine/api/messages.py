@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,16 @@ class CancelRequest:
     """Command: stop a request whose output is no longer wanted."""
 
     request_id: int
+
+
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Command: replace the weights, see `Engine.update_weights`. The answer has the same id as this request."""
+
+    request_id: int
+    path: str
+    version: int | None
+    running: Literal["finish", "restart"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,21 @@ class RequestRefused:
 
     request_id: int
     reason: str
+
+
+@dataclass(frozen=True)
+class RequestRestarted:
+    """Event: the output so far was dropped, because the weights changed."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class WeightsUpdated:
+    """Event: the new weights are in use."""
+
+    request_id: int
+    version: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,5 +182,7 @@ class EngineStats:
     """Pages of the KV cache."""
 
 
-Command = SubmitRequest | CancelRequest | Shutdown
-Event = EngineReady | EngineFailed | RequestRefused | TokensProduced | RequestEnded | EngineStats
+Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
+OutputEvent = TokensProduced | RequestRestarted | RequestEnded
+"""Events of a request that runs."""
+Event = EngineReady | EngineFailed | RequestRefused | OutputEvent | WeightsUpdated | EngineStats

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.api.messages import RequestEnded, RequestTimes, TokensProduced
+from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
 from engine.models.detokenize import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, FinishReason, Request
@@ -41,6 +41,8 @@ class Delta:
     """Set in the last delta of an output."""
     times: RequestTimes | None = None
     """Set in the last delta of an output that the engine ran."""
+    is_restarted: bool = False
+    """Whether the output begins again, so that all earlier deltas of it are void; this one is empty."""
 
     @property
     def text(self) -> str:
@@ -96,23 +98,26 @@ class OutputText:
         return [Piece(text, is_drafted)] if text else []
 
 
-Run = Callable[[Request], AsyncGenerator[TokensProduced | RequestEnded, None]]
+Run = Callable[[Request], AsyncGenerator[OutputEvent, None]]
 """Runs a request and yields its events, like `EngineProcess.run`."""
 
 
 async def stream_deltas(
-    run: Run, requests: Sequence[Request], texts: Sequence[OutputText], on_end: Callable[[], None] = lambda: None
+    run: Run,
+    requests: Sequence[Request],
+    text_of: Callable[[Request], OutputText],
+    on_end: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Delta, None]:
     """Yield the deltas of all requests in the order in which they arrive. Closing the iterator cancels all requests.
 
-    `on_end` is called once per request when it stops running, whether or not its deltas were read.
+    `text_of` returns the text of an output that begins. `on_end` is called once per request when it stops running,
+    whether or not its deltas were read.
 
     Raises UserError for a request that cannot run, and EngineGoneError.
     """
     deltas: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_run_one(run, index, request, text, deltas))
-        for index, (request, text) in enumerate(zip(requests, texts, strict=True))
+        asyncio.create_task(_run_one(run, index, request, text_of, deltas)) for index, request in enumerate(requests)
     ]
     for task in tasks:
         task.add_done_callback(lambda _: on_end())
@@ -131,15 +136,23 @@ async def stream_deltas(
 
 
 async def _run_one(
-    run: Run, index: int, request: Request, text: OutputText, deltas: asyncio.Queue[Delta | BaseException]
+    run: Run,
+    index: int,
+    request: Request,
+    text_of: Callable[[Request], OutputText],
+    deltas: asyncio.Queue[Delta | BaseException],
 ) -> None:
     try:
+        text = text_of(request)
         async with aclosing(run(request)) as events:
             async for event in events:
                 if isinstance(event, RequestEnded):
                     completion = event.completion
                     pieces = text.finish(completion.text)
                     deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
+                elif isinstance(event, RequestRestarted):
+                    text = text_of(request)
+                    deltas.put_nowait(Delta(index, [], NO_TOKENS, is_restarted=True))
                 else:
                     pieces = text.feed(event.tokens[: event.visible], event.accepted)
                     deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))
@@ -150,7 +163,7 @@ async def _run_one(
 def prompt_only(run: Run) -> Run:
     """Wrap `run` for requests that only need prompt log-probabilities: drop the one generated token."""
 
-    async def run_prompt(request: Request) -> AsyncGenerator[TokensProduced | RequestEnded, None]:
+    async def run_prompt(request: Request) -> AsyncGenerator[OutputEvent, None]:
         async with aclosing(run(request)) as events:
             async for event in events:
                 if isinstance(event, RequestEnded):

@@ -56,6 +56,15 @@ class UnsupportedFields(Body):
     priority: Literal[0] = 0
 
 
+class WeightsRequest(Body):
+    """Body of /v1/weights; see `Engine.update_weights`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Safetensors file, or folder of such files, on the server's machine."""
+    version: Annotated[int, Field(ge=0)] | None = None
+    running: Literal["finish", "restart"] = "finish"
+
+
 class ContentPart(Body):
     """One part of a content."""
 

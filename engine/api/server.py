@@ -57,6 +57,8 @@ class ServerConfig:
     """Seconds to wait for running requests after a signal to stop."""
     tool_call_parser: str | None = None
     """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
+    allow_weight_updates: bool = False
+    """Whether requests may replace the model's weights."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -87,7 +89,10 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
         with closing(Service(engine, ready, served, admission)) as service:
-            app = create_app(service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"))
+            app = create_app(
+                service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
+                allow_weight_updates=config.allow_weight_updates,
+            )  # fmt: skip
             await _listen(app, engine, config, notify)
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")

@@ -18,15 +18,18 @@ from engine.api.messages import (
     Event,
     RequestEnded,
     RequestRefused,
+    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
+    UpdateWeights,
+    WeightsUpdated,
 )
 from engine.api.stats import EngineTotals, RequestTimer
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from engine.engine import Engine, StepReport
 
 STATS_INTERVAL_S = 0.25
 MAX_RECEIVING_S = 0.1
@@ -82,12 +85,15 @@ class Worker:
 
     def _receive_commands(self) -> None:
         """Handle commands that have arrived; wait for one if the engine is idle."""
-        until = time.thread_time() + MAX_RECEIVING_S
         if not self._engine.scheduler.has_work and not self._connection.poll():
             self._connection.send([self._totals.snapshot()])
             if not self._connection.poll(INDEXING_DELAY_S):
                 self._connection.send([self._totals.snapshot()])
             self._handle(self._connection.recv())
+        self._handle_arrived()
+
+    def _handle_arrived(self) -> None:
+        until = time.thread_time() + MAX_RECEIVING_S
         while not self._is_stopping and self._connection.poll() and time.thread_time() < until:
             self._handle(self._connection.recv())
 
@@ -96,6 +102,8 @@ class Worker:
             self._is_stopping = True
         elif isinstance(command, SubmitRequest):
             self._submit(command)
+        elif isinstance(command, UpdateWeights):
+            self._update_weights(command)
         else:
             self._cancel(command)
 
@@ -120,12 +128,32 @@ class Worker:
                 return
         # Otherwise the request ended before the command arrived.
 
+    def _update_weights(self, command: UpdateWeights) -> None:
+        """Replace the weights, and handle commands between the steps that this takes."""
+        began = time.monotonic()
+
+        def observe(report: StepReport) -> None:
+            nonlocal began
+            self._report(report, began)
+            self._handle_arrived()
+            began = time.monotonic()
+
+        try:
+            self._engine.update_weights(command.path, version=command.version, running=command.running, observe=observe)
+        except UserError as problem:
+            self._connection.send([RequestRefused(command.request_id, str(problem))])
+        else:
+            self._connection.send([WeightsUpdated(command.request_id, self._engine.version)])
+
     def _step(self) -> None:
         began = time.monotonic()
-        report = self._engine.step()
+        self._report(self._engine.step(), began)
+
+    def _report(self, report: StepReport, began: float) -> None:
+        """Send the events of a step that began at a time on the monotonic clock."""
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.running, report)
-        events: list[Event] = []
+        events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
         for result in report.results:
             ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)

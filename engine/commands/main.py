@@ -112,6 +112,11 @@ def generate(
     help="File with one key per line; requests need one of them.",
 )
 @click.option(
+    "--allow-weight-updates",
+    is_flag=True,
+    help="Let requests to /v1/weights replace the model's weights by those of a file on this machine.",
+)
+@click.option(
     "--tool-call-parser",
     type=click.Choice(list(FORMATS)),
     help="Format of tool calls.  [default: that of the chat template, if it is recognized]",

@@ -84,6 +84,23 @@ def test_chunked_prefill_prefix_caching_and_preemption(plain, folder):
     assert result["counters"]["failures"] == 0
 
 
+def test_what_a_trainer_does_between_and_within_rollouts(folder):
+    """The prefix cache is reset while requests run, the engine sleeps, and gets other weights, and the first again."""
+    expected, result = run("changed_weights", folder), run("training", folder)
+    running, counters = result.pop("running"), result.pop("counters")
+    log = [expected.pop("log"), result.pop("log")]
+    assert result == expected
+    assert log == [[], []]
+    assert running == 0
+    assert counters["failures"] == 0
+    assert counters["accepted"] > 0.5 * 20 * 128
+    first = expected["first"]
+    assert expected["reset within"] == expected["after sleep"] == first
+    assert expected["first weights"] == [first] * 2
+    assert all(one != other for one, other in zip(expected["other weights"][0], first, strict=True))
+    assert expected["asleep"]
+
+
 def test_drafts_of_32_tokens(plain, folder):
     result = run("long_drafts", folder)
     assert result["outputs"] == [plain["outputs"]] * 2

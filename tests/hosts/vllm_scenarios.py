@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -182,6 +183,70 @@ def small_cache():
         }
 
 
+def changed_weights():
+    """Do without drafts what `training` does with them."""
+    with engine(enable_prefix_caching=True) as llm, other_weights() as folder:
+        return trained(llm, folder)
+
+
+def training():
+    """Do what a trainer does to an engine between and within rollouts."""
+    options = {"enable_prefix_caching": True, "async_scheduling": False}
+    with socket() as address, sidecar(address), engine(8, **options) as llm, other_weights() as folder:
+        outputs = trained(llm, folder)
+        session = session_of(llm)
+        return {**outputs, "running": len(session._requests), "counters": vars(session.counters)}
+
+
+def trained(llm, folder):
+    """Outputs while a prefix cache is reset, an engine sleeps, and its weights are replaced by those of a folder."""
+    core, outputs = llm.llm_engine, {}
+    outputs["first"] = tokens(generate(llm, prompts(), at_once=True))
+    outputs["reset within"] = reset_within(core)
+    llm.sleep(level=1)
+    outputs["asleep"] = core.engine_core.engine_core.is_sleeping()
+    llm.wake_up()
+    outputs["after sleep"] = tokens(generate(llm, prompts(), at_once=True))
+    for name, path in (("other weights", folder), ("first weights", FOLDER)):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        outputs["reset"] = llm.reset_prefix_cache()
+        outputs[name] = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
+    return outputs
+
+
+def reset_within(core):
+    """Outputs of a batch, in the middle of which the prefix cache is reset and all requests are preempted."""
+    from vllm import SamplingParams
+
+    for at, prompt in enumerate(prompts()):
+        core.add_request(str(at), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    finished, steps = {}, 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps in (4, 8):
+            assert core.reset_prefix_cache(reset_running_requests=True)
+    return [finished[at] for at in range(PROMPTS)]
+
+
+@contextmanager
+def other_weights():
+    """Yield a copy of the model with other weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory(prefix="ssd-") as parent:
+        folder = Path(parent) / "model"
+        shutil.copytree(FOLDER, folder)
+        weights = load_file(folder / "model.safetensors")
+        noise = torch.Generator().manual_seed(0)
+        changed = {name: each + 0.02 * torch.randn(each.shape, generator=noise) for name, each in weights.items()}
+        save_file({name: each.to(weights[name].dtype) for name, each in changed.items()}, folder / "model.safetensors")
+        yield folder
+
+
 def long_drafts():
     with socket() as address, sidecar(address, 32), engine(32) as llm:
         outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
@@ -274,6 +339,8 @@ SCENARIOS = {
         drafts,
         aborts,
         small_cache,
+        changed_weights,
+        training,
         long_drafts,
         wrong_drafts,
         lost_sidecar,

@@ -72,7 +72,7 @@ async def test_requests_cancelled_at_any_time_free_their_pages(engine):
     with pytest.raises(UserError, match="empty"):
         await tokens_of(engine.run(request(prompt=())))
     for events in (0, 1, 3):
-        deltas = stream_deltas(engine.run, [request(100_000)] * 3, [NoText()] * 3, lambda: ended.append(1))
+        deltas = stream_deltas(engine.run, [request(100_000)] * 3, lambda _: NoText(), lambda: ended.append(1))
         async with aclosing(deltas):
             for _ in range(events):
                 await anext(deltas)
@@ -89,7 +89,7 @@ async def test_requests_cancelled_at_any_time_free_their_pages(engine):
 async def test_a_slow_reader_does_not_block_admission(engine):
     admission = Admission(2)
     admission.admit(2)
-    deltas = stream_deltas(engine.run, [request(40), request(40)], [NoText()] * 2, admission.release)
+    deltas = stream_deltas(engine.run, [request(40), request(40)], lambda _: NoText(), admission.release)
     async with aclosing(deltas):
         await anext(deltas)  # reads nothing after this
         await eventually(lambda: admission.admitted == 0)

@@ -20,6 +20,8 @@ from engine.api.messages import (
     Shutdown,
     SubmitRequest,
     TokensProduced,
+    UpdateWeights,
+    WeightsUpdated,
 )
 from engine.api.worker import Worker, run_worker
 from engine.scheduling.request import Request, SamplingParams
@@ -129,6 +131,41 @@ def test_cancelled_requests_leave_the_engine(pipe):
     )
     assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [50]
     assert len(engine.requests) == 1
+
+
+class Updating(FakeEngine):
+    """Finishes all requests before its weights change."""
+
+    version = 0
+
+    def update_weights(self, path, *, version, running, observe):
+        if path == "bad":
+            raise UserError("weights that do not fit")
+        assert running == "finish"
+        while self.requests:
+            observe(self.step())
+        self.version = version
+
+
+def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weights(pipe):
+    engine = Updating()
+    events = run_commands(
+        pipe,
+        engine,
+        [
+            SubmitRequest(1, request(100_000)),
+            SubmitRequest(2, request(5)),
+            UpdateWeights(3, "good", 8, "finish"),
+            CancelRequest(1),
+            UpdateWeights(4, "bad", 9, "finish"),
+        ],
+    )
+    assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [100_000]
+    assert [event.request_id for event in events if isinstance(event, RequestEnded)] == [2]
+    produced = [event for event in events if isinstance(event, TokensProduced) and event.request_id == 2]
+    assert np.concatenate([event.tokens for event in produced]).tolist() == [1, 2, 3, 4, 5]
+    assert WeightsUpdated(3, 8) in events
+    assert RequestRefused(4, "weights that do not fit") in events
 
 
 def test_an_idle_worker_sends_the_corpus_size_again_after_indexing(pipe, monkeypatch):

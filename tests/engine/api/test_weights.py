@@ -1,0 +1,125 @@
+"""A server whose weights are replaced while it runs."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.shipped import SHIPPED_MODEL
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+
+FILE = "model.safetensors"
+SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 12, "temperature": 0}
+LONG = SHORT | {"max_tokens": 800, "ignore_eos": True, "drafter": "none"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Weights of the shipped model, `old`, and others, `new`."""
+    root, weights = tmp_path_factory.mktemp("weights"), load_file(SHIPPED_MODEL / FILE)
+    torch.manual_seed(0)
+    changed = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in weights.items()}
+    for name, tensors in (("old", weights), ("new", changed)):
+        (root / name).mkdir()
+        save_file(tensors, root / name / FILE)
+    (root / "cut.safetensors").write_bytes((root / "new" / FILE).read_bytes()[:-100])
+    return root
+
+
+@pytest.fixture(scope="module")
+def http():
+    with (
+        serving("--allow-weight-updates", "--draft-shape", "path") as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
+    ):
+        yield http
+
+
+@pytest.fixture(scope="module")
+def texts(http, folders):
+    """The long output with the old and with the new weights."""
+    found = {}
+    for name in ("new", "old"):
+        assert update(http, folders / name).status_code == 200
+        found[name] = text(http, LONG)
+    assert found["old"] != found["new"]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def old_weights(http, folders, texts):
+    update(http, folders / "old")
+
+
+def update(http, path, **fields):
+    return http.post("/v1/weights", json={"path": str(path), **fields})
+
+
+def text(http, body):
+    return http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def streamed(lines):
+    """The chunks of a stream, or its error."""
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def test_outputs_follow_the_weights(http, folders, texts):
+    answer = update(http, folders / "new", version=12)
+    assert (answer.status_code, answer.json()) == (200, {"version": 12})
+    assert text(http, LONG) == texts["new"]
+    assert update(http, folders / "old" / FILE).json() == {"version": 13}
+    assert text(http, LONG) == texts["old"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("cut.safetensors", {}, "cut.safetensors is damaged or cut short"),
+        ("absent", {}, "absent is neither a folder nor a .safetensors file; give one of these"),
+        ("new", {"version": -1}, "version: "),
+        ("new", {"running": "wait"}, "running: this server supports only 'finish' or 'restart'"),
+        ("new", {"group": "g"}, "group"),
+    ],
+)
+def test_weights_that_cannot_be_used_change_nothing(http, folders, texts, path, fields, message):
+    answer = update(http, folders / path, **fields)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert text(http, LONG) == texts["old"]
+
+
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_requests_that_run_finish_or_start_again(http, folders, texts, running):
+    """One request runs while the weights change, with its text streamed, and one without a stream."""
+    with (
+        ThreadPoolExecutor() as threads,
+        http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream,
+    ):
+        whole = threads.submit(text, http, LONG)
+        lines = stream.iter_lines()
+        first = streamed([next(lines)])
+        eventually(lambda: http.get("/figures").json()["running"] == 2 or whole.done())
+        has_started = not whole.done()
+        updated = update(http, folders / "new", running=running)
+        chunks = first + streamed(lines)
+        assert updated.status_code == 200
+        assert has_started, "the request ended before the weights changed; make it longer"
+        if running == "finish":
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts["old"]
+            assert whole.result() == texts["old"]
+        else:
+            assert chunks[-1]["error"]["message"].startswith("the weights of the model changed, and the output began")
+            assert texts["old"].startswith("".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]))
+            assert whole.result() == texts["new"]
+
+
+def test_a_server_without_the_flag_refuses(server, folders):
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        answer = update(http, folders / "new")
+    assert answer.status_code == 403
+    assert answer.json()["error"]["type"] == "permission_error"
+    assert "--allow-weight-updates" in answer.json()["error"]["message"]
