@@ -117,12 +117,7 @@ class SpecRl(FromPreviousVersion[Any]):
         from arctic_inference.suffix_decoding._C import SuffixTree
 
         super().__init__(lambda: SuffixTree(self.MATCHES[0] + self.LONGEST_DRAFT + 1))
-        self._limits: dict[int, int] = {}
-
-    def start(self, sequence_id: int, prompt: np.ndarray, **origin: Any) -> None:
-        """Begin a sequence with its prompt."""
-        super().start(sequence_id, prompt, **origin)
-        self._limits[sequence_id] = self.SHORTEST_DRAFT
+        self._limits: dict[int, int] = defaultdict(lambda: self.SHORTEST_DRAFT)
 
     def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
         """Commit tokens, and choose the limit of the next draft."""
@@ -149,7 +144,7 @@ class SpecRl(FromPreviousVersion[Any]):
             tree.extend(0, text.tokens[: text.prompt_length].tolist())
         tree.extend(tree.num_seqs(), text.last(text.length - text.prompt_length + self.PROMPT_END))
         super().finish(sequence_id, tokens)
-        del self._limits[sequence_id]
+        self._limits.pop(sequence_id, None)
 
 
 class PreviousAnswer(FromPreviousVersion[list[list[int]]]):
@@ -169,9 +164,11 @@ class PreviousAnswer(FromPreviousVersion[list[list[int]]]):
         self._places: dict[int, tuple[int, bool]] = {}
         """Place in the previous answer, and whether the text agrees with it there."""
 
-    def start(self, sequence_id: int, prompt: np.ndarray, **origin: Any) -> None:
+    def start(
+        self, sequence_id: int, prompt: np.ndarray, *, group: str | None = None, version: int | None = None
+    ) -> None:
         """Begin a sequence at the beginning of the previous answer."""
-        super().start(sequence_id, prompt, **origin)
+        super().start(sequence_id, prompt, group=group, version=version)
         own, previous = self._own[sequence_id], self._previous[sequence_id]
         number = self._numbers[sequence_id] = len(own)
         # Empty until the sequence ends.

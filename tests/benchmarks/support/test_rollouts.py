@@ -133,6 +133,21 @@ def test_without_groups_and_versions_earlier_answers_to_the_prompt_are_drafted(p
     assert drafted(drafter, 2) == []
 
 
+@pytest.mark.parametrize("peer", ROLLOUT_PEERS)
+def test_a_replay_gives_peers_groups_and_versions(peer):
+    if reason := missing(peer):
+        pytest.skip(reason)
+    candidate, answer = next(peer_candidates(peer, [8])), list(range(20, 40))
+
+    def steps(groups, versions):
+        return replay(candidate, trace_of(groups, versions, [answer] * 4), groups=True).steps
+
+    assert steps([0, 1, 2, 3], [0, 1, 2, 3]) == 80
+    assert steps([0, 0, 0, 0], [0, 1, 2, 3]) < 60
+    if peer != "das":
+        assert steps([0, 0, 0, 0], [5, 5, 5, 5]) == 80
+
+
 class Recorder(OneByOne):
     """Drafts nothing, and records calls of `start` and `finish`."""
 
