@@ -1,16 +1,18 @@
 """Measure the tokens per step of each drafter on recorded traffic.
 
     python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--concurrency 1,16]
+    python -m benchmarks.replay --trace ROLLOUTS.npz --drafter ssd das specrl --groups --concurrency version
 
 The recorded output replaces the target's greedy output. A step drafts for one sequence, accepts the longest path of the
 draft that agrees with the output, and adds the target's own next token. Draft tokens beyond the output's end count as
 drafted. Reported figures:
 
-    S                tokens per step / (1 + cost * drafted per step)
-    ece, ece_all     expected calibration error of path probabilities after the first tenth of the output, and in all
-    draft_us         duration of a draft call, per sequence; the project's drafters commit tokens in that call
-    insert_us        duration of all other calls, per token of prompt and output
-    bytes_per_token  memory per remembered token
+    S                     tokens per step / (1 + cost * drafted per step)
+    tokens_per_step_late  tokens per step of requests whose group occurred in at least 3 earlier versions
+    ece, ece_all          expected calibration error of path probabilities after a tenth of the output, and in all
+    draft_us              duration of a draft call, per sequence; the project's drafters commit tokens in that call
+    insert_us             duration of all other calls, per token of prompt and output
+    bytes_per_token       memory per remembered token
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates
-from benchmarks.support.peers import PEERS, missing, peer_candidates
-from benchmarks.support.scores import Row, best_rows, compare, row_of
+from benchmarks.support.peers import PEERS, ROLLOUT_PEERS, missing, peer_candidates
+from benchmarks.support.scores import BY_VERSION, Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
 from ssd.config import MAX_DRAFT, check_cost
 
 PLAIN_WIDTH = 200
 """Width of the tables in characters if the output is not a terminal."""
 COLUMNS = (
-    *("concurrency", "trace", "cost", "drafter", "setting", "S", "tokens_per_step", "drafted_per_step", "accept_rate"),
-    *("ece", "draft_us_p50", "draft_us_p99", "insert_us_per_token", "bytes_per_token"),
+    *("concurrency", "trace", "cost", "drafter", "setting", "S", "tokens_per_step"),
+    *("tokens_per_step_late", "drafted_per_step", "accept_rate", "ece"),
+    *("draft_us_p50", "draft_us_p99", "insert_us_per_token", "bytes_per_token"),
 )
 
 
@@ -53,8 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give --trace, --synthetic or both")
     if options.max_output_tokens is not None:
         traces = [trace.first(options.max_output_tokens) for trace in traces]
+    if BY_VERSION in options.concurrency:
+        for trace in traces:
+            if any(request.version < 0 for request in trace.requests):
+                parser.error(f"--concurrency {BY_VERSION}: {trace.name} has requests without a version")
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    skipped = {name: reason for name in options.drafter if name in PEERS and (reason := missing(name))}
+    skipped = {name: reason for name in options.drafter if (reason := missing(name))}
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
     candidates = [each for name in options.drafter if name not in skipped for each in candidates_of(name, options)]
@@ -70,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def candidates_of(drafter: str, options: argparse.Namespace) -> list[Candidate]:
     """Return the settings of a drafter that the command line selects."""
-    if drafter in PEERS:
-        return list(peer_candidates(drafter, options.k))
-    return list(own_candidates(drafter, options.k, options.draft_shape, options.cost))
+    if drafter in OWN_DRAFTERS:
+        return list(own_candidates(drafter, options.k, options.draft_shape, options.cost))
+    return list(peer_candidates(drafter, options.k))
 
 
 def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
@@ -93,6 +100,7 @@ def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options
                 concurrency,
                 times=times,
                 refresh_every=options.refresh,
+                groups=options.groups,
                 watch=lambda tokens: progress.advance(bar, tokens),
             )
             costs = options.cost if candidate.cost is None else [candidate.cost]
@@ -105,9 +113,14 @@ def print_best(console: Console, rows: Sequence[Row]) -> None:
     table = Table(title="best setting for each trace and cost")
     for name in COLUMNS:
         table.add_column(name.replace("_", " "), no_wrap=name in ("trace", "setting"))
-    for row in sorted(best_rows(rows), key=lambda row: (row["concurrency"], row["trace"], row["cost"])):
+    for row in sorted(best_rows(rows), key=_place):
         table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
     console.print(table)
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Return what rows are sorted by: a number of requests at once precedes `BY_VERSION`."""
+    return row["concurrency"] == BY_VERSION, row["concurrency"], row["trace"], row["cost"]
 
 
 def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
@@ -127,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS)
+    add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS, *ROLLOUT_PEERS)
     add("--trace", nargs="+", type=Path, default=[], metavar="PATH", help="recorded traffic, .npz")
     add(
         "--synthetic",
@@ -151,7 +164,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="of ssd's drafts: path, tree or path,tree (both)",
     )
     add("--cost", type=list_of(share), default=[0.02], help="cost of one more token as a fraction of a step (0.02)")
-    add("--concurrency", type=list_of(positive), default=[1], help="requests that run at once (1)")
+    add(
+        "--concurrency",
+        type=list_of(concurrency),
+        default=[1],
+        help=f"requests that run at once (1); {BY_VERSION}: all of a version, then all of the next one",
+    )
+    add("--groups", action="store_true", help="give groups and versions to drafters that use them")
     add(
         "--refresh",
         type=refresh,
@@ -182,6 +201,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def concurrency(text: str) -> int | str:
+    """Parse a number of requests, or `version`."""
+    return text if text == BY_VERSION else positive(text)
 
 
 def draft_size(text: str) -> int:

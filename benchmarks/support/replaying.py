@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -12,8 +13,7 @@ import numpy as np
 
 from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers.arctic import Arctic
-from benchmarks.support.peers.one_by_one import OneByOne
-from benchmarks.support.scores import COLD_SHARE, Tally
+from benchmarks.support.scores import COLD_SHARE, LATE_EPOCH, Tally
 from benchmarks.traces import Trace
 from drafter_service.commands.advise.arctic import batch_of
 from drafter_service.commands.advise.replay import TimedDrafter, steps_of
@@ -42,17 +42,24 @@ class Stopwatch:
 class MeasuredDrafter(TimedDrafter):
     """A drafter whose other calls are timed, too."""
 
-    def __init__(self, inner: Any, refresh_every: int) -> None:
-        """refresh_every: number of finished requests between refreshes; 0: refresh before every draft."""
+    def __init__(self, inner: Any, refresh_every: int, grouped: Traffic | None = None) -> None:
+        """refresh_every: number of finished requests between refreshes; 0: refresh before every draft.
+
+        grouped: requests whose group and version the drafter is given if its `start` has these arguments.
+        """
         super().__init__(inner)
+        self._grouped = grouped if "group" in inspect.signature(inner.start).parameters else None
         self.inserting = Stopwatch()
         self._refresh_every = refresh_every
         self._unrefreshed = 0
 
-    def start(self, sequence_id: int, prompt: np.ndarray, session: int) -> None:
+    def start(self, sequence_id: int, prompt: np.ndarray, session: int, **options: Any) -> None:
         """Begin a sequence; the classic drafter gets no session ids."""
+        if self._grouped is not None:
+            group, version = (int(of[sequence_id]) for of in (self._grouped.groups, self._grouped.versions))
+            options |= {"group": None if group < 0 else str(group), "version": None if version < 0 else version}
         with self.inserting:
-            super().start(sequence_id, prompt, -1 if isinstance(self.inner, ClassicDrafter) else session)
+            super().start(sequence_id, prompt, -1 if isinstance(self.inner, ClassicDrafter) else session, **options)
 
     def commit(self, running: Running) -> None:
         """Commit the tokens of a step, unless the next draft does."""
@@ -130,30 +137,36 @@ class MeasuredPeer(MeasuredDrafter):
 def replay(
     candidate: Candidate,
     trace: Trace,
-    concurrency: int = 1,
+    concurrency: int | str = 1,
     *,
     times: int = 1,
     refresh_every: int = 0,
+    groups: bool = False,
     watch: Callable[[int], None] = lambda _tokens: None,
 ) -> Tally:
-    """Replay a trace with a new drafter, `concurrency` requests at a time.
+    """Replay a trace with a new drafter, `concurrency` requests at a time or by version (see `BY_VERSION`).
 
     times: number of replays with the same drafter; the tally is that of the last one. refresh_every: see
-    `MeasuredDrafter`. watch: called with numbers of replayed output tokens.
+    `MeasuredDrafter`. groups: whether the drafter is given groups and versions. watch: called with numbers of replayed
+    output tokens.
     """
     traffic = trace.traffic(times)
     inner = candidate.build(traffic)
-    measured = MeasuredPeer if isinstance(inner, (Arctic, OneByOne)) else MeasuredDrafter
     for requests in np.split(np.arange(len(traffic)), times):
         TimedDrafter(inner).refresh()
-        tally = _count(measured(inner, refresh_every), traffic, requests, concurrency, candidate.k, watch)
+        drafter = _measured(inner, refresh_every, traffic if groups else None)
+        tally = _count(drafter, traffic, requests, concurrency, candidate.k, watch)
     return tally
+
+
+def _measured(inner: Any, refresh_every: int, grouped: Traffic | None = None) -> MeasuredDrafter:
+    return (MeasuredPeer if hasattr(inner, "speculate") else MeasuredDrafter)(inner, refresh_every, grouped)
 
 
 def running_steps(candidate: Candidate, traffic: Traffic, concurrency: int) -> Iterator[Running]:
     """Replay traffic with a new drafter, and yield the running requests after each step."""
     inner = candidate.build(traffic)
-    drafter = (MeasuredPeer if isinstance(inner, (Arctic, OneByOne)) else MeasuredDrafter)(inner, 0)
+    drafter = _measured(inner, 0)
     for running in steps_of(traffic, np.arange(len(traffic)), drafter, concurrency=concurrency, max_draft=candidate.k):
         yield running
         drafter.commit(running)
@@ -163,14 +176,15 @@ def _count(
     drafter: MeasuredDrafter,
     traffic: Traffic,
     requests: np.ndarray,
-    concurrency: int,
+    concurrency: int | str,
     max_draft: int,
     watch: Callable[[int], None],
 ) -> Tally:
-    lengths = traffic.output_lengths
+    lengths, epochs = traffic.output_lengths, traffic.epochs()
+    is_late = np.zeros(len(traffic), bool) if epochs is None else epochs >= LATE_EPOCH
     tally, cold_until, drafted_s = Tally(), COLD_SHARE * int(lengths[requests].sum()), 0.0
-    for running in steps_of(traffic, requests, drafter, concurrency=concurrency, max_draft=max_draft):
-        tally.add(running, drafter.path_probs(running.drafts), is_cold=tally.output_tokens < cold_until)
+    for running in _steps(traffic, requests, drafter, concurrency, max_draft):
+        tally.add(running, drafter.path_probs(running.drafts), is_late, is_cold=tally.output_tokens < cold_until)
         tally.draft_s += [(drafter.draft_s - drafted_s) / len(running)] * len(running)
         drafted_s = drafter.draft_s
         if running.ended.any():
@@ -179,3 +193,16 @@ def _count(
     tally.prompt_tokens = int(traffic.prompt_lengths[requests].sum())
     tally.insert_s, tally.bytes_per_token = drafter.inserting.seconds, drafter.bytes_per_token()
     return tally
+
+
+def _steps(
+    traffic: Traffic, requests: np.ndarray, drafter: MeasuredDrafter, concurrency: int | str, max_draft: int
+) -> Iterator[Running]:
+    """Yield the running requests after each step, see `steps_of`."""
+    if not isinstance(concurrency, str):
+        yield from steps_of(traffic, requests, drafter, concurrency=concurrency, max_draft=max_draft)
+        return
+    versions = traffic.versions[requests]
+    for version in np.unique(versions):
+        batch = requests[versions == version]
+        yield from steps_of(traffic, batch, drafter, concurrency=len(batch), max_draft=max_draft)

@@ -19,6 +19,11 @@ BINS = 10
 COLD_SHARE = 0.1
 """Fraction of the output tokens that is left out of `ece`."""
 
+BY_VERSION = "version"
+"""Concurrency of synchronous rollouts: all requests of a version at once, then all of the next version."""
+LATE_EPOCH = 3
+"""Epoch from which requests count for `tokens_per_step_late`: the number of earlier versions that had its group."""
+
 Row = dict[str, Any]
 
 
@@ -30,6 +35,9 @@ class Tally:
     prompt_tokens: int = 0
     steps: int = 0
     """Steps of single sequences."""
+    late_tokens: int = 0
+    """Output tokens of requests from `LATE_EPOCH` on."""
+    late_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     path_probs: list[float] = field(default_factory=list)
@@ -45,10 +53,13 @@ class Tally:
     """Seconds of all other calls."""
     bytes_per_token: float | None = None
 
-    def add(self, running: Running, path_probs: list[float] | None, *, is_cold: bool) -> None:
-        """Count a step; path_probs: those of its draft tokens, None if the drafter has none."""
+    def add(self, running: Running, path_probs: list[float] | None, is_late: np.ndarray, *, is_cold: bool) -> None:
+        """Count a step; path_probs: those of its draft tokens, None if the drafter has none. is_late: bool [R]."""
         self.steps += len(running)
         self.output_tokens += int(running.committed.sum())
+        late = is_late[running.requests]
+        self.late_steps += int(late.sum())
+        self.late_tokens += int(running.committed[late].sum())
         self.drafted += len(running.depths)
         self.accepted += int(running.accepted.sum())
         if path_probs is not None:
@@ -68,6 +79,7 @@ def figures(tally: Tally, cost: float) -> Row:
         "output_tokens": tally.output_tokens,
         "steps": tally.steps,
         "tokens_per_step": round(tokens_per_step, 4),
+        "tokens_per_step_late": round(tally.late_tokens / tally.late_steps, 4) if tally.late_steps else None,
         "drafted_per_step": round(drafted_per_step, 4),
         "accept_rate": round(tally.accepted / tally.drafted, 4) if tally.drafted else None,
         "S": round(tokens_per_step / (1 + cost * drafted_per_step), 4),
@@ -89,7 +101,7 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
     return round(float(np.abs(gaps).sum() / len(probs)), 4)
 
 
-def row_of(trace: str, candidate: Candidate, cost: float, concurrency: int, tally: Tally) -> Row:
+def row_of(trace: str, candidate: Candidate, cost: float, concurrency: int | str, tally: Tally) -> Row:
     """Return one line of the results."""
     return {
         "trace": trace,

@@ -1,7 +1,8 @@
 """Recorded traffic: requests whose greedy output is known.
 
 A trace is an .npz file: `tokens` uint32, prompt and output of all requests concatenated; and for each request, in
-arrival order, int32 `prompt_len`, `output_len` and `session` (equal for turns of one conversation).
+arrival order, int32 `prompt_len`, `output_len` and `session` (equal for turns of one conversation). Optional, -1 for
+none: int32 `group` (the problem that a rollout samples) and `version` (the policy's training step that produced it).
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import numpy as np
 
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.corpus.ring import MAX_TOKEN_ID
+
+COLUMNS = ("tokens", "prompt_len", "output_len")
+NAMES = ("session", "group", "version")
+"""Arrays whose negative numbers mean that a request has none."""
+OPTIONAL = ("group", "version")
 
 VOCABULARY = 50_000
 SOURCE_TOKENS = 4_000
@@ -30,6 +36,10 @@ class Request:
     prompt_length: int
     session: int
     """Number of its conversation, -1 for none."""
+    group: int = -1
+    """Number of the problem that it samples, -1 for none."""
+    version: int = -1
+    """Training step of the policy that produced it, -1 for none."""
 
     @property
     def prompt(self) -> np.ndarray:
@@ -65,27 +75,35 @@ class Trace:
         return Trace(self.name, kept)
 
     def traffic(self, times: int = 1) -> Traffic:
-        """Return the requests as a log without times: `times` copies one after another, with different sessions."""
+        """Return the requests as a log without times: `times` copies one after another, with different sessions and
+        versions.
+        """
         lengths = np.array([len(request.tokens) for request in self.requests])
-        sessions = np.array([request.session for request in self.requests])
-        numbers = sessions + np.arange(times)[:, None] * (1 + sessions.max())
-        unknown = np.full(numbers.size, np.nan)
+        unknown = np.full(len(lengths) * times, np.nan)
         return Traffic(
             tokens=np.concatenate([request.tokens for request in self.requests] * times),
             starts=np.append(0, np.cumsum(np.tile(lengths, times))),
             prompt_lengths=np.tile([request.prompt_length for request in self.requests], times),
             began_s=unknown,
             ended_s=unknown,
-            users=np.full(numbers.size, -1),
-            sessions=np.where(sessions < 0, -1, numbers).ravel(),
+            users=np.full(len(unknown), -1),
+            sessions=_renumbered([request.session for request in self.requests], times),
+            groups=np.tile([request.group for request in self.requests], times),
+            versions=_renumbered([request.version for request in self.requests], times),
         )
+
+
+def _renumbered(numbers: list[int], times: int) -> np.ndarray:
+    """Return `times` copies of numbers, each with numbers above those before it, int64 [R * times]; -1 stays."""
+    once = np.array(numbers)
+    copies = once + np.arange(times)[:, None] * (1 + once.max())
+    return np.where(once < 0, -1, copies).ravel()
 
 
 def load_trace(path: Path) -> Trace:
     """Read a trace. Raises ValueError for a file that is not a trace."""
     try:
-        tokens, prompts, outputs, sessions = _arrays(path)
-        requests = _requests(tokens, prompts, outputs, sessions)
+        requests = _requests(*_arrays(path))
     except (OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a trace: {error}") from error
     if not requests:
@@ -94,18 +112,18 @@ def load_trace(path: Path) -> Trace:
 
 
 def _arrays(path: Path) -> list[np.ndarray]:
-    names = ("tokens", "prompt_len", "output_len", "session")
     with np.load(path) as file:
-        arrays = [file[name] for name in names]
-    for name, array in zip(names, arrays, strict=True):
-        if array.dtype.kind not in "iu" or array.ndim != 1 or (name != "session" and (array < 0).any()):
+        arrays = {name: file[name] for name in (*COLUMNS, *NAMES) if name in file or name not in OPTIONAL}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "iu" or array.ndim != 1 or (name not in NAMES and (array < 0).any()):
             raise ValueError(f"{name} is not a 1-D array of non-negative integers")
-    return arrays
+    absent = np.full(len(arrays["session"]), -1)
+    return [arrays.get(name, absent) for name in (*COLUMNS, *NAMES)]
 
 
-def _requests(tokens: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, sessions: np.ndarray) -> list[Request]:
-    if not len(prompts) == len(outputs) == len(sessions):
-        raise ValueError("prompt_len, output_len and session are not equally long")
+def _requests(tokens: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, *names: np.ndarray) -> list[Request]:
+    if any(len(array) != len(prompts) for array in (outputs, *names)):
+        raise ValueError(f"{', '.join((*COLUMNS[1:], *NAMES))} are not equally long")
     ends = np.cumsum(prompts.astype(np.int64) + outputs.astype(np.int64))
     if len(ends) == 0 or ends[-1] != len(tokens):
         raise ValueError(f"its lengths do not add up to its {len(tokens):,} tokens")
@@ -113,9 +131,9 @@ def _requests(tokens: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, sess
         raise ValueError(f"it has the token id {int(tokens.max()):,}; the largest possible is {MAX_TOKEN_ID:,}")
     tokens = tokens.astype(np.uint32)
     return [
-        Request(tokens[end - prompt - output : end], prompt, session)
-        for end, prompt, output, session in zip(
-            ends.tolist(), prompts.tolist(), outputs.tolist(), sessions.tolist(), strict=True
+        Request(tokens[end - prompt - output : end], prompt, *numbers)
+        for end, prompt, output, *numbers in zip(
+            *(array.tolist() for array in (ends, prompts, outputs, *names)), strict=True
         )
         if output > 0
     ]

@@ -140,6 +140,27 @@ def test_copies_of_requests_without_a_session_have_none():
     assert Trace("", [replace(first, session=-1), second]).traffic(2).sessions.tolist() == [-1, 1, -1, 3]
 
 
+def test_groups_and_versions_are_read_where_a_trace_has_them(tmp_path, trace_path):
+    assert load_trace(trace_path).traffic().groups.tolist() == [-1] * 12
+    assert load_trace(trace_path).traffic().versions.tolist() == [-1] * 12
+    groups, versions = np.arange(12) % 2, np.repeat([0, 4, 7], 4)
+    np.savez(tmp_path / "rollouts.npz", **np.load(trace_path), group=groups, version=versions)
+    once, twice = (load_trace(tmp_path / "rollouts.npz").traffic(times) for times in (1, 2))
+    assert np.array_equal(once.groups, groups)
+    assert np.array_equal(once.versions, versions)
+    assert np.array_equal(twice.groups, np.tile(groups, 2))
+    assert np.array_equal(twice.versions, np.concatenate([versions, versions + 8]))
+    assert np.array_equal(once.take([3, 8]).versions, [0, 7])
+
+
+def test_an_epoch_is_the_number_of_lower_versions_of_the_group():
+    requests = [([1], [2])] * 6
+    traffic = traffic_of(requests, groups=[5, 5, 9, 5, 9, 5], versions=[3, 3, 3, 8, 9, 9])
+    assert traffic.epochs().tolist() == [0, 0, 0, 1, 1, 2]
+    assert traffic_of(requests, groups=[5] * 6).epochs() is None
+    assert traffic_of(requests, versions=[5] * 6).epochs() is None
+
+
 def test_a_trace_is_cut_at_a_number_of_output_tokens(trace_path):
     trace = load_trace(trace_path).first(100)
     assert [len(request.output) for request in trace.requests] == [66, 34]
@@ -193,6 +214,9 @@ def test_truncated_traces_are_refused(tmp_path, trace_path, capsys):
         {"prompt_len": np.array([126, -66] + [30] * 10)},
         {"prompt_len": np.full(11, 30)},
         {"session": np.zeros(5, np.int32)},
+        {"group": np.zeros(5, np.int32)},
+        {"version": np.zeros(5, np.int32)},
+        {"version": np.full(12, 0.5)},
         {"prompt_len": np.full(12, 96), "output_len": np.zeros(12, np.int32)},
         {name: np.array([], np.int32) for name in ("tokens", "prompt_len", "output_len", "session")},
     ],

@@ -91,7 +91,8 @@ class TrafficWriter:
         codes = np.array(self._codes, np.int64).reshape(-1, 2)
         tokens = np.memmap(self._path, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
         starts = np.append(0, np.cumsum(lengths.sum(axis=1)))
-        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1])
+        none = np.full(len(lengths), -1)
+        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1], none, none)
 
 
 def _code(codes: dict[str, int], name: str | None) -> int:

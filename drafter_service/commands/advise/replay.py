@@ -12,6 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,12 +64,11 @@ class TimedDrafter:
         """Seconds in which drafts were made."""
         self.calls = 0
 
-    def start(self, sequence_id: int, prompt: np.ndarray, session: int) -> None:
-        """Begin a sequence with its prompt, uint32 [P]; session: -1 for none."""
+    def start(self, sequence_id: int, prompt: np.ndarray, session: int, **options: Any) -> None:
+        """Begin a sequence with its prompt, uint32 [P]; session: -1 for none. options: further ones of the drafter."""
         if session >= 0 and isinstance(self.inner, CorpusDrafter):
-            self.inner.start(sequence_id, prompt, session_id=session)
-        else:
-            self.inner.start(sequence_id, prompt)
+            options["session_id"] = session
+        self.inner.start(sequence_id, prompt, **options)
 
     def draft(self, progress: Progress) -> DraftBatch:
         """Return the drafts of the other drafter, which may also come from the outputs of running requests so far."""

@@ -1,4 +1,4 @@
-"""The requests of a log, with their times, users and sessions."""
+"""The requests of a log, with their times, users, sessions, groups and versions."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Traffic:
     """int64 [R]: number of the request's user, -1 where the log has none."""
     sessions: np.ndarray
     """int64 [R]: number of its conversation, -1 where the log has none."""
+    groups: np.ndarray
+    """int64 [R]: number of the problem that it samples, -1 where the log has none."""
+    versions: np.ndarray
+    """int64 [R]: training step of the policy that produced it, -1 where the log has none."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -64,6 +68,19 @@ class Traffic:
         running = np.searchsorted(began, self.began_s, "right") - np.searchsorted(ended, self.began_s, "left")
         return np.maximum(running, 1)
 
+    def epochs(self) -> np.ndarray | None:
+        """Return the number of lower versions in which the group of each request occurs, int64 [R].
+
+        None if not all requests have a group and a version.
+        """
+        if (self.groups < 0).any() or (self.versions < 0).any():
+            return None
+        epochs = np.empty(len(self), np.int64)
+        for group in np.unique(self.groups):
+            rows = self.groups == group
+            epochs[rows] = np.unique(self.versions[rows], return_inverse=True)[1]
+        return epochs
+
     def uncached_prompt_tokens(self) -> int:
         """Return the number of prompt tokens that a target computes if its prefix cache keeps all earlier requests."""
         tokens, cached, missing = np.asarray(self.tokens), set[int](), 0
@@ -93,6 +110,8 @@ class Traffic:
             ended_s=self.ended_s[rows],
             users=self.users[rows],
             sessions=self.sessions[rows],
+            groups=self.groups[rows],
+            versions=self.versions[rows],
         )
 
 
