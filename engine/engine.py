@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
+from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler, GrammarState
 from engine.sampling.stopping import Cut, Stopping
 from engine.scheduling.plan import SequenceResult, StepPlan
@@ -42,6 +44,7 @@ from engine.scheduling.request import Completion, FinishReason, Request, Samplin
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
+from engine.scheduling.turns import Turns
 from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.selection import DraftSelection
@@ -65,6 +68,8 @@ class StepReport:
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
+    restarted: list[int] = field(default_factory=list)
+    """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False
@@ -98,15 +103,19 @@ class Engine:
         drafters: Collection[str] = (),
         grammars: GrammarCompiler | None = None,
         adapters: AdapterPool | None = None,
+        models: SequenceOf[Decoder] = (),
     ) -> None:
         """`decode`: the tokenizer's decoder; without it, requests with stop strings are refused. `selection`: selects
         the draft tokens to verify; without it, all are verified. `drafters`: names of the loaded kinds, from which
         requests may choose. `grammars`: without it, requests with a grammar are refused. `adapters`: LoRA adapters,
-        from which requests may choose.
+        from which requests may choose. `models`: the model and the drafter's copies of it, for `update_weights`.
         """
         graph, plain_curve = executors.graph, executors.plain_curve
         has_chain = graph is not None and graph.chain is not None
         self.model = model
+        self.version = 0
+        """Version of the weights, see `update_weights`."""
+        self._models = models
         self._config = config
         self._executor = executors.eager
         self._graph = graph
@@ -127,6 +136,15 @@ class Engine:
         self._launched: list[StepPlan] = []
         """Plans that the current call of `step` has launched."""
         self._next_id = 0
+        self._turns = Turns()
+        """Held while a thread changes the engine's state."""
+        self._reports: deque[StepReport] = deque()
+        """Reports of steps that `update_weights` has run and `step` has not returned."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to run or to return."""
+        return bool(self._reports) or self.scheduler.has_work
 
     @property
     def max_draft(self) -> int:
@@ -186,6 +204,10 @@ class Engine:
 
     def step(self) -> StepReport:
         """Run one step. Each running sequence advances by at least one token or by a chunk of its prompt."""
+        with self._turns:
+            return self._reports.popleft() if self._reports else self._step()
+
+    def _step(self) -> StepReport:
         watch = Stopwatch()
         self._launched = []
         if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
@@ -204,10 +226,70 @@ class Engine:
 
         Returns None if there is no such request or it has ended.
         """
-        sequence = self.scheduler.find(sequence_id)
-        if sequence is None:
-            return None
-        return self._finish(sequence, Cut(0, FinishReason.ABORT))
+        with self._turns:
+            sequence = self.scheduler.find(sequence_id)
+            if sequence is None:
+                return None
+            return self._finish(sequence, Cut(0, FinishReason.ABORT))
+
+    def update_weights(
+        self,
+        source: Source,
+        *,
+        version: int | None = None,
+        running: Literal["finish", "restart"] = "finish",
+        observe: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        """Replace the weights of the model between two steps; requests that begin later run with the new ones.
+
+        source: a state dict with the names of the checkpoint, float tensors of any float dtype on any device; or the
+        path of a safetensors file, or of a folder of such files. Neither may change during the call. version: the new
+        `Engine.version`, an int >= 0; None: one more than before. running: what happens to requests that have begun.
+        `finish`: they end with the old weights, and meanwhile no other begins. `restart`: their output is dropped, and
+        they begin again. observe: called with the reports of the steps that this takes; by default the following calls
+        of `step` return them.
+
+        Blocks until the new weights are in use, and may be called from another thread than `step`. The prefix cache is
+        emptied; what drafters have learned from text stays. Draft heads and draft models keep their own weights; parts
+        that they share with the target change with it. Engines with the same model get the weights too, so they must
+        be idle and have no prefix cache. Raises UserError for weights that do not fit, before anything changes, and for
+        a model that cannot change, see `check_weights`.
+        """
+        if running not in ("finish", "restart"):
+            raise UserError(f"running must be 'finish' or 'restart', not {running!r}")
+        if version is not None and version < 0:
+            raise UserError(f"version must be at least 0, not {version}")
+        weights = check_weights(self._models[0], source)
+        with self._turns:
+            if self.scheduler.is_draining:
+                raise UserError("another update of the weights is under way; wait until it is complete")
+            self._drain(running == "restart", observe or self._reports.append)
+            for model in self._models:
+                overwrite_weights(model, weights)
+            self.scheduler.pages.forget()
+            self.version = self.version + 1 if version is None else version
+
+    def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
+        """End or restart all requests that have begun, so that no step is in flight and no page is in use."""
+        if restart:
+            self._in_flight.clear()
+            restarted = self.scheduler.begun
+            for sequence in restarted:
+                self._speculation.finish(sequence, learn=False)
+                self.scheduler.remove(sequence)
+                sequence.begin_again(self._new_sequence(sequence.sequence_id, sequence.request))
+                self.scheduler.add(sequence)
+            if restarted:
+                observe(StepReport(restarted=[sequence.sequence_id for sequence in restarted]))
+        self.scheduler.is_draining = True
+        try:
+            while self.scheduler.begun:
+                observe(self._step())
+        finally:
+            self.scheduler.is_draining = False
+        self._in_flight.clear()
+        if self._graph is not None:
+            self._graph.release()
 
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
@@ -225,7 +307,7 @@ class Engine:
         sequences = [self._queue(request) for request in requests]
         completions: dict[int, Completion] = {}
         try:
-            while self.scheduler.has_work:
+            while self.has_work:
                 report = self.step()
                 if report.refused:
                     raise UserError(next(iter(report.refused.values())))
@@ -250,14 +332,18 @@ class Engine:
             self._adapters.close()
 
     def _queue(self, request: Request) -> Sequence:
+        with self._turns:
+            sequence = self._new_sequence(self._next_id, request)
+            self.scheduler.add(sequence)
+            self._next_id += 1
+            return sequence
+
+    def _new_sequence(self, sequence_id: int, request: Request) -> Sequence:
         longest, grammar = self._checked(request)
         if request.sampling.verification is None and self._config.verification != "exact":
             request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
         stopping = Stopping(request, self.model.eos_token_ids, self._decode)
-        sequence = Sequence(self._next_id, request, longest, stopping, grammar)
-        self.scheduler.add(sequence)
-        self._next_id += 1
-        return sequence
+        return Sequence(sequence_id, request, longest, stopping, grammar)
 
     @property
     def _can_run_ahead(self) -> bool:
@@ -448,6 +534,7 @@ def build_engine(
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,
+        models=(model, *getattr(innermost(drafter), "copies", ())),
     )  # fmt: skip
 
 

@@ -249,6 +249,9 @@ class Drafter(Protocol):
     `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
     `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
     for which `propose` and `observe` are not called.
+
+    One attribute is optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
+    the target's.
     """
 
     needs: TargetOutputs

@@ -103,6 +103,9 @@ class Header(NamedTuple):
 class Checkpoint:
     """Weight files of a folder."""
 
+    _advice = "download or copy the folder again"
+    """What to do if a tensor is missing."""
+
     def __init__(
         self,
         folder: Path,
@@ -152,7 +155,7 @@ class Checkpoint:
                 )
         if missing := sorted(set(required) - set(self._headers)):
             more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-            raise UserError(f"{self._folder} lacks {missing[0]}{more}; download or copy the folder again")
+            raise UserError(f"{self._folder} lacks {missing[0]}{more}; {self._advice}")
         for name, scheme in schemes.items():
             self._check_quantized(name, wanted[name], scheme)
 
@@ -209,7 +212,7 @@ class Checkpoint:
         if scheme is not None:
             return self._quantized(name, scheme).dequantize()
         if name not in self._headers:
-            raise UserError(f"{self._folder} lacks {name}; download or copy the folder again")
+            raise UserError(f"{self._folder} lacks {name}; {self._advice}")
         return self._raw(name)
 
     def _quantized(self, name: str, scheme: Scheme, index: tuple[slice, ...] = ()) -> QuantizedWeight:
@@ -260,9 +263,14 @@ def _check_header(header: Header, required: StoredTensor, name: str, config_file
         )
 
 
-def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite."""
     lowest, highest = torch.aminmax(tensor)  # needs no mask as large as the tensor; propagates NaN
-    if not (torch.isfinite(lowest) and torch.isfinite(highest)):
+    return bool(torch.isfinite(lowest) and torch.isfinite(highest))
+
+
+def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
+    if not is_finite(tensor):
         raise UserError(
             f"{name} in {path} has values that are not finite as {str(tensor.dtype).removeprefix('torch.')}; "
             "download or copy it again, or load the model as float32"

@@ -28,12 +28,16 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
+        self.bias = bias
+        self.overwrite(weight)
+
+    def overwrite(self, weight: Tensor) -> None:
+        """Replace the weight, [out, in]."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
-        self._bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [N, in] to [N, out]."""
-        return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self.bias, "none", [], "")
 
 
 def pack(decoder: Decoder) -> Decoder:

@@ -71,6 +71,13 @@ class PagePool:
         """Return the page with this hash, owned or idle."""
         return self._page_of.get(page_hash)
 
+    def forget(self) -> None:
+        """Drop all hashes, so that no page is found any more. Pages with an owner keep it and must not be shared."""
+        self._unused += self._idle
+        self._idle.clear()
+        self._page_of.clear()
+        self._hash_of.clear()
+
     def hash_of(self, page: int) -> bytes | None:
         """Return the hash that a page is registered under."""
         return self._hash_of.get(page)

@@ -49,6 +49,8 @@ class Scheduler:
         self.refused: list[tuple[Sequence, UserError]] = []
         """Sequences that `plan` removed because their adapter cannot be read; the engine empties it."""
         self.preemptions = 0
+        self.is_draining = False
+        """Whether sequences that have not begun stay waiting."""
         self._config = config
         self._extra_rows = extra_rows
         self._draft_ahead = draft_ahead
@@ -62,9 +64,14 @@ class Scheduler:
         """Whether there are waiting or running sequences."""
         return bool(self.waiting or self.running)
 
+    @property
+    def begun(self) -> list[Sequence]:
+        """Sequences that run, or wait to be computed again after a preemption."""
+        return [*self.running, *(sequence for sequence in self.waiting if sequence.preemptions)]
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        self.waiting.append(sequence)
+        """Queue a sequence; those that arrived later stay behind it."""
+        insort(self.waiting, sequence, key=BY_ARRIVAL)
 
     def find(self, sequence_id: int) -> Sequence | None:
         """Return the waiting or running sequence with this id."""
@@ -170,7 +177,7 @@ class Scheduler:
             self._admit_ready()
 
     def _admit_ready(self) -> None:
-        """Admit sequences up to the first one that lacks pages; those whose adapter is not in memory are skipped."""
+        """Admit sequences up to the first one that lacks pages; those that have to wait otherwise are skipped."""
         if not self.waiting:
             return
         reserved = sum(self._missing_pages(sequence, len(sequence)) for sequence in self.running)
@@ -179,7 +186,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self._config.max_sequences:
             sequence = self.waiting[0]
             try:
-                if not self._has_adapter(sequence, missing):
+                must_wait = self.is_draining and not sequence.preemptions
+                if must_wait or not self._has_adapter(sequence, missing):
                     skipped.append(self.waiting.popleft())
                     continue
             except UserError as problem:
@@ -322,5 +330,5 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         sequence.restart()
-        insort(self.waiting, sequence, key=BY_ARRIVAL)
+        self.add(sequence)
         self.preemptions += 1

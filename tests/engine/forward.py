@@ -28,7 +28,7 @@ def sequence_of(tokens, pages, *, computed=0, scheduled=None, draft=(), tree=Non
 
 def new_runner(model, pages=128):
     """A runner with an empty cache."""
-    return Runner(model, PlainAttention(model.config, pages, PAGE_SIZE, torch.float32, "cpu"))
+    return Runner(model, PlainAttention(model.config, pages, PAGE_SIZE, model.embedding.weight.dtype, "cpu"))
 
 
 def prompt_logits(model, tokens):

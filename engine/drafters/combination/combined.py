@@ -17,6 +17,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import OwnDraft
 from ssd.corpus.corpus import Corpus
 from ssd.types import ROOT, DraftBatch, offsets_of
+
+if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
+    from engine.models.decoder import Decoder
 
 ROOM = 96
 """Largest number of nodes of a merged tree, of which the likeliest are drafted."""
@@ -104,6 +108,11 @@ class CombinedDrafter:
         """The corpus that finished requests are added to, if one of the drafters has one in this process."""
         corpora = (getattr(innermost(part.drafter), "corpus", None) for part in self.parts)
         return next((corpus for corpus in corpora if corpus is not None), None)
+
+    @property
+    def copies(self) -> list[Decoder]:
+        """See `Drafter`."""
+        return [copy for part in self.parts for copy in getattr(innermost(part.drafter), "copies", ())]
 
     @property
     def is_connected(self) -> bool | None:

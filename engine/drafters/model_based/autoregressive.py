@@ -50,6 +50,7 @@ class AutoregressiveDrafter(Drafter):
             shape = replace(head.config, num_layers=head.num_layers)
             layers = (DraftLayers(shape, head.first_slot, head.state_size),)
         self.needs = TargetOutputs(hidden_layers=head.hidden_layers, layers=layers)
+        self.copies = head.copies
         self._depth = depth
         self._has_trees = has_trees
         self._is_coupled = is_coupled

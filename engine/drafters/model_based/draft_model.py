@@ -28,6 +28,8 @@ class ModelHead(DraftHead):
         self.model = model
         self.num_layers = model.config.num_layers
         self.shares_target_cache = shares_target_cache
+        if shares_target_cache:
+            self.copies = (model,)
 
     def forward(
         self, tokens: Tensor, _states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN

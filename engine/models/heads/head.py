@@ -7,6 +7,7 @@ t + 1. For committed tokens the states are the target's, `DraftHead.target_state
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class DraftHead(nn.Module):
     """First slot that the head computes; there is no state before position 0."""
     shares_target_cache = False
     """Whether the head reads and writes the target's own keys and values."""
+    copies: Sequence[Decoder] = ()
+    """Copies of the target among the head's modules, whose weights change with the target's."""
     draft_vocabulary: Tensor | None
     """int64 [draft vocabulary]: the target's token of each of the head's logits; None if both vocabularies are
     equal."""

@@ -68,9 +68,14 @@ def find_mtp_form(names: Collection[str]) -> MtpForm | None:
         return MIMO
     if any(name.startswith(QWEN.prefix) for name in names):
         return QWEN
-    matches = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in names)
-    layers = [int(match[1]) for match in matches if match]
+    layers = mtp_layers(names)
     return deepseek(min(layers)) if layers else None
+
+
+def mtp_layers(names: Collection[str]) -> list[int]:
+    """Return the numbers of the MTP layers in the form of DeepSeek-V3 among the tensors of a checkpoint."""
+    matches = (re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name) for name in names)
+    return [int(match[1]) for match in matches if match]
 
 
 def mtp_tensors(fields: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -46,6 +46,12 @@ class QuantizedLinear(nn.Module):
         product = multiply(hidden, QuantizedWeight(self.values, self.scales, self.zeros, self.columns))
         return product if self.bias is None else product + self.bias
 
+    def overwrite(self, weight: Tensor) -> None:
+        """Replace the weight of a layer that `rounded_to_int8` returned by another one, [out, in]."""
+        rounded = _rounded(weight)
+        self.values.copy_(rounded.values)
+        self.scales.copy_(rounded.scales)
+
 
 class QuantizedGroupedLinear(nn.Module):
     """Experts with quantized weights, on a CPU. Takes the place of a `GroupedLinear`."""
@@ -159,6 +165,10 @@ def quantize_int8(decoder: Decoder) -> Decoder:
 
 def rounded_to_int8(weight: Tensor, bias: Tensor | None) -> QuantizedLinear:
     """Return a layer with the weight [out, in] rounded to int8."""
+    return QuantizedLinear(_rounded(weight), bias)
+
+
+def _rounded(weight: Tensor) -> QuantizedWeight:
     scales = (weight.float().abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     values = (weight / scales).round().to(torch.int8)
-    return QuantizedLinear(QuantizedWeight(values, scales, None, weight.shape[1]), bias)
+    return QuantizedWeight(values, scales, None, weight.shape[1])

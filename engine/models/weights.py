@@ -1,0 +1,130 @@
+"""Overwrite the weights of a decoder that runs, as after a step of training.
+
+All checks precede the first write. Tensors keep their addresses, which CUDA graphs hold; layers that keep their weight
+in another form convert it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.checkpoint import Checkpoint, Header, PickledHeader, checkpoint_parts, is_finite
+from engine.models.decoder import Decoder
+from engine.models.experts import LinearPerExpert
+from engine.models.heads.mtp_names import mtp_layers, mtp_tensors
+from engine.models.loader import checkpoint_views, on_meta_device, shapes
+from engine.models.lora.linear import LoraLinear
+from engine.models.packed import PackedLinear
+from engine.models.quantized.linear import QuantizedGroupedLinear, QuantizedLinear
+from engine.models.sharding import ShardedDecoder
+from ssd.errors import UserError
+
+Source = Mapping[str, Tensor] | Path | str
+"""A state dict with the names of a checkpoint, a safetensors file, or a folder with such files."""
+
+
+class StateDict(Checkpoint):
+    """Tensors in memory with the interface of weight files."""
+
+    _advice = "give all tensors of the model, by the names of its checkpoint"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(Path("the state dict"), ())
+        self._tensors = tensors
+
+    @cached_property
+    def _headers(self) -> dict[str, Header]:
+        for name, tensor in self._tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise UserError(f"{name} in {self._folder} is a {type(tensor).__name__}, not a tensor; give tensors")
+        return {
+            name: Header(self._folder, PickledHeader(tensor).get_dtype(), tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
+
+    def _raw(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        return self._tensors[name][index]
+
+
+def check_weights(decoder: Decoder, source: Source) -> Checkpoint:
+    """Return the weights of `source` if a decoder can take them; nothing is overwritten.
+
+    Tensors of MTP layers, and the output projection of a model that has none of its own, are not read. Raises UserError
+    for a missing or damaged file, for names, shapes or dtypes that are not those of the decoder, for values that are
+    not finite in the dtype that it runs in, and for a decoder whose weights cannot be overwritten.
+    """
+    _refuse_fixed(decoder)
+    weights = _opened(source)
+    plain, config = _plain(decoder), decoder.config
+    views = checkpoint_views(plain)
+    names = weights.names()
+    is_mtp = mtp_tensors({"num_hidden_layers": config.num_layers, "num_nextn_predict_layers": len(mtp_layers(names))})
+    weights.check(
+        shapes(views),
+        is_redundant=lambda name: is_mtp(name) or (name.startswith("lm_head.") and config.tie_embeddings),
+    )
+    for name, view in views.items():
+        if not is_finite(weights.read(name).to(view.dtype)):
+            raise UserError(
+                f"{name} has values that are not finite as {str(view.dtype).removeprefix('torch.')}, so the engine "
+                "keeps its weights; check the training step that they are from"
+            )
+    return weights
+
+
+@torch.no_grad()
+def overwrite_weights(decoder: Decoder, weights: Checkpoint) -> None:
+    """Overwrite the weights of a decoder, packed, rounded to int8 or neither, with those that `check_weights` returned.
+
+    LoRA adapters that are attached to it stay.
+    """
+    for name, parameter in _plain(decoder).named_parameters():
+        path, _, kind = name.rpartition(".")
+        whole = torch.cat([weights.read(part) for part, _ in checkpoint_parts(name, decoder.config)])
+        module = decoder.get_submodule(path)
+        _assign(module.base if isinstance(module, LoraLinear) else module, kind, whole.to(parameter.dtype))
+    if decoder.config.tie_embeddings:
+        _assign(decoder.lm_head, "weight", decoder.embedding.weight)
+
+
+def _assign(module: nn.Module, kind: str, rows: Tensor) -> None:
+    """Overwrite the weight or the bias of a module; rows: that of all experts is [experts * out, in]."""
+    own = getattr(module, kind, None)
+    if isinstance(own, Tensor):
+        own.copy_(rows.view_as(own))
+    elif isinstance(module, LinearPerExpert):
+        for layer, part in zip(module.layers, rows.chunk(module.count), strict=True):
+            _assign(layer, kind, part)
+    else:
+        assert isinstance(module, PackedLinear | QuantizedLinear)
+        module.overwrite(rows)
+
+
+def _plain(decoder: Decoder) -> Decoder:
+    """Return a decoder without weights whose parameters have the names, shapes and dtypes of an unpacked one."""
+    return on_meta_device(lambda: Decoder(decoder.config)).to(decoder.embedding.weight.dtype)
+
+
+def _opened(source: Source) -> Checkpoint:
+    if isinstance(source, Mapping):
+        return StateDict(source)
+    path = Path(source)
+    return Checkpoint(path) if path.is_dir() else Checkpoint(path, [path])
+
+
+def _refuse_fixed(decoder: Decoder) -> None:
+    if isinstance(decoder, ShardedDecoder):
+        raise UserError(
+            "the weights of a model that --tensor-parallel divides cannot be changed while it runs; start the engine "
+            "again with the new ones"
+        )
+    if any(isinstance(module, QuantizedLinear | QuantizedGroupedLinear) for module in decoder.modules()):
+        raise UserError(
+            "the weights of this model are quantized, and cannot be changed while it runs; start the engine with the "
+            "same model in bfloat16 or float32"
+        )
