@@ -1,9 +1,9 @@
 """Train the shipped model twice with GRPO, without and with drafts: `python -m benchmarks.rollouts`.
 
-The trainer is TRL's GRPOTrainer (`pip install 'trl>=1.16'`); this project's engine generates the rollouts, and gets the
-new weights before each step. The problems are functions of the standard library to complete; the reward is computed
-from the completed function. The first run takes half of --minutes; the second one makes the same number of steps. Drafts
-are verified exactly, so tokens, rewards, losses and final weights of both runs must be equal bit for bit.
+The trainer is TRL's GRPOTrainer; this project's engine generates the rollouts, and gets the new weights before each
+step. The problems are functions of the standard library to complete, and the reward is computed from the completed
+function. The first run takes half of --minutes; the second one makes the same number of steps. Drafts are verified
+exactly, so tokens, rewards, losses and final weights of both runs must be equal bit for bit.
 
 With --engines 2, two engine processes share a sidecar. The page rollouts.html and the document rollouts.json are
 written to --out; the document is also the last line of the output. The exit code is 1 if a target was missed.
@@ -119,7 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--per-step", type=int, default=usual.problems_per_step, metavar="N", help="problems of a training step (16)")
     add("--samples", type=int, default=usual.samples, metavar="N", help=f"outputs for each problem ({usual.samples})")
     add("--max-tokens", type=int, default=usual.max_tokens, metavar="N", help=f"per output ({usual.max_tokens})")
-    add("--engines", type=int, default=usual.engines, metavar="N", help="engine processes (1: in the trainer's process)")
+    add(
+        "--engines", type=int, default=usual.engines, metavar="N", help="engine processes (1: in the trainer's process)"
+    )
     add("--drafter", metavar="NAME", help="ssd, and ssd-remote for several engines; none: only the run without drafts")
     add("--trace", type=Path, metavar="FILE", help="write the rollouts as recorded traffic, .npz")
     add("--out", type=Path, default=Path("build/rollouts"), help="folder for the results")

@@ -1,4 +1,4 @@
-"""The engine that generates rollouts: in this process, or several in processes of their own behind the same interface."""
+"""What generates rollouts: an engine in this process, or several in processes of their own with the same interface."""
 
 from __future__ import annotations
 

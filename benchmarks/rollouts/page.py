@@ -14,50 +14,53 @@ Document = Mapping[str, Any]
 Series = Sequence[tuple[str, Sequence[float | None]]]
 """Colors and values."""
 FRAME = Frame()
+STEP = "training step"
 COLORS = ("green", "blue", "violet", "amber", "gray")
 
 
 def render_page(document: Document) -> str:
     """Return the page of a document of `benchmarks.rollouts`."""
     steps, epochs, settings = document["steps"], document["epochs"], document["settings"]
-    found = document["differences"]
+    count, rates = len(document["differences"]), _column(epochs, "tokens_per_step")
+    rewards = _column(steps, "reward")
     cards = [
-        charts.card("results that differ", "none" if not found else str(len(found)), "tokens, rewards, losses, weights"),
+        charts.card("results that differ", str(count), "of tokens, rewards, losses and final weights"),
         charts.card("rollouts, with drafts / without", f"{document['ratio']:.2f}", "seconds, last third of the steps"),
-        charts.card("tokens per step", f"{epochs[-1]['tokens_per_step']:.2f}", f"{epochs[0]['tokens_per_step']:.2f} in the first epoch"),
-        charts.card("reward", f"{steps[-1]['reward']:.2f}", f"{steps[0]['reward']:.2f} in the first step"),
+        charts.card("tokens per step", f"{rates[-1]:.2f}", f"{rates[0]:.2f} in the first epoch"),
+        charts.card("reward", f"{rewards[-1]:.2f}", f"{rewards[0]:.2f} in the first training step"),
     ]
     panels = [
         charts.panel("Rollouts", "Seconds of each training step.", _timing(steps), _table(steps)),
-        charts.panel("Tokens per step", "With drafts, by epoch.", _lines("epoch", [("green", _column(epochs, "tokens_per_step"))])),
-        charts.panel("Reward", "Mean of each training step; equal in both runs.", _lines("training step", [("green", _column(steps, "reward"))])),
-        charts.panel("Length of outputs", "Tokens, mean of each training step.", _lines("training step", [("green", _column(steps, "mean_tokens"))])),
+        charts.panel("Tokens per step", "With drafts, by epoch.", _lines("epoch", [("green", rates)])),
+        charts.panel("Reward", "Mean, equal in both runs.", _lines(STEP, [("green", rewards)])),
+        charts.panel("Output", "Mean tokens.", _lines(STEP, [("green", _column(steps, "mean_tokens"))])),
         charts.panel("Accepted draft tokens", "Share of each source, by epoch.", _sources(epochs)),
         charts.panel("Targets", "", target_table(document["targets"]), kind="across"),
     ]
     title = "Rollouts of reinforcement learning, with and without drafts"
     lead = (
         f"Drafter {document['drafter']}, {settings['engines']} engine(s), {settings['problems']} problems, "
-        f"{settings['samples']} samples each, {len(steps)} training steps, {document['cores']} cores, {document['date']}."
+        f"{settings['samples']} samples each, {len(steps)} training steps, {document['cores']} cores, "
+        f"{document['date']}."
     )
     header = f"<h1>{escape(title)}</h1><p class='soft'>{escape(lead)}</p>"
     main = f'{charts.cards(cards)}<div class="plots">{"".join(panels)}</div>'
     return charts.page(title, header, main, "python -m benchmarks.rollouts")
 
 
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
 def _timing(steps: Sequence[Mapping[str, Any]]) -> str:
-    series = [("gray", _column(steps, "without_s")), ("green", _column(steps, "with_s"))]
-    return _lines("training step", series) + charts.legend([("line gray", "without drafts"), ("line green", "with drafts")])
+    names = charts.legend([("line gray", "without drafts"), ("line green", "with drafts")])
+    return _lines(STEP, [("gray", _column(steps, "without_s")), ("green", _column(steps, "with_s"))]) + names
 
 
 def _sources(epochs: Sequence[Mapping[str, Any]]) -> str:
-    names = sorted({name for epoch in epochs for name in epoch["share_of_accepted"]})
-    colors = dict(zip(names, COLORS, strict=False))
-    series = [(color, [epoch["share_of_accepted"].get(name) or 0.0 for epoch in epochs]) for name, color in colors.items()]
+    shares = _column(epochs, "share_of_accepted")
+    colors = dict(zip(sorted({name for share in shares for name in share}), COLORS, strict=False))
+    series = [(color, [share.get(name) or 0.0 for share in shares]) for name, color in colors.items()]
     return _lines("epoch", series) + charts.legend([(f"line {color}", name) for name, color in colors.items()])
 
 
@@ -68,7 +71,8 @@ def _lines(x_name: str, series: Series) -> str:
     count = max((len(values) for _, values in series), default=1)
     x, y = FRAME.x_scale(0, max(1, count - 1)), FRAME.y_scale(0, marks[-1])
     parts = charts.y_axis(FRAME, y, marks, lambda value: f"{value:g}")
-    parts += charts.x_axis(FRAME, x, [(mark, f"{mark:g}") for mark in charts.ticks(max(1, count - 1), 1) if mark < count])
+    numbers = [mark for mark in charts.ticks(max(1, count - 1), 1) if mark < count]
+    parts += charts.x_axis(FRAME, x, [(number, f"{number:g}") for number in numbers])
     parts.append(charts.x_title(FRAME, x_name))
     for color, values in series:
         points = [(x(number), y(value)) for number, value in enumerate(values) if value is not None]

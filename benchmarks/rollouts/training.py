@@ -14,7 +14,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPE
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollouts.engines import Engines, Sample
@@ -51,9 +51,7 @@ class Watch(TrainerCallback):
         control.should_training_stop = self._is_last(self._run)
 
 
-def train(
-    settings: Settings, engines: Engines, drafter: str, out: Path, is_last: Callable[[Run], bool]
-) -> Run:
+def train(settings: Settings, engines: Engines, drafter: str, out: Path, is_last: Callable[[Run], bool]) -> Run:
     """Train and return what happened. is_last: called after each step, returns whether it was the last one."""
     run, problems = Run(drafter), read_problems(settings.problems)
     numbers = {problem.prompt: number for number, problem in enumerate(problems)}
@@ -94,6 +92,7 @@ def train(
         rollout_func=roll,
     )
     trainer.run = run
+    trainer.remove_callback(PrinterCallback)  # the last line of the output is the document
     trainer.train()
     run.weights, run.seconds = digest(model), perf_counter() - began
     return run
