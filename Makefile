@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak fuzz bench peers evidence lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,7 @@ gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and 
 
 EVIDENCE_ARGS ?=
 CLUSTER_ARGS ?=
+ROLLOUTS_ARGS ?=
 SOAK_MINUTES ?= 60
 
 cluster: $(READY) ## run two engines that share what they learn, and cause faults (10 minutes; vLLM if build/hosts exists; needs redis-server)
@@ -141,6 +142,9 @@ cluster: $(READY) ## run two engines that share what they learn, and cause fault
 
 soak: $(READY) ## run the cluster under constant mixed load for SOAK_MINUTES; memory, files and latency must not grow
 	@$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES)
+
+rollouts: $(READY) ## train the shipped model on rollouts without and with drafts, and compare both runs (10 minutes; ROLLOUTS_ARGS="--engines 2")
+	@$(BIN)/python -m benchmarks.rollouts $(ROLLOUTS_ARGS)
 
 fuzz: $(READY) ## run the randomized tests with many more examples (hours)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest

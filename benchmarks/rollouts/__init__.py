@@ -1,0 +1,1 @@
+"""Reinforcement learning of the shipped model, with rollouts that are generated with and without drafts."""

@@ -1,0 +1,177 @@
+"""What generates rollouts: an engine in this process, or several in processes of their own with the same interface."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import process_time
+from typing import NamedTuple, Protocol
+
+import torch
+
+from benchmarks.rollouts.problems import Problem, read_problems
+from benchmarks.rollouts.settings import Settings
+from engine.commands.demo.sidecar import running_sidecar
+from engine.config import EngineConfig
+from engine.drafters.base import TargetInfo
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
+from engine.models.loader import load_model, write_tensors
+from engine.models.packed import pack
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from engine.sampling.seeds import sample_seed
+from engine.scheduling.request import Completion, Request, SamplingParams
+from ssd.config import DrafterConfig
+
+REMOTE = "ssd-remote"
+Weights = dict[str, torch.Tensor]
+"""Tensors by their names in checkpoints."""
+
+
+class Sample(NamedTuple):
+    """One output that is wanted."""
+
+    version: int
+    """The training step that the weights are from."""
+    problem: int
+    number: int
+    """Number of the sample in its group."""
+
+
+class Rollout(NamedTuple):
+    """Outputs of one training step."""
+
+    completions: list[Completion]
+    """In the order of the samples."""
+    cpu_seconds: float
+    """Processor time of all engines, weight update excluded."""
+
+
+class Engines(Protocol):
+    """What generates rollouts."""
+
+    def update(self, weights: Weights, version: int) -> None:
+        """Replace the weights of all engines."""
+        ...
+
+    def roll(self, samples: Sequence[Sample]) -> Rollout:
+        """Generate outputs."""
+        ...
+
+
+class RolloutEngine:
+    """One engine in this process, with the shipped model."""
+
+    def __init__(self, settings: Settings, drafter: str, address: str = "") -> None:
+        """drafter: as for `ssd-engine --drafter`. address: the sidecar's, for `ssd-remote`."""
+        torch.set_num_threads(settings.threads // settings.engines)
+        self._settings = settings
+        self._problems = read_problems(settings.problems)
+        tokenizer = Tokenizer(SHIPPED_MODEL)
+        self._prompts = [tokenizer.encode(each.prompt)[-settings.prompt_tokens :] for each in self._problems]
+        model = pack(load_model(SHIPPED_MODEL))
+        is_drafted = drafter != "none"
+        config = EngineConfig(max_sequences=settings.max_sequences, max_draft=EngineConfig.max_draft * is_drafted)
+        target = TargetInfo.from_model(model, config, SHIPPED_MODEL)
+        drafts = build_drafter(drafter, DrafterConfig(max_draft=EngineConfig.max_draft), target, address=address)
+        self._engine = build_engine(model, config, drafts, tokenizer.decode, has_budget=is_drafted)
+
+    def update(self, weights: Weights | Path, version: int) -> None:
+        """Replace the weights by tensors or those of a file."""
+        self._engine.update_weights(weights, version=version)
+
+    def roll(self, samples: Sequence[Sample]) -> Rollout:
+        """Generate outputs."""
+        requests = [self.request(sample) for sample in samples]
+        began = process_time()
+        completions = self._engine.generate(requests)
+        return Rollout(completions, process_time() - began)
+
+    def request(self, sample: Sample) -> Request:
+        """Return the request for a sample, whose seed depends on version, problem and number."""
+        problem: Problem = self._problems[sample.problem]
+        seed = sample_seed(self._settings.seed + sample.version, 1 + sample.problem)
+        sampling = SamplingParams(
+            max_tokens=self._settings.max_tokens,
+            temperature=1.0,
+            seed=sample_seed(seed, sample.number),
+            stop=problem.stop,
+        )
+        return Request(self._prompts[sample.problem], sampling)
+
+    def close(self) -> None:
+        """Release the drafter."""
+        self._engine.close()
+
+
+class EngineProcesses:
+    """Several engines in processes of their own. Each generates its share of every group."""
+
+    def __init__(self, settings: Settings, drafter: str, address: str, stack: ExitStack) -> None:
+        """stack: ends the processes."""
+        self._connections = [stack.enter_context(_process(settings, drafter, address)) for _ in range(settings.engines)]
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-")))
+
+    def update(self, weights: Weights, version: int) -> None:
+        """Replace the weights of all engines, through a file."""
+        path = self._folder / "weights.safetensors"
+        write_tensors({name: tensor.clone() for name, tensor in weights.items()}, path)
+        self._call_all([("update", path, version)] * len(self._connections))
+
+    def roll(self, samples: Sequence[Sample]) -> Rollout:
+        """Generate outputs; sample n of a group is made by engine n modulo the number of engines."""
+        count = len(self._connections)
+        owners = [sample.number % count for sample in samples]
+        parts = [[sample for sample, owner in zip(samples, owners, strict=True) if owner == n] for n in range(count)]
+        rollouts = self._call_all([("roll", part) for part in parts])
+        outputs = [iter(rollout.completions) for rollout in rollouts]
+        return Rollout([next(outputs[owner]) for owner in owners], sum(each.cpu_seconds for each in rollouts))
+
+    def _call_all(self, calls: Sequence[tuple]) -> list:
+        for connection, call in zip(self._connections, calls, strict=True):
+            connection.send(call)
+        return [connection.recv() for connection in self._connections]
+
+
+@contextmanager
+def running_engines(settings: Settings, drafter: str) -> Iterator[Engines]:
+    """Yield engines with a drafter, and a sidecar that they share if the drafter is `ssd-remote`."""
+    with ExitStack() as stack:
+        address = stack.enter_context(running_sidecar()) if drafter == REMOTE else ""
+        if settings.engines > 1:
+            yield EngineProcesses(settings, drafter, address, stack)
+        else:
+            engine = RolloutEngine(settings, drafter, address)
+            stack.callback(engine.close)
+            yield engine
+
+
+@contextmanager
+def _process(settings: Settings, drafter: str, address: str) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    own, other = context.Pipe()
+    process = context.Process(target=_serve, args=(other, settings, drafter, address), daemon=True)
+    process.start()
+    other.close()  # the process is then the only one that holds it, so its end is noticed
+    try:
+        yield own
+    finally:
+        own.close()
+        process.join()
+
+
+def _serve(connection: Connection, settings: Settings, drafter: str, address: str) -> None:
+    """Answer calls of the methods of an engine until the other end closes."""
+    engine = RolloutEngine(settings, drafter, address)
+    while True:
+        try:
+            name, *arguments = connection.recv()
+        except EOFError:
+            break
+        connection.send(getattr(engine, name)(*arguments))
+    engine.close()

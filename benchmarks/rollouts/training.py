@@ -1,0 +1,129 @@
+"""Train the shipped model with GRPO: TRL's trainer, with rollouts of this project's engine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.rollouts.engines import Engines, Sample
+from benchmarks.rollouts.problems import read_problems
+from benchmarks.rollouts.runs import Run, Step
+from benchmarks.rollouts.settings import Settings
+from engine.models.shipped import SHIPPED_MODEL
+from engine.scheduling.request import FinishReason
+
+MICRO_BATCH = 16
+"""Largest number of samples in a part of the batch; gradients of parts are summed. Larger parts need more memory."""
+
+
+class Trainer(GRPOTrainer):
+    """Records the loss of each part of the batch, which logs round."""
+
+    run: Run
+
+    def training_step(self, *arguments: Any) -> torch.Tensor:
+        """Compute gradients of one part."""
+        loss = super().training_step(*arguments)
+        self.run.steps[-1].losses.append(loss.item())
+        return loss
+
+
+class Watch(TrainerCallback):
+    """Reports steps and ends the training."""
+
+    def __init__(self, run: Run, is_last: Callable[[Run], bool]) -> None:
+        self._run, self._is_last = run, is_last
+
+    def on_step_end(self, _arguments: Any, _state: Any, control: Any, **_: Any) -> None:
+        """End the training after the last step."""
+        control.should_training_stop = self._is_last(self._run)
+
+
+def train(settings: Settings, engines: Engines, drafter: str, out: Path, is_last: Callable[[Run], bool]) -> Run:
+    """Train and return what happened. is_last: called after each step, returns whether it was the last one."""
+    run, problems = Run(drafter), read_problems(settings.problems)
+    numbers = {problem.prompt: number for number, problem in enumerate(problems)}
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    encoded = [tokenizer(problem.prompt)["input_ids"][-settings.prompt_tokens :] for problem in problems]
+
+    def roll(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+        version, groups = trainer.state.global_step, [numbers[prompt] for prompt in prompts]
+        samples = [Sample(version, group, number % settings.samples) for number, group in enumerate(groups)]
+        began = perf_counter()
+        engines.update(trainer.model.state_dict(), version)
+        updated = perf_counter()
+        rollout = engines.roll(samples)
+        ended = perf_counter()
+        ids = [encoded[group] for group in groups]
+        run.steps.append(Step(ids, rollout.completions, ended - updated, rollout.cpu_seconds, updated - began))
+        outputs = [each.tokens.tolist() for each in rollout.completions]
+        return {"prompt_ids": ids, "completion_ids": outputs, "logprobs": None}
+
+    def reward(prompts: list[str], **_: Any) -> list[float]:
+        step = run.steps[-1]
+        step.rewards = [
+            problems[numbers[prompt]].reward(each.text or "", is_complete=each.finish_reason is FinishReason.STOP)
+            for prompt, each in zip(prompts, step.completions, strict=True)
+        ]
+        return step.rewards
+
+    began = perf_counter()
+    torch.set_num_threads(settings.threads)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
+    trainer = Trainer(
+        model,
+        reward,
+        _configuration(settings, out),
+        Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
+        processing_class=tokenizer,
+        callbacks=[Watch(run, is_last)],
+        rollout_func=roll,
+    )
+    trainer.run = run
+    trainer.remove_callback(PrinterCallback)  # the last line of the output is the document
+    trainer.train()
+    run.weights, run.seconds = digest(model), perf_counter() - began
+    return run
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of the weights, in hexadecimal."""
+    total = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()
+
+
+def _configuration(settings: Settings, out: Path) -> GRPOConfig:
+    batch = settings.problems_per_step * settings.samples
+    part = math.gcd(batch, MICRO_BATCH)
+    return GRPOConfig(
+        str(out / "trainer"),
+        per_device_train_batch_size=part,
+        gradient_accumulation_steps=batch // part,
+        num_generations=settings.samples,
+        max_completion_length=settings.max_tokens,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant",
+        max_steps=10_000,
+        shuffle_dataset=False,
+        seed=settings.seed,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
