@@ -21,6 +21,7 @@ from drafter_service.commands.advise.running import Running
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
 from ssd.baselines.classic import ClassicDrafter
+from ssd.corpus.rollout import Rollout
 from ssd.types import DraftBatch, Progress
 
 
@@ -48,7 +49,8 @@ class MeasuredDrafter(TimedDrafter):
         grouped: requests whose group and version the drafter is given if its `start` has these arguments.
         """
         super().__init__(inner)
-        self._grouped = grouped if "group" in inspect.signature(inner.start).parameters else None
+        self._taken = inspect.signature(inner.start).parameters
+        self._grouped = grouped if {"group", "rollout"} & self._taken.keys() else None
         self.inserting = Stopwatch()
         self._refresh_every = refresh_every
         self._unrefreshed = 0
@@ -57,7 +59,10 @@ class MeasuredDrafter(TimedDrafter):
         """Begin a sequence; the classic drafter gets no session ids."""
         if self._grouped is not None:
             group, version = (int(of[sequence_id]) for of in (self._grouped.groups, self._grouped.versions))
-            options |= {"group": None if group < 0 else str(group), "version": None if version < 0 else version}
+            if "rollout" in self._taken:
+                options["rollout"] = None if group < 0 else Rollout(str(group), max(0, version))
+            else:
+                options |= {"group": None if group < 0 else str(group), "version": None if version < 0 else version}
         with self.inserting:
             super().start(sequence_id, prompt, -1 if isinstance(self.inner, ClassicDrafter) else session, **options)
 
