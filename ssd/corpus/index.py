@@ -111,7 +111,7 @@ class Index:
     @property
     def nbytes(self) -> int:
         """Memory in bytes between merges."""
-        written = min(self.ring.head, self.ring.capacity) * 4
+        written = min(self.ring.head, self.ring.capacity) * 4 + self.ring.tags.nbytes * self.ring.has_tags
         arrays = self._base.nbytes + 2 * self._recent.nbytes
         return written + arrays + self.live.nbytes + self.log.nbytes
 

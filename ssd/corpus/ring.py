@@ -88,6 +88,7 @@ class Ring:
         """Address of slot 0; slots -PAD to capacity + PAD - 1 may be read."""
         self.tags = np.zeros(capacity // TAGGED + 1, np.uint16)
         """uint16: tag of each `TAGGED` slots, see `Rollout.tag`. Not allocated before the first tag."""
+        self.has_tags = False
         # Separators before slot 0 (and in the last slots, which they repeat) end the keys of the first request.
         self._buffer.array[:PAD] = SEPARATOR
         self._buffer.array[-2 * PAD :] = SEPARATOR
@@ -113,8 +114,8 @@ class Ring:
         """Tag the text at positions `position` to `end` - 1. A block of slots has the tag of most of its text."""
         for slots in self.slots_of(position, end):
             blocks = slice((slots.start + TAGGED // 2) // TAGGED, (slots.stop + TAGGED // 2) // TAGGED)
-            if tag != NO_TAG or self.tags[blocks].any():
-                self.tags[blocks] = tag
+            if tag != NO_TAG or (self.has_tags and self.tags[blocks].any()):
+                self.tags[blocks], self.has_tags = tag, True
 
     def erase(self, position: int, end: int) -> None:
         """Overwrite positions `position` to `end` - 1 with separators. There must be no readers."""
