@@ -264,9 +264,9 @@ class Engine:
             if self.scheduler.is_draining:
                 raise UserError("another update of the weights is under way; wait until it is complete")
             self._drain(running == "restart", observe or self._reports.append)
+            self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
-            self.scheduler.pages.forget()
             self.version = self.version + 1 if version is None else version
 
     def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:

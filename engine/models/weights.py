@@ -6,6 +6,7 @@ in another form convert it again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -114,11 +115,15 @@ def _opened(source: Source) -> Checkpoint:
     if isinstance(source, Mapping):
         return StateDict(source)
     path = Path(source)
-    if path.is_dir():
-        return Checkpoint(path)
-    if not path.exists() or path.suffix != ".safetensors":
-        raise UserError(f"{path} is neither a folder nor a .safetensors file; give one of these")
-    return Checkpoint(path, [path])
+    # Unlike the methods of `Path`, these accept names that no file can have.
+    if os.path.isdir(path):
+        try:
+            return Checkpoint(path)
+        except OSError as problem:
+            raise UserError(f"{path} cannot be read ({problem.strerror}); change its permissions") from None
+    if path.suffix == ".safetensors" and os.path.isfile(path):
+        return Checkpoint(path, [path])
+    raise UserError(f"{path} is neither a folder nor a .safetensors file that can be read; give one of these")
 
 
 def _refuse_fixed(decoder: Decoder) -> None:

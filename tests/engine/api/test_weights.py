@@ -79,7 +79,9 @@ def test_outputs_follow_the_weights(http, folders, texts):
     ("path", "fields", "message"),
     [
         ("cut.safetensors", {}, "cut.safetensors is damaged or cut short"),
-        ("absent", {}, "absent is neither a folder nor a .safetensors file; give one of these"),
+        ("absent", {}, "absent is neither a folder nor a .safetensors file that can be read; give one of these"),
+        ("x" * 5000, {}, "is neither a folder nor a .safetensors file"),
+        ("", {}, "has no model.safetensors"),
         ("new", {"version": -1}, "version: "),
         ("new", {"running": "wait"}, "running: this server supports only 'finish' or 'restart'"),
         ("new", {"group": "g"}, "group"),

@@ -1,6 +1,8 @@
 """Overwritten weights give the logits of a model that is loaded with them; weights that do not fit change nothing."""
 
+import errno
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,12 +156,21 @@ def test_damaged_files_are_refused(model, weights, tmp_path):
         for source in (tmp_path, tmp_path / FILE):
             with pytest.raises(UserError, match=r"model.safetensors is damaged or cut short"):
                 check_weights(model, source)
+
+
+def test_paths_that_cannot_be_read_are_refused(model, tmp_path, monkeypatch):
     (tmp_path / "model.bin").touch()
-    for name in ("absent.safetensors", "model.bin"):
-        with pytest.raises(UserError, match=f"{name} is neither a folder nor a .safetensors file"):
-            check_weights(model, tmp_path / name)
-    (tmp_path / FILE).unlink()
+    for name in ("absent.safetensors", "model.bin", "\x00.safetensors", "\ud800.safetensors", "x" * 5000):
+        with pytest.raises(UserError, match=r"is neither a folder nor a .safetensors file that can be read; give one"):
+            check_weights(model, str(tmp_path / name))
     with pytest.raises(UserError, match=r"has no model.safetensors; only safetensors weights are read"):
+        check_weights(model, tmp_path)
+
+    def exists(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\); change its permissions"):
         check_weights(model, tmp_path)
 
 
