@@ -34,11 +34,10 @@ class Das:
     """
 
     def __init__(self, window: int | None, factor: float, least_prob: float, *, is_tree: bool) -> None:
-        """window: number of versions before the current one whose answers are kept; None: all. See `Arctic`."""
+        """window: number of the problem's versions before the current one whose answers are kept; None: all."""
         self._window = window
-        self._trees: dict[Hashable, Arctic] = defaultdict(
-            functools.partial(Arctic, factor, least_prob, is_tree=is_tree)
-        )
+        new = functools.partial(Arctic, factor, least_prob, is_tree=is_tree)
+        self._trees: dict[Hashable, Arctic] = defaultdict(new)
         self._versions: dict[Hashable, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         """Sequences in the tree of each problem, by version."""
         self._running: dict[int, Arctic] = {}
@@ -100,7 +99,7 @@ class FromPreviousVersion(OneByOne, Generic[T]):
 
 
 class SpecRl(FromPreviousVersion[Any]):
-    """The recipe specRL of verl (verl-project/verl#4535): a suffix tree of the prompt and its last answers.
+    """The recipe specRL of verl (verl-project/verl#4535): a suffix tree of a prompt and the previous version's answers.
 
     Drafts the most frequent continuation of the longest match of at most 7 tokens, while its probability is at least
     0.1. Drafts have 2 tokens; the limit is doubled when all of a draft was accepted, else halved.
