@@ -27,7 +27,7 @@ from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.config import DrafterConfig
-from ssd.corpus import rollout as requests
+from ssd.corpus import rollout as rollouts
 
 REMOTE = "ssd-remote"
 Weights = dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ class RolloutEngine:
             seed=sample_seed(seed, sample.number),
             stop=problem.stop,
         )
-        rollout = requests.Rollout(str(sample.problem), sample.version)
+        rollout = rollouts.Rollout(problem.group, sample.version)
         return Request(self._prompts[sample.problem], sampling, rollout=rollout)
 
     def close(self) -> None:
