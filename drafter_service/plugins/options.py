@@ -127,4 +127,7 @@ class RequestOptions:
 
 def _rollout(group: str | None, version: int) -> Rollout | None:
     """Return what a request samples; None without a group. Raises ValueError for one that is too long."""
-    return None if group is None else Rollout(group, version)
+    try:
+        return None if group is None else Rollout(group, version)
+    except ValueError as problem:
+        raise ValueError(f"ssd_{problem}") from None

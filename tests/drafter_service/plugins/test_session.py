@@ -13,6 +13,7 @@ from drafter_service.plugins.options import End, HostLimits, RequestOptions
 from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.transport.wire import SHAPES
+from ssd.corpus.rollout import Rollout
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
@@ -272,10 +273,23 @@ def test_sessions_of_two_users_differ():
 def test_extras_of_a_request():
     extras = {"ssd_private": True, "ssd_session": "chat", "ssd_max_draft": 2, "hints": [1], "temperature": 3, "x": None}
     assert RequestOptions().with_extras(extras) == RequestOptions(private=True, session="chat", max_draft=2, hints=(1,))
+    rollout = {"ssd_group": "problem", "ssd_version": 3}
+    assert RequestOptions().with_extras(rollout).rollout == Rollout("problem", 3)
+    assert RequestOptions().with_extras({"ssd_version": 3}).rollout is None
 
 
 @pytest.mark.parametrize(
-    "extras", [{"ssd_private": "no"}, {"ssd_session": 3}, {"ssd_max_draft": True}, {"hints": "text"}, {"hints": [1.0]}]
+    "extras",
+    [
+        {"ssd_private": "no"},
+        {"ssd_session": 3},
+        {"ssd_max_draft": True},
+        {"hints": "text"},
+        {"hints": [1.0]},
+        {"ssd_group": 10_240 * "a"},
+        {"ssd_version": -1, "ssd_group": "a"},
+        {"ssd_version": "3", "ssd_group": "a"},
+    ],
 )
 def test_a_request_with_unreadable_extras_has_no_drafts(extras):
     session, reports = embedded()

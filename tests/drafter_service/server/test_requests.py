@@ -17,6 +17,7 @@ from drafter_service.server.requests import (
 )
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import MAX_NAME_BYTES, MAX_STEPS, WireError, pack
+from ssd.corpus.rollout import Rollout
 from tests.drafter_service.raw import finish, start, texts
 from tests.strategies import array
 
@@ -28,7 +29,10 @@ def test_a_start_is_read():
     read = read_start(start(7, [1, 2], session_id="s", request_id="r", committed=pack(array([3]), "u4")), 0)
     assert (read.sequence_id, read.prompt.tolist(), read.committed.tolist()) == (7, [1, 2], [3])
     assert (read.session_id, read.request_id, read.learn) == ("s", "r", True)
+    rollout = read_start(pb.Start(rollout=pb.Rollout(group="problem", version=3), seed=-5), 0)
+    assert (rollout.rollout, rollout.seed) == (Rollout("problem", 3), -5)
     bare = read_start(pb.Start(), 0)
+    assert (bare.rollout, bare.seed) == (None, None)
     assert (bare.session_id, bare.request_id, bare.learn, len(bare.prompt)) == (None, None, False, 0)
 
 
@@ -44,6 +48,10 @@ def test_a_finish_is_read():
     [
         (lambda: read_start(pb.Start(prompt=b"12345"), 3), r"starts\[3\]\.prompt has 5 bytes, not a multiple of 4"),
         (lambda: read_start(pb.Start(committed=SEPARATOR), 0), r"starts\[0\]\.committed holds the token id 4294967295"),
+        (
+            lambda: read_start(pb.Start(rollout=pb.Rollout(group="a" * 10_240)), 1),
+            r"starts\[1\]\.rollout: group must have 1 to 512 bytes, not 10240",
+        ),
         (
             lambda: read_start(pb.Start(session_id=LONG_NAME), 0),
             r"starts\[0\]\.session_id has 513 characters; the",
