@@ -77,7 +77,9 @@ class RolloutEngine:
         self._prompts = [tokenizer.encode(each.prompt)[-settings.prompt_tokens :] for each in self._problems]
         model = pack(load_model(SHIPPED_MODEL))
         is_drafted = drafter != "none"
-        config = EngineConfig(max_sequences=settings.max_sequences, max_draft=EngineConfig.max_draft * is_drafted)
+        config = EngineConfig(
+            max_sequences=settings.max_sequences // settings.engines, max_draft=EngineConfig.max_draft * is_drafted
+        )
         target = TargetInfo.from_model(model, config, SHIPPED_MODEL)
         drafts = build_drafter(drafter, DrafterConfig(max_draft=EngineConfig.max_draft), target, address=address)
         self._engine = build_engine(model, config, drafts, tokenizer.decode, has_budget=is_drafted)

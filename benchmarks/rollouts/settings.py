@@ -18,11 +18,12 @@ class Settings:
     """Largest number of prompt tokens; longer prompts are truncated at the start."""
     max_tokens: int = 128
     """Largest number of tokens of an output."""
-    learning_rate: float = 2e-4
-    """Constant. Found by trying 1e-4, 2e-4 and 4e-4."""
+    learning_rate: float = 5e-4
+    """Constant. The mean reward of step 14 was 0.24 with 2e-4, 0.32 with 3e-4 and 0.35 with 5e-4."""
     seed: int = 0
     max_sequences: int = 64
-    """Number of sequences that an engine runs at the same time; the engine's default."""
+    """Number of sequences that run at the same time, on all engines together. Without drafts, 16, 32 and 128 were not
+    faster."""
     engines: int = 1
     """1: the engine is in the trainer's process. More: each has a process of its own, with its share of the threads."""
     threads: int = 2

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollouts.engines import Engines, Sample
@@ -81,19 +83,22 @@ def train(settings: Settings, engines: Engines, drafter: str, out: Path, is_last
 
     began = perf_counter()
     torch.set_num_threads(settings.threads)
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
-    trainer = Trainer(
-        model,
-        reward,
-        _configuration(settings, out),
-        Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
-        processing_class=tokenizer,
-        callbacks=[Watch(run, is_last)],
-        rollout_func=roll,
-    )
-    trainer.run = run
-    trainer.remove_callback(PrinterCallback)  # the last line of the output is the document
-    trainer.train()
+    with catch_warnings():
+        simplefilter("ignore", FutureWarning)  # TRL 1.16 uses a name that transformers 5.24 deprecates
+        trainer = Trainer(
+            model,
+            reward,
+            _configuration(settings, out),
+            Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
+            processing_class=tokenizer,
+            callbacks=[Watch(run, is_last)],
+            rollout_func=roll,
+        )
+        trainer.run = run
+        trainer.remove_callback(PrinterCallback)  # the last line of the output is the document
+        trainer.train()
     run.weights, run.seconds = digest(model), perf_counter() - began
     return run
 
