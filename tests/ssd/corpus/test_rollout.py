@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd import DraftBatch, DrafterConfig, Progress, SuffixDrafter
+from ssd import Corpus, DraftBatch, DrafterConfig, Progress, SuffixDrafter
 from ssd.corpus import ring as ring_module
 from ssd.corpus.ring import PAD, Ring
 from ssd.corpus.rollout import MAX_GROUP_BYTES, MAX_VERSION, NO_TAG, TAGGED, Rollout
@@ -62,7 +62,7 @@ def outputs_of(group, count, rng):
 def first_drafts(tagged, asked):
     """Let two groups produce outputs; return the draft after their shared beginning for `asked`, a Rollout or None."""
     rng = np.random.default_rng(1)
-    with SuffixDrafter(DrafterConfig(capacity=8192, max_draft=4, cost=0.05)) as drafter:
+    with SuffixDrafter(DrafterConfig(max_draft=4, cost=0.05), corpus=Corpus(8192)) as drafter:
         for number in range(120):
             group = number % 2
             rollout = Rollout(f"problem {group}", number // 4) if tagged else None
@@ -89,7 +89,7 @@ def test_tags_of_others_do_not_change_drafts_of_other_requests():
 def _untagged(tagged):
     """Return the drafts of requests without a rollout, over text that has tags or none."""
     rng = np.random.default_rng(2)
-    with SuffixDrafter(DrafterConfig(capacity=8192, max_draft=8, cost=0.02)) as drafter:
+    with SuffixDrafter(DrafterConfig(max_draft=8, cost=0.02), corpus=Corpus(8192)) as drafter:
         for number in range(40):
             tag = Rollout(str(number % 3), number).tag if tagged else NO_TAG
             drafter.corpus.append(rng.integers(0, 4, 50).astype(np.uint32), tag=tag)
@@ -100,4 +100,5 @@ def _untagged(tagged):
             drafter.start(number, text[:10])
             drafts.append(drafter.draft(Progress.of_one(number, text[10:], max_draft=8)))
             drafter.finish(number, text[:3])
+            drafter.corpus.refresh()
         return DraftBatch.concatenate(drafts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd import DrafterConfig, Progress, SuffixDrafter
+from ssd import Corpus, DrafterConfig, Progress, SuffixDrafter
 from ssd.kernels.fallback import Found
 from ssd.kernels.noise import (
     LEAST_LEFT,
@@ -111,7 +111,7 @@ def sampled_steps(seed_given, requests=120, length=40):
     chain = np.log(rng.dirichlet(np.full(4, 0.8), size=32))
     following = np.stack([rng.permutation(32)[:4] for _ in range(32)])
     steps = 0
-    with SuffixDrafter(DrafterConfig(capacity=8192, max_draft=8, cost=0.02)) as drafter:
+    with SuffixDrafter(DrafterConfig(max_draft=8, cost=0.02), corpus=Corpus(8192)) as drafter:
         for request in range(requests):
             text = [request % 8]
             for position in range(1, length + 1):
