@@ -6,6 +6,7 @@ noise is keyed by (seed, position), the token at a position is the same in every
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 from engine.executor.transfer import on_device
 from engine.sampling.truncation import Limits, Truncation, divisors, lowest_scores, rows_per_part, truncate
 from engine.scheduling.request import GREEDY_BELOW
+from ssd.kernels.jit import Doubles, FloatRows, Longs, Nothing, kernel
+from ssd.kernels.noise import Sampling, bits_of, gumbel, key_at
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15: the increment of SplitMix64 (Steele, Lea and Flood, 2014)
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -47,6 +50,10 @@ def sample_tokens(
     logits: float32 [M, V]. temperatures: float64 [M], 0 for greedy. seeds: int64 [M]. positions: int64 [M], of the
     sampled token within its sequence.
     """
+    if truncation is None and logits.device.type == "cpu":
+        chosen = np.empty(len(logits), np.int64)
+        _sample_rows(logits.contiguous().numpy(), temperatures, seeds, positions, chosen)
+        return torch.from_numpy(chosen)
     tokens = greedy_tokens(logits)
     sampled = np.flatnonzero(temperatures > GREEDY_BELOW)
     size = rows_per_part(logits.shape[1])
@@ -64,6 +71,33 @@ def sample_tokens(
             scores[left, candidates] += _noise(_keys(own_seeds, own_positions)[left], candidates)
         tokens[rows] = greedy_tokens(scores)
     return tokens
+
+
+LOG2_E = 1 / math.log(2)
+
+
+@kernel(FloatRows, Doubles, Longs, Longs, Longs, returns=Nothing)
+def _sample_rows(logits, temperatures, seeds, positions, tokens):  # type: ignore[no-untyped-def]
+    """Write the token of each row. The noise is only computed where it may be large enough, which few tokens reach."""
+    for row in range(len(logits)):
+        is_sampled = temperatures[row] > GREEDY_BELOW
+        divisor = np.float32(temperatures[row] if is_sampled else 1.0)
+        key = key_at(Sampling(True, seeds[row], np.int64(0)), positions[row])
+        token, best = 0, np.float32(-np.inf)
+        for candidate in range(logits.shape[1]):
+            score = logits[row, candidate] / divisor
+            if is_sampled and score > -np.inf:
+                # Noise above x has a random number below exp(-x), hence below this power of two.
+                octaves = max(np.float32(0.0), (best - score) * np.float32(LOG2_E) - np.float32(0.01))
+                if octaves >= 33.0:
+                    continue
+                bits = bits_of(key, candidate)
+                if bits >> (np.uint64(32) - np.uint64(min(octaves, np.float32(32.0)))):
+                    continue
+                score += np.float32(gumbel(bits))
+            if score > best:
+                token, best = candidate, score
+        tokens[row] = token
 
 
 def sample_tokens_on_device(

@@ -22,8 +22,8 @@ PLAIN_STEPS = 8
 """Smallest number of consecutive plain steps, from which their duration is known."""
 TRIAL = 4.0
 """What a trial of drafting may cost, in durations of a plain step; a step that drafts costs a large part of one."""
-DRAFTING_STEPS = 256
-"""Largest number of consecutive steps that draft, after which the duration of plain steps is measured again."""
+DRAFTING_RUNS = 256, 256
+"""Number of consecutive steps that draft, after which the duration of plain steps is measured again."""
 
 
 class DeviceDrafting:
@@ -32,7 +32,7 @@ class DeviceDrafting:
     def __init__(self, curve: StepCurve) -> None:
         """curve: durations of plain steps."""
         self._curve = curve
-        self._backoff = Backoff(TRIAL, shortest_pause=PLAIN_STEPS, longest_run=DRAFTING_STEPS, is_stopped=True)
+        self._backoff = Backoff(TRIAL, shortest_pause=PLAIN_STEPS, runs=DRAFTING_RUNS, is_stopped=True)
         self._plain = deque([1.0], maxlen=2 * PLAIN_STEPS - 1)
         """Durations of the last plain steps, as multiples of those of the curve."""
         self._drafting = deque[float](maxlen=2 * PLAIN_STEPS - 1)

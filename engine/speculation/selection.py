@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
-from ssd.budget.backoff import Backoff
+from ssd.budget.backoff import MEASURED_RUNS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
 from ssd.types import DraftBatch
@@ -24,7 +24,7 @@ class DraftSelection:
     def __init__(self, curve: StepCurve) -> None:
         """curve: durations of steps, in seconds."""
         self._budget = TokenBudget(curve)
-        self._backoff = Backoff()
+        self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
         self._expected = self._accepted = 0.0
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
 

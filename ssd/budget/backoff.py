@@ -27,6 +27,8 @@ FIRST_PAUSE = 128.0
 is in proportion to that loss."""
 MAX_DOUBLINGS = 30
 """Number of times that a pause doubles; the loss of a trial limits it earlier."""
+MEASURED_RUNS = 32, 1024
+"""`runs` where single steps without drafts suffice to know their duration."""
 RECENT = 5
 """Number of recent steps whose median counts."""
 
@@ -39,13 +41,15 @@ class Backoff:
         trial: float = TRIAL,
         *,
         shortest_pause: int = 1,
-        longest_run: int | None = None,
+        runs: tuple[int, int] | None = None,
         is_stopped: bool = False,
     ) -> None:
-        """trial: time that a trial may lose. shortest_pause, longest_run: numbers of steps without and with drafts, for
-        callers that measure both kinds. is_stopped: whether the first steps have no drafts.
+        """trial: time that a trial may lose. shortest_pause: smallest number of steps without drafts. runs: number of
+        steps with drafts after which drafting stops, so that steps without drafts are measured, at first and at most,
+        since it doubles each time; None: it does not stop. is_stopped: whether the first steps have no drafts.
         """
-        self._trial, self._shortest_pause, self._longest_run = trial, shortest_pause, longest_run
+        self._trial, self._shortest_pause = trial, shortest_pause
+        self._run_steps, self._most_run_steps = runs or (0, 0)
         self._sum = self._run = trial
         """Time saved, within the limits above; the second since drafting last began, without steps that were slow
         because it began."""
@@ -82,8 +86,9 @@ class Backoff:
         self.steps += 1
         if max(self._sum, self._run) < 0 and self.steps >= MIN_TRIAL_STEPS:
             self._stop()
-        elif self.steps == self._longest_run:
+        elif self.steps == self._run_steps:
             self.steps, self.pause_steps = 0, self._shortest_pause
+            self._run_steps = min(2 * self._run_steps, self._most_run_steps)
 
     def record_pause(self) -> None:
         """Record a step in which no drafts were made because drafting was stopped."""
@@ -92,8 +97,9 @@ class Backoff:
             self.end_pause()
 
     def end_pause(self) -> None:
-        """Try drafting again."""
-        self._sum, self._run = max(self._sum, self._trial), self._trial
+        """Draft again; if drafting was not worthwhile, as a new trial."""
+        if max(self._sum, self._run) < 0:
+            self._sum, self._run = max(self._sum, self._trial), self._trial
         self.steps = self.pause_steps = 0
 
     def _stop(self) -> None:

@@ -63,6 +63,8 @@ class StepCurve:
         self._fit = None if spread is None else CurveFit(knots, spread)
         self._unrecorded = 0
         """Number of steps since one was recorded."""
+        self._was_ragged = False
+        """Whether a sequence of the last step had several tokens."""
         self._rows: dict[int, np.ndarray] = {}
         """Durations at the knots by number of sequences."""
         self._parts: dict[int, np.ndarray] = {}
@@ -120,8 +122,15 @@ class StepCurve:
 
         return cls(knots, prior, padding)
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether recorded steps change the curve."""
+        return self._fit is not None
+
     def row(self, sequences: int) -> np.ndarray:
-        """Return the durations at the knots for a number of sequences, float64 [K], without padding."""
+        """Return the durations at the knots for a number of sequences, float64 [K], without padding and
+        `ragged_seconds`.
+        """
         if sequences not in self._rows:
             if len(self._rows) >= MAX_ROWS:
                 self._rows.clear()
@@ -133,13 +142,20 @@ class StepCurve:
             self._rows[sequences] = row
         return self._rows[sequences]
 
+    def ragged_seconds(self, sequences: int) -> float:
+        """Return how much longer a step takes if a sequence has several tokens."""
+        if self._fit is None or not self._fit.steps:
+            return 0.0
+        return self._fit.ragged_seconds(self._parts_of(sequences))
+
     def padding(self, sequences: int) -> Padding:
         """Return the shapes that steps with a number of sequences are padded to."""
         return self._padding if isinstance(self._padding, Padding) else self._padding(sequences)
 
     def seconds(self, tokens: np.ndarray | float, sequences: int) -> np.ndarray:
         """Return the durations of steps, float64 of the shape of `tokens`, without the padding of `Padding.lengths`."""
-        return extended(self._padded(tokens, sequences), self.knots, self.row(sequences))
+        ragged = np.where(np.asarray(tokens) > sequences, self.ragged_seconds(sequences), 0.0)
+        return ragged + extended(self._padded(tokens, sequences), self.knots, self.row(sequences))
 
     def _padded(self, tokens: np.ndarray | float, sequences: int) -> np.ndarray:
         """Return the numbers of tokens that the engine runs, of the shape of `tokens`."""
@@ -166,11 +182,14 @@ class StepCurve:
             self.totals.ignored += 1
             return False
         self._unrecorded += 1
-        if self._fit is None or (self._fit.steps >= ALL_STEPS and self._unrecorded < RECORD_EVERY):
+        is_ragged = tokens > sequences
+        is_alike, self._was_ragged = is_ragged == self._was_ragged, is_ragged
+        # Steps of one kind between many of the other are all recorded.
+        if self._fit is None or (self._fit.steps >= ALL_STEPS and self._unrecorded < RECORD_EVERY and is_alike):
             return True
         self._unrecorded = 0
         size = float(self._padded(tokens, sequences))
-        expected = self._fit.record(self._parts_of(sequences), size, seconds)
+        expected = self._fit.record(self._parts_of(sequences), size, seconds, is_ragged=is_ragged)
         self.totals.sizes[size_of(int(tokens))] += 1, seconds, expected or seconds
         self._rows.clear()
         self.revision += 1

@@ -1,10 +1,11 @@
 """Learn a step-time curve from the steps that ran.
 
 The curve is a sum of parts of a prior curve, each multiplied by a factor: the time of a step with one token, the time
-that further sequences add, and the time that further tokens add from each knot to the next. No factor is negative, so
-larger steps never take less time. The factors are the most probable ones given the durations (ridge regression with
-non-negative coefficients, each duration weighted by its expected value). Without durations a factor is 1, and factors
-of nearby knots resemble each other, so a few steps teach the cost of sizes that have not run yet.
+that further sequences add, by how much a step takes longer if a sequence has several tokens, and the time that further
+tokens add from each knot to the next. No factor is negative, so larger steps never take less time. The factors are the
+most probable ones given the durations (ridge regression with non-negative coefficients, each duration weighted by its
+expected value). Without durations a factor is 1, and factors of nearby knots resemble each other, so a few steps teach
+the cost of sizes that have not run yet.
 
 A single step changes what is expected by a limited fraction, because it may have been disturbed. Old steps lose weight
 slowly; parts whose steps have lost their weight take their factors from nearby parts and the prior curve. The scale of
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.kernels.jit import Float, Nothing, kernel, outline
+from ssd.kernels.jit import Bool, Doubles, Float, Nothing, kernel, outline
 
 COMMON = 0.5
 """Share of the variance of the factors of tokens that all of them have in common."""
@@ -46,18 +47,20 @@ MIN_TRIALS = 6.0
 """Number of recent steps that must have reached a part of the curve before its factor is used. The first part with
 fewer is expected to add no time, so that the next larger size is tried, and again when these steps have lost their
 weight."""
+RAGGED_TIME, RAGGED_SPREAD = 0.05, 4.0
+"""How much longer a step takes in the prior curve if a sequence has several tokens, as a fraction of the time with one
+token each, and the standard deviation of its factor. Engines have faster ways for one token each."""
 SMALLEST_SLOPE = 0.1 / 64
 """Smallest time that a token adds in the prior curve, as a fraction of an empty step, since factors cannot change 0."""
 SWEEPS, TOLERANCE = 30, 1e-4
 """Maximum number of passes over the factors, and the largest change at which they end."""
 
 # Indices of the first factors.
-EMPTY, PER_SEQUENCE, PER_TOKEN = range(3)
+EMPTY, PER_SEQUENCE, RAGGED, PER_TOKEN = range(4)
 # Entries of the state: factor of the whole curve, number of recorded steps, and means of recent steps: the relative
 # deviation of their durations from the expected ones, and the logarithm of the ratio to those of the prior curve.
 SCALE, STEPS, DEVIATION, PRIOR_RATIO = range(4)
 
-_Vector = types.Array(types.float64, 1, "C")
 _Matrix = types.Array(types.float64, 2, "C")
 
 
@@ -71,12 +74,12 @@ class CurveFit:
         middle = np.log(knots[1:] * knots[:-1]) / 2
         nearness = np.exp(-np.abs(middle[:, None] - middle) / DISTANCE)
         count = PER_TOKEN + len(middle)
-        covariance = np.diag([1.0, spread**2] + [0.0] * len(middle))
+        covariance = np.diag([1.0, spread**2, RAGGED_SPREAD**2] + [0.0] * len(middle))
         covariance[PER_TOKEN:, PER_TOKEN:] = spread**2 * (COMMON + (1 - COMMON) * nearness)
         self._knots = knots
         self.factors = np.ones(count)
-        """float64 [F]: of a step with one token, of further sequences, and of further tokens between neighboring
-        knots."""
+        """float64 [F]: of a step with one token, of further sequences, of sequences with several tokens, and of further
+        tokens between neighboring knots."""
         self._trials = np.zeros(len(middle))
         """Decayed number of steps that reached each part."""
         self._state = np.array([1.0, 0.0, 0.0, 0.0])
@@ -105,23 +108,29 @@ class CurveFit:
         write_seconds(*self._arrays[:4], parts, next_size, seconds)
         return seconds
 
-    def record(self, parts: np.ndarray, tokens: float, seconds: float) -> float:
+    def ragged_seconds(self, parts: np.ndarray) -> float:
+        """Return how much longer a step takes if a sequence has several tokens; parts as in `seconds`."""
+        return float(parts[RAGGED] * self.factors[RAGGED] * self._state[SCALE])
+
+    def record(self, parts: np.ndarray, tokens: float, seconds: float, *, is_ragged: bool) -> float:
         """Learn from a step of a number of tokens; return how long it was expected to take, 0 for the first step.
 
-        parts: those of the prior curve for the number of sequences of the step.
+        parts: those of the prior curve for the number of sequences of the step. is_ragged: whether one of these has
+        several tokens.
         """
-        return float(record_step(*self._arrays, parts, tokens, seconds))
+        return float(record_step(*self._arrays, parts, tokens, seconds, is_ragged))
 
 
 def parts_of(prior: np.ndarray, empty: float, knots: np.ndarray, sequences: int) -> np.ndarray:
-    """Return the parts of a prior curve in the order of the factors, float64 [K + 1].
+    """Return the parts of a prior curve in the order of the factors, float64 [K + 2].
 
     prior: float64 [K], durations at the knots for this number of sequences. empty: that of the first knot for one
     sequence.
     """
     slope = SMALLEST_SLOPE * empty
     per_token = np.maximum(np.diff(prior), slope * np.diff(knots))
-    return np.concatenate(([empty, max(prior[0] - empty, slope * (sequences - 1))], per_token))
+    per_sequence = max(prior[0] - empty, slope * (sequences - 1))
+    return np.concatenate(([empty, per_sequence, RAGGED_TIME * prior[0]], per_token))
 
 
 class Fit(NamedTuple):
@@ -144,9 +153,10 @@ class Fit(NamedTuple):
 
 
 @outline
-def _set_features(fit, parts, tokens):  # type: ignore[no-untyped-def]
+def _set_features(fit, parts, tokens, is_ragged):  # type: ignore[no-untyped-def]
     """Write what a step of a number of tokens has of each part, and count it as a trial of them."""
     fit.features[EMPTY], fit.features[PER_SEQUENCE] = parts[EMPTY], parts[PER_SEQUENCE]
+    fit.features[RAGGED] = parts[RAGGED] * is_ragged
     last = len(fit.trials) - 1
     for part in range(last + 1):
         low, high = fit.knots[part], fit.knots[part + 1]
@@ -186,16 +196,16 @@ def _solve(fit):  # type: ignore[no-untyped-def]
             return
 
 
-_FIT = (*[_Vector] * 4, *[_Matrix] * 2, *[_Vector] * 2)
+_FIT = (*[Doubles] * 4, *[_Matrix] * 2, *[Doubles] * 2)
 
 
-@kernel(*_FIT, _Vector, Float, Float, returns=Float)
+@kernel(*_FIT, Doubles, Float, Float, Bool, returns=Float)
 def record_step(  # type: ignore[no-untyped-def]
-    knots, factors, trials, state, prior, precision, weighted, features, parts, tokens, seconds
+    knots, factors, trials, state, prior, precision, weighted, features, parts, tokens, seconds, is_ragged
 ):
     """See `CurveFit.record`."""
     fit = Fit(knots, factors, trials, state, prior, precision, weighted, features)
-    _set_features(fit, parts, tokens)
+    _set_features(fit, parts, tokens, is_ragged)
     expected = 0.0
     for row in range(len(factors)):
         expected += features[row] * factors[row]
@@ -221,7 +231,7 @@ def record_step(  # type: ignore[no-untyped-def]
     return known
 
 
-@kernel(*[_Vector] * 5, Float, _Vector, returns=Nothing)
+@kernel(*[Doubles] * 5, Float, Doubles, returns=Nothing)
 def write_seconds(knots, factors, trials, state, parts, next_size, seconds):  # type: ignore[no-untyped-def]
     """See `CurveFit.seconds`."""
     total, is_tried = parts[EMPTY] * factors[EMPTY] + parts[PER_SEQUENCE] * factors[PER_SEQUENCE], True

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.budget.backoff import Backoff
+from ssd.budget.backoff import MEASURED_RUNS, Backoff
 from ssd.budget.curve import MAX_SECONDS, StepCurve
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES
 from ssd.budget.totals import BudgetTotals
@@ -15,6 +15,7 @@ from ssd.kernels.budget import (
     KNOTS,
     LENGTHS,
     MAX_KNOTS,
+    RAGGED,
     SEQUENCES,
     SIZES,
     START_STATE,
@@ -58,7 +59,7 @@ class TokenBudget:
         )
         """The fields of `ssd.kernels.budget.Budget`."""
         self._knots, self._seconds, self._sizes, self._lengths, self._facts, self._state = self.arrays
-        self._backoff = Backoff()
+        self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
         self._shown: tuple[object, ...] = ()
         """What the arrays show: cost or revision of the curve, and number of sequences."""
         self.prepare(1)
@@ -72,10 +73,8 @@ class TokenBudget:
         sequences = max(1, sequences)
         shown = (cost, self.curve.revision if cost is None else 0, sequences)
         if shown != self._shown:
-            if cost is not None:
-                self._write(StepCurve.constant(cost), sequences)  # It checks the cost.
-            else:
-                self._write(self.curve, sequences)
+            # A constant curve checks the cost.
+            self._write(self.curve if cost is None else StepCurve.constant(cost), sequences)
             self._facts[SEQUENCES] = sequences
             self._shown = shown
         self._facts[TOKENS] = sequences + other_tokens
@@ -161,3 +160,4 @@ class TokenBudget:
                 raise ValueError(f"a step-time curve has {len(values)} sizes; at most {len(array)} are supported")
             array[: len(values)] = values
             self._facts[index] = len(values)
+        self._state[RAGGED] = curve.ragged_seconds(sequences)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.kernels.jit import Float, Int, Longs, Nothing, inline, kernel, outline
+from ssd.kernels.jit import Doubles, Float, Int, Longs, Nothing, inline, kernel, outline
 
 MAX_KNOTS = 128
 """Largest number of knots of a step-time curve."""
@@ -29,12 +29,13 @@ and of its sequences."""
 FACTS = 5
 
 # Entries of `Budget.state`.
-MEAN_TOKENS, MEAN_TIME, CUT, WITHHELD = range(4)
+MEAN_TOKENS, MEAN_TIME, CUT, WITHHELD, RAGGED = range(5)
 """Running means of tokens per step of a sequence, and of the time of a step, relative to that of a step without drafts;
-path probability at which recent batches were cut; number of draft tokens that were not worth verifying."""
-STATE = 4
+path probability at which recent batches were cut; number of draft tokens that were not worth verifying; by how much
+a step takes longer if a sequence has several tokens."""
+STATE = 5
 
-START_STATE = (1.5, 1.0, 0.05, 0.0)
+START_STATE = (1.5, 1.0, 0.05, 0.0, 0.0)
 RATE = 0.001
 """Weight of a sequence's step in the running means."""
 FLOOR = 0.0015
@@ -52,7 +53,7 @@ class Budget(NamedTuple):
     knots: np.ndarray
     """float64: ascending numbers of tokens."""
     seconds: np.ndarray
-    """float64: duration of a step with that number of tokens; linear in between, and beyond."""
+    """float64: duration of a step with that number of tokens, without `RAGGED`; linear in between, and beyond."""
     sizes: np.ndarray
     """int64: ascending numbers of tokens that the engine pads steps to; larger steps are not padded."""
     lengths: np.ndarray
@@ -74,6 +75,7 @@ def _seconds_between(budget, right, tokens):  # type: ignore[no-untyped-def]
 @outline
 def step_seconds(budget, tokens):  # type: ignore[no-untyped-def]
     """Return the duration of a step of a number of tokens."""
+    ragged = budget.state[RAGGED] if tokens > budget.facts[SEQUENCES] else 0.0
     count = budget.facts[SIZES]
     if count > 0:
         place = np.searchsorted(budget.sizes[:count], tokens)
@@ -81,7 +83,7 @@ def step_seconds(budget, tokens):  # type: ignore[no-untyped-def]
             tokens = budget.sizes[place]
     last = budget.facts[KNOTS] - 1
     right = np.searchsorted(budget.knots[: last + 1], np.float64(tokens))
-    return _seconds_between(budget, min(max(right, 1), last), tokens)
+    return _seconds_between(budget, min(max(right, 1), last), tokens) + ragged
 
 
 @inline
@@ -162,7 +164,7 @@ def _best_count(budget, probs):  # type: ignore[no-untyped-def]
             tokens = budget.sizes[size]
         while right < facts[KNOTS] - 1 and budget.knots[right] < tokens:
             right += 1
-        worth = gain - rate * (_seconds_between(budget, right, tokens) - start)
+        worth = gain - rate * (_seconds_between(budget, right, tokens) + budget.state[RAGGED] - start)
         if worth > best_gain:
             best, best_gain = count, worth
     return best
@@ -235,8 +237,7 @@ def _cut_drafts(probs, offsets, lengths, likeliest, total):  # type: ignore[no-u
         lengths[index] = length
 
 
-_Doubles = types.Array(types.float64, 1, "C")
-_BUDGET = (_Doubles, _Doubles, Longs, Longs, Longs, _Doubles)
+_BUDGET = (Doubles, Doubles, Longs, Longs, Longs, Doubles)
 _Probs = types.Array(types.float32, 1, "C", readonly=True)
 
 

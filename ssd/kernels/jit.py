@@ -37,6 +37,8 @@ Parents = types.Array(types.int32, 1, "C", readonly=True)
 """int32 [N], read only: the parent of each node of a tree."""
 Longs = types.Array(types.int64, 1, "C")
 """int64 [N]."""
+Doubles = types.Array(types.float64, 1, "C")
+"""float64 [N]."""
 Bools = types.Array(types.boolean, 1, "C")
 """bool [N]."""
 BoolRows = types.Array(types.boolean, 2, "C")

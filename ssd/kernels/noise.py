@@ -56,10 +56,21 @@ def key_at(sampling, end):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _noise(key, token):  # type: ignore[no-untyped-def]
-    """Return the noise of a token, standard Gumbel."""
-    bits = _mix64(key + (np.uint64(token) + np.uint64(1)) * GOLDEN) >> np.uint64(32)
+def bits_of(key, token):  # type: ignore[no-untyped-def]
+    """Return the random number of a token, 32 bits."""
+    return _mix64(key + (np.uint64(token) + np.uint64(1)) * GOLDEN) >> np.uint64(32)
+
+
+@inline
+def gumbel(bits):  # type: ignore[no-untyped-def]
+    """Return the noise, standard Gumbel, of a random number of 32 bits."""
     return -math.log(-math.log1p(-(np.float64(bits) + 0.5) * 2.0**-32))
+
+
+@inline
+def _noise(key, token):  # type: ignore[no-untyped-def]
+    """Return the noise of a token."""
+    return gumbel(bits_of(key, token))
 
 
 @kernel(Int, Int, Int, returns=Float)

@@ -64,7 +64,7 @@ async def teach(session, seconds_per_token):
 @run
 async def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
     sessions = [Session(namespace, Limits()) for _ in range(2)]
-    for session, seconds_per_token in zip(sessions, (0.001, 0.5), strict=True):
+    for session, seconds_per_token in zip(sessions, (0.001, 0.3), strict=True):
         await send(session, starts=[start(1, LOOP)])
         await teach(session, seconds_per_token)
     fast, slow = [drafted(await send(session, batch=batch({1: ()}, 32))) for session in sessions]

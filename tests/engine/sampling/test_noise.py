@@ -1,6 +1,10 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from engine.sampling.noise import gumbel_noise, gumbel_noise_of, mix64, sample_tokens
@@ -22,6 +26,24 @@ def sampled_tokens_of(logits, temperature, count, *, seed_of=lambda index: index
         np.array([seed_of(i) for i in index], np.int64),
         np.array([position_of(i) for i in index], np.int64),
     )
+
+
+def sample_slowly(logits, temperatures, seeds, positions, noise=gumbel_noise):
+    """Return the tokens with the noise of all tokens, and `sample_tokens`' other arguments."""
+    is_sampled = torch.from_numpy(temperatures > 1e-5)
+    divisors = torch.where(is_sampled, torch.from_numpy(temperatures), 1.0).float()[:, None]
+    found = noise(torch.from_numpy(seeds), torch.from_numpy(positions), logits.shape[1])
+    return (logits / divisors + found * is_sampled[:, None]).argmax(1)
+
+
+@given(st.integers(0, 1 << 32), st.integers(1, 600), st.sampled_from([0.0, 1.0, 5.0, 30.0]), st.booleans())
+def test_noise_that_is_not_computed_changes_no_token(seed, size, spread, is_masked):
+    rng, count = np.random.default_rng(seed), 20
+    logits = spread * rng.standard_normal((count, size)).astype(np.float32)
+    logits[:, 1:][rng.random((count, size - 1)) < 0.5 * is_masked] = -np.inf
+    temperatures = rng.choice([0.0, 0.3, 1.0, 2.0], count)
+    rows = torch.from_numpy(logits), temperatures, rng.integers(-(1 << 63), 1 << 63, count), np.arange(count)
+    assert sample_tokens(*rows).tolist() == sample_slowly(*rows).tolist()
 
 
 def fits_softmax(tokens, logits, temperature):
@@ -52,8 +74,6 @@ def test_rare_tokens_of_a_large_vocabulary_have_the_right_rate():
 
 @pytest.mark.parametrize("fault", ["forgotten temperature", "uniform in place of Gumbel noise", "one noise for all"])
 def test_planted_faults_are_caught(fault, monkeypatch):
-    from engine.sampling import noise as sampling
-
     temperature = 1.0
     seed_of = lambda index: index  # noqa: E731
     if fault == "forgotten temperature":
@@ -61,7 +81,8 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     elif fault == "one noise for all":
         seed_of = lambda _: 1  # noqa: E731
     else:
-        monkeypatch.setattr(sampling, "gumbel_noise", lambda *key: torch.exp(-torch.exp(-gumbel_noise(*key))))
+        uniform = lambda *key: torch.exp(-torch.exp(-gumbel_noise(*key)))  # noqa: E731
+        monkeypatch.setitem(globals(), "sample_tokens", partial(sample_slowly, noise=uniform))
     assert not fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.scheduling.plan import SequencePlan, StepPlan
-from engine.speculation.device_drafting import DRAFTING_STEPS, DeviceDrafting
+from engine.speculation.device_drafting import DRAFTING_RUNS, DeviceDrafting
 from tests.curves import curve_of
 
 PLAIN_S = 0.005
@@ -69,7 +69,7 @@ def test_a_drafter_that_pays_is_not_stopped(cost, accepted):
     device.run(4000, step_s=cost * PLAIN_S, accepted=accepted)
     assert device.speed > 0.97 * (1 + accepted) / cost
     # Plain steps are run now and then, so that their duration stays known.
-    assert device.drafted[-DRAFTING_STEPS - 20 :].count(False) > 0
+    assert device.drafted[-DRAFTING_RUNS[0] - 20 :].count(False) > 0
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

@@ -23,6 +23,18 @@ def test_drafts_that_save_more_than_they_cost_never_stop():
     assert all(run(Backoff(), 1000, saved=0.5, drafting=0.4))
 
 
+def test_steps_without_drafts_are_measured_at_growing_intervals():
+    made = run(Backoff(runs=(32, 128)), 32 + 1 + 64 + 1 + 3 * (128 + 1), saved=0.5, drafting=0.4)
+    lengths = [len(each) for each in "".join(map(str, map(int, made))).split("0")]
+    assert lengths == [32, 64, 128, 128, 128, 0]
+
+
+def test_a_small_loss_stops_drafting_although_it_is_interrupted():
+    backoff = Backoff(runs=(8, 8))
+    made = run(backoff, 4000, saved=0.0, drafting=0.02)
+    assert sum(made[-1000:]) < 500
+
+
 @pytest.mark.parametrize("drafting", [0.01, 0.1, 1.0])
 def test_drafting_that_saves_nothing_costs_a_small_fraction_of_the_time(drafting):
     steps = 20_000

@@ -185,6 +185,21 @@ def test_sequences_have_a_price_of_their_own():
         assert float(curve.seconds(2 * sequences, sequences)) == pytest.approx(expected, rel=0.1)
 
 
+def test_a_step_takes_longer_if_a_sequence_has_several_tokens():
+    """An engine that runs one token of each sequence in a faster way is slower with few drafts than without any."""
+    curve, rng = StepCurve.unknown(), np.random.default_rng(0)
+    for _ in range(400):
+        drafted = int(rng.choice([0, 16, 32, 64]))
+        curve.record(64 + drafted, 64, 0.013 + (drafted > 0) * 0.003 + 0.00004 * drafted)
+    assert curve.ragged_seconds(64) == pytest.approx(0.003, rel=0.25)
+    assert float(curve.seconds(64, 64)) == pytest.approx(0.013, rel=0.05)
+    budget = TokenBudget(curve)
+    budget.prepare(64)
+    # At first 1.5 tokens are expected per sequence and step: 7.4 per millisecond.
+    assert budget.select(np.full(12, 0.9, np.float32), np.arange(13)).sum() == 0
+    assert budget.select(np.full(64, 0.9, np.float32), np.arange(65)).sum() == 64
+
+
 def test_the_next_size_is_tried_and_then_known():
     """Sizes that never ran are expected to be free until some steps have tried them, one part at a time."""
     curve, sizes = StepCurve.unknown(), []
@@ -240,18 +255,18 @@ class SlowFit:
 
     def __init__(self, knots, spread):
         middle = np.log(knots[1:] * knots[:-1]) / 2
-        covariance = np.diag([1.0, spread**2] + [0.0] * len(middle))
+        covariance = np.diag([1.0, spread**2, 4.0**2] + [0.0] * len(middle))
         for row, column in itertools.product(range(len(middle)), repeat=2):
             nearness = np.exp(-abs(middle[row] - middle[column]))
-            covariance[2 + row, 2 + column] = spread**2 * (0.5 + 0.5 * nearness)
+            covariance[3 + row, 3 + column] = spread**2 * (0.5 + 0.5 * nearness)
         self.knots, self.prior = knots, np.linalg.inv(covariance)
         self.rows, self.scale, self.mean_deviation, self.prior_ratio, self.number = [], 1.0, 0.0, 0.0, 0
 
-    def record(self, factors, parts, tokens, seconds):
+    def record(self, factors, parts, tokens, seconds, is_ragged):
         """factors: those before the step. Returns by how much later ones are divided."""
         shares = np.maximum(0, (tokens - self.knots[:-1]) / np.diff(self.knots))
         shares[:-1] = np.minimum(shares[:-1], 1)
-        features = parts * np.concatenate(([1, 1], shares))
+        features = parts * np.concatenate(([1, 1, is_ragged], shares))
         expected = features @ factors
         if self.number == 0 or (self.number < 20 and seconds < expected * self.scale / 2):
             self.scale, self.rows = seconds / expected, []
@@ -289,7 +304,7 @@ class SlowFit:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.floats(0.3, 9.0)), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0.3, 9.0), st.booleans()), min_size=1, max_size=30),
     st.floats(0.01, 100),
     st.sampled_from([0.5, 1]),
 )
@@ -297,9 +312,9 @@ def test_the_fit_is_the_most_probable_one(steps, unit, spread):
     knots = np.array([1.0, 2.0, 4.0, 8.0])
     parts = parts_of(1 + knots / 4 + 0.25, 1.25, knots, 2)
     fit, slow = CurveFit(knots, spread), SlowFit(knots, spread)
-    for tokens, seconds in steps:
-        slow.record(fit.factors.copy(), parts, tokens, unit * seconds)
-        fit.record(parts, tokens, unit * seconds)
+    for tokens, seconds, is_ragged in steps:
+        slow.record(fit.factors.copy(), parts, tokens, unit * seconds, is_ragged)
+        fit.record(parts, tokens, unit * seconds, is_ragged=is_ragged)
         assert fit._state[0] == pytest.approx(slow.scale)
         # It ends after a limited number of passes, which leave something to those after the next step.
         least = slow.loss(slow.best_factors())

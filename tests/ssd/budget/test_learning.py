@@ -31,7 +31,7 @@ def step(drafting_s, seconds=0.1, sequences=2):
     return StepTime(sequences * (1 + DRAFTED), sequences, seconds, drafting_s)
 
 
-def pauses_after(committed, drafting_s, steps=40):
+def pauses_after(committed, drafting_s, steps=30):
     """Return the first pause that a budget asks for within some steps; 0: none."""
     budget = TokenBudget(StepCurve.unknown())
     for _ in range(20):

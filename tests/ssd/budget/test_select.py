@@ -19,14 +19,18 @@ probs = st.floats(1 / 512, 1.0, width=32)
 
 @st.composite
 def curves(draw, lengths=False):
-    """Return a curve that never decreases, with or without padding."""
+    """Return a curve that never decreases, with or without padding, after some steps that were faster without drafts."""
     knots = [1, *sorted(draw(st.sets(st.integers(2, 40), min_size=1, max_size=5)))]
     seconds = list(itertools.accumulate(draw(st.floats(0.01, 1.0)) for _ in knots))
     sizes = sorted(draw(st.sets(st.integers(1, 30), max_size=4)))
     padding = (
         Padding(lengths=tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=1))))) if lengths else Padding(sizes)
     )
-    return curve_of(list(zip(knots, seconds, strict=True)), draw(st.sampled_from([0.0, 0.1])), padding)
+    curve = curve_of(list(zip(knots, seconds, strict=True)), draw(st.sampled_from([0.0, 0.1])), padding)
+    for duration in draw(st.lists(st.floats(0.01, 1.0), max_size=3)):
+        assert curve.record(2, 2, duration)
+        assert curve.record(3, 2, 2 * duration)
+    return curve
 
 
 @st.composite
@@ -38,9 +42,10 @@ def batches(draw):
 def seconds_slowly(curve, tokens, sequences):
     """Return the duration of a step."""
     sizes, x, y = curve.padding(sequences).sizes, curve.knots.tolist(), curve.row(sequences).tolist()
+    ragged = curve.ragged_seconds(sequences) if tokens > sequences else 0.0
     tokens = next((size for size in sizes if size >= tokens), tokens)
     right = min(max(bisect_left(x, tokens), 1), len(x) - 1)
-    return y[right - 1] + (tokens - x[right - 1]) * (y[right] - y[right - 1]) / (x[right] - x[right - 1])
+    return ragged + y[right - 1] + (tokens - x[right - 1]) * (y[right] - y[right - 1]) / (x[right] - x[right - 1])
 
 
 def budget_of(curve, sequences, other_tokens=0):
