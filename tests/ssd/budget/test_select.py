@@ -19,7 +19,7 @@ probs = st.floats(1 / 512, 1.0, width=32)
 
 @st.composite
 def curves(draw, lengths=False):
-    """Return a curve that never decreases, with or without padding, after some steps that were faster without drafts."""
+    """Return a curve that never decreases, with or without padding; steps with drafts may take longer."""
     knots = [1, *sorted(draw(st.sets(st.integers(2, 40), min_size=1, max_size=5)))]
     seconds = list(itertools.accumulate(draw(st.floats(0.01, 1.0)) for _ in knots))
     sizes = sorted(draw(st.sets(st.integers(1, 30), max_size=4)))
