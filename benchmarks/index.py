@@ -1,4 +1,4 @@
-"""Measure the index: memory, search and draft times, and the delay until new text can be drafted.
+"""Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000]
 
@@ -12,12 +12,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import shutil
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 
@@ -49,6 +53,14 @@ def percentiles(seconds: list[float], name: str) -> dict[str, float]:
     """Return median and 99th percentile in microseconds."""
     p50, p99 = np.percentile(np.array(seconds) * 1e6, [50, 99])
     return {f"{name}_us_p50": round(float(p50), 2), f"{name}_us_p99": round(float(p99), 2)}
+
+
+def timed(name: str, call: Callable[[], object]) -> dict[str, float]:
+    """Return the seconds of a call, and its processor time, which says more on a busy machine."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    call()
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    return {f"{name}_s": round(seconds, 3), f"{name}_cpu_s": round(cpu_seconds, 3)}
 
 
 class Replayed:
@@ -180,10 +192,10 @@ def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     return seconds / tokens * 1e6
 
 
-def write_additions(writer: Writer) -> dict[str, list[list[np.ndarray]]]:
-    """Return the requests of each merge of `time_merges`."""
-    sizes = {"1k": 1_000, "4k": 4_096, "64k": 65_536, "1M": 1 << 20}
-    return {name: [writer.take(size) for _ in range(3 if size > 10_000 else 9)] for name, size in sizes.items()}
+def write_additions(writer: Writer, tokens: int) -> dict[str, list[list[np.ndarray]]]:
+    """Return the requests of each merge of `time_merges`, together enough for a merge of the base tier."""
+    sizes = {"1k": (1_000, 9), "4k": (4_096, 9), "64k": (65_536, 3), "1M": (1 << 20, 3 + (tokens >> 26))}
+    return {name: [writer.take(size) for _ in range(rounds)] for name, (size, rounds) in sizes.items()}
 
 
 def time_merges(corpus: ssd.Corpus, additions: dict[str, list[list[np.ndarray]]]) -> dict[str, float]:
@@ -200,6 +212,29 @@ def time_merges(corpus: ssd.Corpus, additions: dict[str, list[list[np.ndarray]]]
             settle(corpus)
         merge_ms[name] = round(float(np.median(times)), 2)
     return merge_ms
+
+
+def time_snapshot(corpus: ssd.Corpus) -> dict[str, float]:
+    """Return the size of a snapshot in the folder for temporary files, and the times of saving and restoring it.
+
+    copy: copying the file until it is safe on disk, as saving does. read: reading it into memory; it is cached, as when
+    it is restored.
+    """
+    from ssd.corpus.snapshot import load, save
+
+    def copy_safely() -> None:
+        with Path(shutil.copyfile(path, f"{path}-copy")).open("rb") as file:
+            os.fsync(file)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "corpus.ssd")
+        result = timed("snapshot", lambda: save(corpus, path)) | timed("copy", copy_safely)
+        size = path.stat().st_size
+        # A virtual machine takes longer for memory that it has not used before.
+        np.ones(size, np.uint8)
+        result |= timed("read", lambda: np.fromfile(path, np.uint8))
+        result |= timed("restore", lambda: load(path).corpus.refresh())
+    return {"snapshot_bytes": size, **result}
 
 
 class Feed(threading.Thread):
@@ -258,7 +293,7 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
         import_module(module)
     writer = Writer(seed=1)
     say(f"writing {tokens:,} tokens")
-    requests, additions = writer.take(tokens), write_additions(writer)
+    requests, additions = writer.take(tokens), write_additions(writer, tokens)
     gc.collect()
     trim_heap()
     before = resident_bytes()
@@ -266,9 +301,7 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     say("building the index")
     for request in requests:
         corpus.append(request)
-    began = time.perf_counter()
-    corpus.refresh()
-    result: dict[str, object] = {"tokens": corpus.tokens, "build_s": round(time.perf_counter() - began, 2)}
+    result: dict[str, object] = {**timed("build", corpus.refresh), "tokens": corpus.tokens}
     settle(corpus)
     gc.collect()
     at_rest = resident_bytes() - before
@@ -291,6 +324,8 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     forget_peak()
     result["merge_ms"] = time_merges(corpus, additions)
     result["peak_bytes_per_token_merging"] = round((peak_bytes() - held) / corpus.tokens, 2)
+    say("saving and restoring")
+    result |= time_snapshot(corpus)
     say(f"feeding {FEED_TOKENS_PER_S:,} tokens a second for {FEED_S:.0f} s")
     return result | time_feed(corpus, writer, Writer(seed=7).take(4_000 * REQUEST_TOKENS))
 

@@ -22,8 +22,8 @@ from ssd.corpus.rollout import Rollout
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.prepared import PreparedSequence, Running
-from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, Sequences
-from ssd.stats import Stats
+from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, TOTALS, Sequences
+from ssd.stats import Stats, VersionTotals
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
@@ -161,6 +161,10 @@ class CorpusDrafter(ABC):
         last.min_path_prob = 1.0  # Nothing is drafted, so a token budget need not be prepared.
         self._step(rows, last)
         running = self._running.pop(sequence_id)
+        if running.rollout is not None:
+            steps, committed, verified, accepted = self._sequences.state[running.row, TOTALS:].tolist()
+            totals = VersionTotals(1, steps, committed, verified, accepted, time.monotonic())
+            self.stats.record_version(running.rollout.version, totals)
         if not learn:
             self._withdraw(running)
         del self._row_of[sequence_id]

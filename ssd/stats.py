@@ -15,6 +15,8 @@ POSITIONS = 129
 AGES = 40
 """Number of ages with separate counters: the number of bits of an age in tokens."""
 PROB_BINS = 20
+MAX_VERSIONS = 16
+"""Number of versions with separate totals: those whose rollouts ended last."""
 
 # Columns of `steps`.
 STEPS, COMMITTED, HITS = range(3)
@@ -62,6 +64,29 @@ def record_node(counters, node, probs, accepted):  # type: ignore[no-untyped-def
     counters.calibration[at, OBSERVED] += 1.0 if accepted else 0.0
 
 
+class VersionTotals(NamedTuple):
+    """Totals of the rollouts of one version that have ended."""
+
+    requests: int = 0
+    steps: int = 0
+    committed: int = 0
+    verified: int = 0
+    accepted: int = 0
+    ended_at: float = 0.0
+    """Time of `time.monotonic` at which the last one ended."""
+
+    def plus(self, other: VersionTotals) -> VersionTotals:
+        """Return the sums, and the later end."""
+        return VersionTotals(
+            self.requests + other.requests,
+            self.steps + other.steps,
+            self.committed + other.committed,
+            self.verified + other.verified,
+            self.accepted + other.accepted,
+            max(self.ended_at, other.ended_at),
+        )
+
+
 class Stats:
     """Counters of a drafter. Only tokens that the target verified count as drafted."""
 
@@ -75,6 +100,8 @@ class Stats:
             np.zeros((PROB_BINS, 3), np.float64),
         )
         self._arrays = tuple(self.counters)
+        self.by_version: dict[int, VersionTotals] = {}
+        """By version of the policy, at most `MAX_VERSIONS`. Snapshots do not have them."""
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -88,10 +115,18 @@ class Stats:
         for column, upto in ((VERIFIED, verified), (ACCEPTED, accepted)):
             self.counters.by_position[:upto, column] += 1
 
+    def record_version(self, version: int, totals: VersionTotals) -> None:
+        """Add totals of rollouts of one version; the version whose rollouts ended first may lose its totals."""
+        self.by_version[version] = self.by_version.get(version, VersionTotals()).plus(totals)
+        if len(self.by_version) > MAX_VERSIONS:
+            del self.by_version[min(self.by_version, key=lambda each: self.by_version[each].ended_at)]
+
     def add(self, other: Stats) -> None:
         """Add the counts of another drafter."""
         for own, more in zip(self.counters, other.counters, strict=True):
             own += more
+        for version, totals in other.by_version.items():
+            self.record_version(version, totals)
 
     @property
     def steps(self) -> int:

@@ -72,9 +72,10 @@ def replay_one(
     limit: int = 16,
     *,
     learn: bool = True,
+    **options: object,
 ) -> int:
-    """Run one request whose greedy output is known; return the number of steps."""
-    drafter.start(sequence_id, prompt)
+    """Run one request whose greedy output is known; return the number of steps. options: those of `start`."""
+    drafter.start(sequence_id, prompt, **options)
     done, steps, verified = 0, 0, 0
     last = np.empty(0, np.uint32)
     while done < len(output):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
+
+import numpy as np
 
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.corpus.rollout import Rollout
@@ -85,10 +87,10 @@ class RequestOptions:
     rollout: Rollout | None = None
     """What it samples in reinforcement learning; None if it is no rollout."""
 
-    def with_extras(self, extras: Mapping[str, Any]) -> RequestOptions:
+    def with_extras(self, extras: Mapping[str, Any], group: str | None = None) -> RequestOptions:
         """Return the options with those of `EXTRAS` that a client gave. Raises ValueError for a value of a wrong type.
 
-        Other names are left to the host.
+        Other names are left to the host. group: that of a rollout whose client gave none; None: it is no rollout.
         """
         given = {name: extras[name] for name in EXTRAS if extras.get(name) is not None}
         for name, value in given.items():
@@ -108,7 +110,7 @@ class RequestOptions:
             session=given.get("ssd_session", self.session),
             max_draft=given.get("ssd_max_draft", self.max_draft),
             hints=tuple(hints),
-            rollout=_rollout(given.get("ssd_group"), given.get("ssd_version", 0)) or self.rollout,
+            rollout=_rollout(given.get("ssd_group", group), given.get("ssd_version", 0)) or self.rollout,
         )
 
     @property
@@ -123,6 +125,11 @@ class RequestOptions:
         if self.private or end is End.CANCELLED:
             return False
         return end is End.FINISHED or self.has_stop_strings
+
+
+def group_of(prompt: Sequence[int]) -> str:
+    """Return a group that is named after a prompt, so that it is the same for all samples in all epochs."""
+    return hashlib.blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=16).hexdigest()
 
 
 def _rollout(group: str | None, version: int) -> Rollout | None:

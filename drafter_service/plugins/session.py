@@ -25,7 +25,7 @@ import numpy as np
 
 from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
 from drafter_service.plugins.namespaces import HostNamespaces, Namespace
-from drafter_service.plugins.options import End, HostLimits, RequestOptions
+from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
 from ssd.errors import UserError
 from ssd.types import Progress, StepTime, offsets_of
@@ -109,6 +109,7 @@ class HostSession:
         self._limits = limits
         # An identity read from the model's files may have a smaller vocabulary than the host.
         self._vocab_size = min(limits.vocab_size, settings.model.vocab_size or limits.vocab_size)
+        self._rollouts = settings.rollouts
         self._report = report
         self._reported: set[str] = set()
         self._namespaces = HostNamespaces(settings, limits, report)
@@ -147,7 +148,8 @@ class HostSession:
             if len(self._requests) > self._limits.max_requests:
                 self._drop(next(iter(self._requests)))
             try:
-                request.options = request.options.with_extras(extras or {})
+                group = group_of(prompt) if self._rollouts else None
+                request.options = request.options.with_extras(extras or {}, group)
             except ValueError as problem:
                 self._report_once("extras", f"options of a request: {problem}; it has no drafts")
                 return

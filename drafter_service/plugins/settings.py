@@ -51,6 +51,8 @@ class PluginSettings:
     """Tokens that an embedded drafter remembers, per namespace."""
     shadow: bool = False
     """Whether all drafts are withheld; the sidecar reports what they would have gained."""
+    rollouts: bool = False
+    """Whether requests without `ssd_group` are rollouts of a group that is named after their prompt."""
 
     model: ModelIdentity = field(default_factory=ModelIdentity)
     """The served model, without adapter."""

@@ -21,7 +21,7 @@ from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.corpus.view import LIVE, RING_HEAD, RING_SLOTS
 from ssd.kernels.jit import Int, LongRows, Longs, TokensOut, inline, kernel, peek
 from ssd.kernels.match import TIER_SIZE, TIER_SUFFIXES, TIER_TEXT
-from ssd.sequences.tables import SIZE, TEXT
+from ssd.sequences.tables import SIZE, TEXT, TOTALS
 from ssd.types import DraftBatch, Path, Progress
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -72,6 +72,7 @@ class ClassicDrafter(CorpusDrafter):
         if len(tokens):
             accepted = self._sequences.accepted(row, tokens, verified)
             self.stats.record_path(len(tokens), verified, accepted, steps)
+            self._sequences.state[row, TOTALS:] += (steps, len(tokens), verified, accepted)
         self._sequences.extend(row, tokens)
 
     def _draft_path(self, row: int, limit: int) -> Path:

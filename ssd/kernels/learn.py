@@ -32,6 +32,7 @@ from ssd.sequences.tables import (
     SIZE,
     TEXT,
     TOKEN,
+    TOTALS,
     WEIGHT_SET,
 )
 from ssd.stats import COMMITTED, HITS, STEPS, record_node
@@ -114,10 +115,17 @@ def learn(growing, sequence, tokens, model, accepted):  # type: ignore[no-untype
 
 
 @outline
-def record(counters, growing, accepted, verified, committed, steps):  # type: ignore[no-untyped-def]
-    """Add steps to the statistics; in the first one the target verified the first `verified` tokens of the draft."""
+def record(counters, sequence, growing, accepted, verified, committed, steps):  # type: ignore[no-untyped-def]
+    """Add steps to the statistics and to the sequence's totals.
+
+    In the first one the target verified the first `verified` tokens of the draft.
+    """
     counters.steps[STEPS] += steps
     counters.steps[COMMITTED] += committed
     counters.steps[HITS] += 1 if verified > 0 else 0
     for node in range(1, verified + 1):
         record_node(counters, growing.nodes[node], growing.probs[node], accepted[node])
+        sequence[TOTALS + 3] += accepted[node]
+    sequence[TOTALS] += steps
+    sequence[TOTALS + 1] += committed
+    sequence[TOTALS + 2] += verified

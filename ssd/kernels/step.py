@@ -206,7 +206,7 @@ def commit_all(tables, model, budget, counters, batch, ring, depth, on_path):  #
             if sequence[NODES] > 0:
                 learn(growing, sequence, batch.tokens[first:end], model, on_path)
                 drafted, tokens, tried = drafted + 1, tokens + (end - first) / taken, tried + verified
-            record(counters, growing, on_path, verified, end - first, taken)
+            record(counters, sequence, growing, on_path, verified, end - first, taken)
         for position in range(first, end):
             advance_pointers(sequence, batch.tokens[position], ring)
             commit(sequence, batch.tokens[position], depth)

@@ -26,7 +26,9 @@ TAG = IS_SHARED + 1
 """See `ssd.corpus.rollout.Rollout.tag`."""
 IS_SAMPLED, SEED, HINTED = TAG + 1, TAG + 2, TAG + 3
 """See `ssd.kernels.noise.Sampling`."""
-STATE_COLUMNS = HINTED + 1
+TOTALS = HINTED + 1
+"""Four columns: steps, committed tokens, verified and accepted draft tokens of the sequence."""
+STATE_COLUMNS = TOTALS + 4
 NO_POINTER = -1
 ABSENT = 99
 """Value of MISSES where a source has no pointer."""

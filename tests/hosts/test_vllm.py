@@ -87,13 +87,14 @@ def test_chunked_prefill_prefix_caching_and_preemption(plain, folder):
 def test_what_a_trainer_does_between_and_within_rollouts(folder):
     """The prefix cache is reset while requests run, the engine sleeps, and gets other weights, and the first again."""
     expected, result = run("changed_weights", folder), run("training", folder)
-    running, counters = result.pop("running"), result.pop("counters")
+    running, counters, versions = (result.pop(name) for name in ("running", "counters", "versions"))
     log = [expected.pop("log"), result.pop("log")]
     assert result == expected
     assert log == [[], []]
     assert running == 0
     assert counters["failures"] == 0
     assert counters["accepted"] > 0.5 * 20 * 128
+    assert versions == {"0": 60, "1": 40, "2": 40}
     first = expected["first"]
     assert expected["reset within"] == expected["after sleep"] == first
     assert expected["first weights"] == [first] * 2

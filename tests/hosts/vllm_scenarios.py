@@ -43,10 +43,11 @@ def sidecar(address, max_draft=16):
 
 
 @contextmanager
-def socket():
+def socket(**settings):
+    """Set the address of a sidecar, and other settings of the plug-in; yield the address."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address = f"unix:{folder}/drafter.sock"
-        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "deadline_s": DEADLINE_S})
+        os.environ["SSD_PLUGIN"] = json.dumps({"sidecar": address, "deadline_s": DEADLINE_S, **settings})
         yield address
 
 
@@ -192,10 +193,14 @@ def changed_weights():
 def training():
     """Do what a trainer does to an engine between and within rollouts."""
     options = {"enable_prefix_caching": True, "async_scheduling": False}
-    with socket() as address, sidecar(address), engine(8, **options) as llm, other_weights() as folder:
+    with socket(rollouts=True) as address, sidecar(address), engine(8, **options) as llm, other_weights() as folder:
         outputs = trained(llm, folder)
         session = session_of(llm)
-        return {**outputs, "running": len(session._requests), "counters": vars(session.counters)}
+        running = len(session._requests)
+        session.close()
+        (namespace,) = report(address)["namespaces"]
+        versions = {each["version"]: each["requests"] for each in namespace["by_version"]}
+        return {**outputs, "running": running, "counters": vars(session.counters), "versions": versions}
 
 
 def trained(llm, folder):
@@ -207,10 +212,11 @@ def trained(llm, folder):
     outputs["asleep"] = core.engine_core.engine_core.is_sleeping()
     llm.wake_up()
     outputs["after sleep"] = tokens(generate(llm, prompts(), at_once=True))
-    for name, path in (("other weights", folder), ("first weights", FOLDER)):
+    for version, (name, path) in enumerate((("other weights", folder), ("first weights", FOLDER)), 1):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         outputs["reset"] = llm.reset_prefix_cache()
-        outputs[name] = [tokens(generate(llm, prompts(), at_once=True)) for _ in range(2)]
+        options = {"at_once": True, "extra_args": {"ssd_version": version}}
+        outputs[name] = [tokens(generate(llm, prompts(), **options)) for _ in range(2)]
     return outputs
 
 

@@ -5,7 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.stats import ACCEPTED, COUNT, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Stats
+from ssd import ClassicDrafter, DrafterConfig, Rollout, SuffixDrafter
+from ssd.stats import (
+    ACCEPTED,
+    COUNT,
+    MAX_VERSIONS,
+    OBSERVED,
+    PREDICTED,
+    PROB_BINS,
+    VERIFIED,
+    Stats,
+    VersionTotals,
+)
 from ssd.types import Source
 from tests.replay import drafter_of, progress_of, replay_one
 from tests.strategies import array
@@ -104,3 +115,44 @@ def test_paths_of_other_drafters_are_counted_by_position():
     stats.record_path(committed=3, verified=0, accepted=0, steps=3)
     assert (stats.steps, stats.committed, stats.hits, stats.verified, stats.accepted) == (4, 6, 1, 4, 2)
     assert stats.counters.by_position[:5].tolist() == [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("kind", [SuffixDrafter, ClassicDrafter])
+def test_rollouts_are_counted_by_version_when_they_end(kind):
+    with kind(DrafterConfig(capacity=1 << 16)) as drafter:
+
+        def replayed(number, **options):
+            """Return what a request adds to the statistics."""
+            before = drafter.stats.steps, drafter.stats.committed, drafter.stats.verified, drafter.stats.accepted
+            replay_one(drafter, number, TEXT[:50], TEXT[50:], **options)
+            drafter.corpus.refresh()
+            after = drafter.stats.steps, drafter.stats.committed, drafter.stats.verified, drafter.stats.accepted
+            return [1, *np.subtract(after, before).tolist()]
+
+        first = replayed(0, rollout=Rollout("a", 7))
+        others = [replayed(number, rollout=Rollout("a", 8), learn=False) for number in (1, 2)]
+        assert others[0][3] > first[3]
+        replayed(3)
+        drafter.start(4, TEXT[:50], rollout=Rollout("a", 9))
+        drafter.draft(progress_of({4: TEXT[50:52]}, limit=0))
+        counted = {version: list(totals[:5]) for version, totals in drafter.stats.by_version.items()}
+        assert counted == {7: first, 8: np.sum(others, axis=0).tolist()}
+
+
+def test_the_versions_that_ended_last_are_kept():
+    stats = Stats()
+    for moment, version in enumerate([*range(1000, 2000), *range(30, 0, -1), 1000]):
+        stats.record_version(version, VersionTotals(1, 5, 9, 6, 4, ended_at=moment))
+        assert len(stats.by_version) <= MAX_VERSIONS
+    assert set(stats.by_version) == {*range(1, MAX_VERSIONS), 1000}
+    assert stats.by_version[1000].requests == 1, "it was forgotten in between"
+
+
+def test_totals_of_versions_are_added():
+    total, one, other = Stats(), Stats(), Stats()
+    one.record_version(3, VersionTotals(1, 5, 9, 6, 4, ended_at=2.0))
+    other.record_version(3, VersionTotals(2, 7, 8, 1, 1, ended_at=1.0))
+    other.record_version(4, VersionTotals(1, 1, 1))
+    for stats in (one, other):
+        total.add(stats)
+    assert total.by_version == {3: VersionTotals(3, 12, 17, 7, 5, ended_at=2.0), 4: VersionTotals(1, 1, 1)}

@@ -39,9 +39,11 @@ from drafter_service.observability.report.schema import (
     ServiceReport,
     ShadowReport,
     StepSize,
+    VersionReport,
 )
 from ssd.budget.totals import SIZES, BudgetTotals
 from ssd.corpus.snapshot import load
+from ssd.stats import VersionTotals
 
 
 def build_report(facts: ServiceFacts) -> Report:
@@ -107,6 +109,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         merge_latency=_latency(facts.merge_latency),
         clients=facts.clients.model_copy(),
         by_client=_by_client(facts.uses),
+        by_version=_by_version(facts.stats.by_version),
         shadow=_shadow(facts.shadow),
         budget=_budget(facts.budget),
         memory_bytes=facts.memory_bytes,
@@ -139,6 +142,22 @@ def _client(engine: Engine, use: EngineUse) -> ClientReport:
         late_steps=use.late_steps,
         late_share=share(use.late_steps, use.engine_steps),
     )
+
+
+def _by_version(by_version: Mapping[int, VersionTotals]) -> list[VersionReport] | None:
+    return [
+        VersionReport(
+            version=version,
+            requests=totals.requests,
+            steps=totals.steps,
+            committed=totals.committed,
+            tokens_per_step=ratio(totals.committed, totals.steps),
+            drafted=totals.verified,
+            accepted=totals.accepted,
+            acceptance=share(totals.accepted, totals.verified),
+        )
+        for version, totals in sorted(by_version.items())
+    ] or None
 
 
 def _shadow(use: ShadowUse) -> ShadowReport | None:

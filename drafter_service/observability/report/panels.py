@@ -27,6 +27,7 @@ def namespace_panels(namespace: NamespaceReport) -> list[str]:
         _calibration,
         _sources,
         _speed,
+        _versions,
         _step_sizes,
         _latencies,
         _occupancy,
@@ -190,6 +191,14 @@ def _step_sizes(namespace: NamespaceReport) -> list[str]:
     note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
     plot = plots.step_times(budget.step_sizes) + legend([("blue", "mean duration"), (DASHED, "expected")])
     return [panel("Steps of engines", note, plot, table(table_rows.STEP_HEADS, table_rows.step_sizes(budget)))]
+
+
+def _versions(namespace: NamespaceReport) -> list[str]:
+    if not namespace.by_version:
+        return []
+    note = "Rollouts that ended, by the training step of the policy: the versions whose rollouts ended last."
+    data = table(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version))
+    return [panel("Versions of the policy", note, data, kind="across")]
 
 
 def _latencies(namespace: NamespaceReport) -> list[str]:

@@ -253,6 +253,19 @@ class ShadowReport(_Part):
     drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
 
 
+class VersionReport(_Part):
+    """Rollouts of one version of the policy that have ended, since the namespace was loaded."""
+
+    version: Count = Field(description="Training step of the policy, as rollouts say.")
+    requests: Count = Field(description="Rollouts that ended, aborted ones included.")
+    steps: Count = Field(description="Their steps.")
+    committed: Count = Field(description="Tokens that the target produced.")
+    tokens_per_step: Amount | None = Field(description="committed / steps.")
+    drafted: Count = Field(description="Draft tokens that the target verified.")
+    accepted: Count = Field(description="Draft tokens that the target accepted.")
+    acceptance: Share | None = Field(description="accepted / drafted.")
+
+
 class StepSize(_Part):
     """Engines' steps with similar numbers of tokens."""
 
@@ -312,6 +325,10 @@ class NamespaceReport(CounterTables):
     )
     clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
     by_client: list[ClientReport] | None = Field(default=None, description="By engine, most tokens first.")
+    by_version: list[VersionReport] | None = Field(
+        default=None,
+        description="The versions of the policy whose rollouts ended last, at most 16, ascending. Null: no rollouts.",
+    )
     shadow: ShadowReport | None = Field(
         default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )

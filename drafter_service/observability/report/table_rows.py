@@ -8,11 +8,18 @@ from typing import NamedTuple
 from drafter_service.observability.charts import Value
 from drafter_service.observability.report import units
 from drafter_service.observability.report.figures import share
-from drafter_service.observability.report.schema import BudgetReport, LatencyReport, NamespaceReport, Tally
+from drafter_service.observability.report.schema import (
+    BudgetReport,
+    LatencyReport,
+    NamespaceReport,
+    Tally,
+    VersionReport,
+)
 from ssd.budget.totals import SIZES
 from ssd.stats import LENGTHS, POSITIONS
 
 STEP_HEADS = ("tokens of a step", "steps", "mean duration", "expected")
+VERSION_HEADS = ("version", "rollouts", "tokens", "per step", "draft tokens", "accepted", "acceptance")
 QUANTILES = ("p50", "p90", "p99", "longest")
 
 
@@ -117,6 +124,22 @@ def step_sizes(budget: BudgetReport) -> list[tuple[str, Value, Value, Value]]:
             Value(size.expected_s, units.duration),
         )
         for size in budget.step_sizes
+    ]
+
+
+def versions(known: Iterable[VersionReport]) -> list[tuple[str, *tuple[Value, ...]]]:
+    """Return the cells under `VERSION_HEADS`."""
+    return [
+        (
+            str(each.version),
+            Value(each.requests, units.count),
+            Value(each.committed, units.count),
+            Value(each.tokens_per_step, units.ratio),
+            Value(each.drafted, units.count),
+            Value(each.accepted, units.count),
+            Value(each.acceptance, units.share),
+        )
+        for each in known
     ]
 
 

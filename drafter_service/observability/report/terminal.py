@@ -15,7 +15,6 @@ from drafter_service.observability.charts import Value
 from drafter_service.observability.report import table_rows, units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (
-    BudgetReport,
     ClientReport,
     Drafting,
     LatencyReport,
@@ -134,8 +133,10 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts.append(_side_by_side(corpus, engines))
     if namespace.by_client:
         parts.append(_by_client(namespace.by_client))
+    if namespace.by_version:
+        parts.append(_values(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version)))
     if namespace.budget is not None and namespace.budget.step_sizes:
-        parts.append(_step_sizes(namespace.budget))
+        parts.append(_values(table_rows.STEP_HEADS, table_rows.step_sizes(namespace.budget)))
     if namespace.draft_latency is not None and namespace.merge_latency is not None:
         parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
     return Group(*(Padding(part, (1, 0, 0, 0)) for part in parts))
@@ -218,9 +219,9 @@ def _latencies(draft: LatencyReport, merge: LatencyReport) -> Table:
     return table
 
 
-def _step_sizes(budget: BudgetReport) -> Table:
-    table = _table(*table_rows.STEP_HEADS)
-    for label, *values in table_rows.step_sizes(budget):
+def _values(heads: Sequence[str], rows: Iterable[tuple[str, *tuple[Value, ...]]]) -> Table:
+    table = _table(*heads)
+    for label, *values in rows:
         table.add_row(label, *(value.format(value.number) for value in values))
     return table
 

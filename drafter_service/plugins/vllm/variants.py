@@ -70,6 +70,10 @@ SETUPS = {
     ),
 }
 
+PER_RANK = (
+    "with external_launcher each tensor-parallel rank has a scheduler, and these would get different drafts; "
+    "set tensor_parallel_size to 1, or start a server, such as `vllm serve`, whose ranks have one scheduler"
+)
 SUPPORTED = {
     "0.32": (Variant.V1_SCHEDULER,),
     "0.33": (Variant.V2_SCHEDULER, Variant.V2_WORKER, Variant.V1_SCHEDULER),
@@ -93,6 +97,8 @@ class HostFacts:
     """Whether a step is scheduled before the outcome of the previous one is known."""
     uses_v2_runner: bool
     pipeline_stages: int
+    has_scheduler_per_rank: bool
+    """Whether each tensor-parallel rank has a scheduler of its own."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,8 @@ def choose_variant(version: str, facts: HostFacts) -> Choice:
         # A scheduler of the other kind than the engine counts tokens of steps in flight wrongly.
         is_error = facts.scheduler == (SCHEDULER if facts.is_asynchronous else ASYNC_SCHEDULER)
         return Choice(Variant.NONE, reason, is_error)
+    if facts.has_scheduler_per_rank and wanted is not Variant.V2_WORKER:
+        return Choice(Variant.NONE, PER_RANK, is_error=True)
     return Choice(wanted, SETUPS[wanted].reason)
 
 
@@ -165,14 +173,17 @@ def reason_against(version: str, wanted: Variant, facts: HostFacts) -> str:
 def facts_of(vllm_config: Any) -> HostFacts:
     """Return the facts of a `VllmConfig`."""
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     return HostFacts(
         scheduler=class_name(scheduler.scheduler_cls),
-        worker=class_name(vllm_config.parallel_config.worker_cls),
+        worker=class_name(parallel.worker_cls),
         method=getattr(speculative, "method", None) or "",
         proposer=str(getattr(speculative, "model", None) or ""),
         is_asynchronous=bool(scheduler.async_scheduling),
         uses_v2_runner=bool(vllm_config.use_v2_model_runner),
-        pipeline_stages=vllm_config.parallel_config.pipeline_parallel_size,
+        pipeline_stages=parallel.pipeline_parallel_size,
+        has_scheduler_per_rank=parallel.distributed_executor_backend == "external_launcher"
+        and parallel.tensor_parallel_size > 1,
     )
 
 

@@ -278,6 +278,21 @@ def test_extras_of_a_request():
     assert RequestOptions().with_extras({"ssd_version": 3}).rollout is None
 
 
+def test_rollouts_without_a_group_have_one_of_their_prompt():
+    host = SimulatedHost(settings=PluginSettings(sidecar="embedded", rollouts=True))
+    host.session._namespaces._drafter = host._record(RecordingDrafter)
+    given = [(LOOP, None), (LOOP, {"ssd_version": 3}), ([*LOOP, 9], {}), (LOOP, {"ssd_group": "problem"})]
+    for number, (prompt, extras) in enumerate(given):
+        host.session.start(number, prompt, extras=extras)
+    told = host.drafters["", ""].running.values()
+    first, again, other, named = [each.arguments["rollout"] for each in told]
+    assert again == Rollout(first.group, 3)
+    assert first.version == other.version == 0
+    assert first.group != other.group
+    assert named == Rollout("problem")
+    host.session.close()
+
+
 @pytest.mark.parametrize(
     "extras",
     [

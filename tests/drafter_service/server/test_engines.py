@@ -1,4 +1,4 @@
-"""The real server tells engines apart: connected or not, late steps, in metrics and reports."""
+"""The real server tells engines apart: connected or not, late steps, in metrics and reports; and policy versions."""
 
 import json
 import socket
@@ -8,14 +8,17 @@ import urllib.request
 from contextlib import contextmanager
 
 import grpc
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drafter_service.client import DrafterClient
 from drafter_service.observability.report import units
 from drafter_service.stubs import drafter_pb2 as pb
+from ssd import Rollout
 from ssd.types import Progress
 from tests.drafter_service.raw import batch, connected, eventually, start
+from tests.replay import replay_one
 from tests.servers import served
 from tests.strategies import array
 
@@ -106,6 +109,28 @@ def test_engines_are_told_apart(service, tmp_path):
         assert '<td class="name">node-1:1</td>' in page.read_text()
         assert "<th>late steps</th>" in page.read_text()
         assert "node-1:2" in service.run("top", "--once", "--interval", "0.1")
+
+
+def test_versions_of_rollouts_are_told_apart(service, tmp_path):
+    def report():
+        return json.loads(service.run("report", "--json", "--namespace", "rollouts"))["namespaces"][0]["by_version"]
+
+    output = np.arange(10, 40, dtype=np.uint32)
+    with DrafterClient(service.address, namespace="rollouts", deadline_s=30.0) as client:
+        replay_one(client, 1, array([5, 6]), output)
+        assert report() is None
+        for version in (12345, 12346):
+            replay_one(client, version, array([5, 6]), output, rollout=Rollout("a", version))
+        eventually(lambda: len(report() or ()) == 2)
+        old, new = report()
+        assert (old["version"], new["version"]) == (12345, 12346)
+        for row in (old, new):
+            assert (row["requests"], row["committed"], row["steps"] + row["accepted"]) == (1, 30, 30)
+            assert 0 < row["accepted"] <= row["drafted"]
+        assert " 12346 " in service.run("report", "--namespace", "rollouts").replace("\n", " ")
+        page = tmp_path / "report.html"
+        service.run("report", "--html", str(page))
+        assert "<td>12346</td>" in page.read_text()
 
 
 def test_an_engine_without_a_name_is_named_after_its_process(service):

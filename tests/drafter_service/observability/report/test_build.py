@@ -21,7 +21,7 @@ from drafter_service.observability.report.build import build_report, snapshot_re
 from drafter_service.observability.report.figures import MAX_PERIODS
 from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
 from ssd.corpus.snapshot import save
-from ssd.stats import Stats
+from ssd.stats import Stats, VersionTotals
 from ssd.types import Source
 from tests.drafter_service.observability.report.samples import (
     HOUR,
@@ -66,6 +66,17 @@ def test_engines_are_told_apart():
     assert (first.offered, first.drafted, first.accepted, first.acceptance) == (300, 200, 150, 0.75)
     assert (first.engine_steps, first.late_steps, first.late_share) == (40, 3, 0.075)
     assert (second.client, second.engine, second.tokens_per_step, second.late_share) == ("a", "", None, None)
+
+
+def test_versions_are_told_apart():
+    stats = Stats()
+    stats.record_version(4, VersionTotals(2, 100, 250, 200, 150, ended_at=1.0))
+    stats.record_version(3, VersionTotals(1, 2, 2, ended_at=2.0))
+    third, fourth = only(stats=stats).by_version
+    assert (third.version, third.requests, third.tokens_per_step, third.acceptance) == (3, 1, 1.0, None)
+    assert (fourth.version, fourth.requests, fourth.steps, fourth.committed) == (4, 2, 100, 250)
+    assert (fourth.drafted, fourth.accepted, fourth.tokens_per_step, fourth.acceptance) == (200, 150, 2.5, 0.75)
+    assert only().by_version is None
 
 
 def test_ratios_follow_from_totals():

@@ -113,7 +113,13 @@ def vllm_config(drafts=8, **scheduler):
         speculative_config=SimpleNamespace(
             method="custom_class", model="drafter_service.plugins.vllm.NullProposer", num_speculative_tokens=drafts
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, worker_cls="", data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            tensor_parallel_size=1,
+            distributed_executor_backend="uni",
+            worker_cls="",
+            data_parallel_index=0,
+        ),
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="NONE"), cudagraph_capture_sizes=[]),
         use_v2_model_runner=False,
     )

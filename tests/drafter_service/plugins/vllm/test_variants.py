@@ -21,12 +21,17 @@ from drafter_service.plugins.vllm.variants import (
 from tests.drafter_service.plugins.vllm.fake_vllm import vllm_config
 
 FACTS = HostFacts(
-    SCHEDULER, "", "custom_class", PROPOSER, is_asynchronous=False, uses_v2_runner=False, pipeline_stages=1
-)
-ASYNC_FACTS = HostFacts(
-    ASYNC_SCHEDULER, WORKER, "ngram", "ngram", is_asynchronous=True, uses_v2_runner=True, pipeline_stages=1
+    SCHEDULER,
+    "",
+    "custom_class",
+    PROPOSER,
+    is_asynchronous=False,
+    uses_v2_runner=False,
+    pipeline_stages=1,
+    has_scheduler_per_rank=False,
 )
 V2_FACTS = replace(FACTS, worker=WORKER, method="ngram", proposer="ngram", uses_v2_runner=True)
+ASYNC_FACTS = replace(V2_FACTS, scheduler=ASYNC_SCHEDULER, is_asynchronous=True)
 
 
 def test_facts_of_a_configuration():
@@ -95,6 +100,23 @@ def test_a_scheduler_of_the_other_kind_is_refused(facts, change, reason):
     choice = choose_variant("0.33", replace(facts, **change))
     assert (choice.variant, choice.is_error) == (Variant.NONE, True)
     assert choice.reason.startswith(reason)
+
+
+def test_schedulers_that_would_get_different_drafts_are_refused():
+    """TRL's colocated engines with several tensor-parallel ranks. In the asynchronous variant one worker drafts."""
+    config = vllm_config()
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    assert facts_of(config) == FACTS
+    config.parallel_config.tensor_parallel_size = 2
+    facts = facts_of(config)
+    assert facts == replace(FACTS, has_scheduler_per_rank=True)
+    for version, refused in (("0.32", facts), ("0.33", replace(V2_FACTS, has_scheduler_per_rank=True))):
+        choice = choose_variant(version, refused)
+        assert (choice.variant, choice.is_error) == (Variant.NONE, True)
+        assert "set tensor_parallel_size to 1" in choice.reason
+    assert choose_variant("0.33", replace(ASYNC_FACTS, has_scheduler_per_rank=True)).variant is Variant.V2_WORKER
+    config.parallel_config.distributed_executor_backend = "mp"
+    assert facts_of(config) == FACTS
 
 
 @pytest.mark.parametrize(
