@@ -147,20 +147,21 @@ def replay(
     times: int = 1,
     refresh_every: int = 0,
     groups: bool = False,
+    drafter: Any = None,
     watch: Callable[[int], None] = lambda _tokens: None,
 ) -> Tally:
     """Replay a trace with a new drafter, `concurrency` requests at a time or by version (see `BY_VERSION`).
 
     times: number of replays with the same drafter; the tally is that of the last one. refresh_every: see
-    `MeasuredDrafter`. groups: whether the drafter is given groups and versions. watch: called with numbers of replayed
-    output tokens.
+    `MeasuredDrafter`. groups: whether the drafter is given groups and versions. drafter: instead of a new one. watch:
+    called with numbers of replayed output tokens.
     """
     traffic = trace.traffic(times)
-    inner = candidate.build(traffic)
+    inner = drafter or candidate.build(traffic)
     for requests in np.split(np.arange(len(traffic)), times):
         TimedDrafter(inner).refresh()
-        drafter = _measured(inner, refresh_every, traffic if groups else None)
-        tally = _count(drafter, traffic, requests, concurrency, candidate.k, watch)
+        measured = _measured(inner, refresh_every, traffic if groups else None)
+        tally = _count(measured, traffic, requests, concurrency, candidate.k, watch)
     return tally
 
 

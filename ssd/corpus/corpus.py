@@ -28,7 +28,7 @@ from ssd.corpus.ring import check_tokens
 from ssd.corpus.view import View
 from ssd.errors import UserError
 from ssd.kernels.fallback import FallbackTable
-from ssd.kernels.probabilities import LearnedTables
+from ssd.kernels.learned import LearnedTables
 
 logger = logging.getLogger(__name__)
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-import ssd.kernels.probabilities
 from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.index import State
 from ssd.corpus.requests import ROW
 from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY, SEPARATOR
 from ssd.corpus.sections import Section, SnapshotError, read_sections, write_sections
-from ssd.kernels.probabilities import LearnedTables
+from ssd.kernels.learned import LearnedTables, tables_layout
 from ssd.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -37,14 +35,6 @@ covers, `tables_layout`, and the capacity of the corpus, which older files lack.
 MAX_LOGIT = 7.0
 MAX_WEIGHT = 1e3
 """Larger values are never learned. Tables from files are checked, since kernels do not check them."""
-
-FIRST_NAMES = {
-    "MEAN": "CHANCE",
-    "ESTIMATE_COLUMNS": "CHANCE_COLUMNS",
-    "_PROB_STEPS": "_CHANCE_STEPS",
-    "_SIGMOIDS": "_CHANCES",
-}
-"""Renamed constants of `ssd.kernels.probabilities`, and their names in the first version."""
 
 
 class Loaded(NamedTuple):
@@ -114,18 +104,6 @@ def load(
     for note in notes:
         logger.warning("%s: %s", path, note)
     return Loaded(corpus, stats, notes)
-
-
-def tables_layout() -> int:
-    """Return a checksum of the sizes and buckets that define the meaning of cells and weights.
-
-    It includes the names of the constants of `ssd.kernels.probabilities`, as the first version had them: with other
-    names, the tables of existing snapshots would not be loaded.
-    """
-    named = sorted((FIRST_NAMES.get(name, name), value) for name, value in vars(ssd.kernels.probabilities).items())
-    sizes = [(name, value) for name, value in named if name.isupper() and isinstance(value, int)]
-    buckets = b"".join(value.tobytes() for name, value in named if name.isupper() and isinstance(value, np.ndarray))
-    return zlib.crc32(repr(sizes).encode() + buckets)
 
 
 def _sections(corpus: Corpus, stats: Stats | None) -> Generator[Section, None, None]:

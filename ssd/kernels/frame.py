@@ -22,6 +22,7 @@ from ssd.kernels.evidence import Evidence, new_evidence
 from ssd.kernels.fallback import MAX_FOUND, TOTAL_SLOTS, Fallback, FallbackTable, Found, new_found
 from ssd.kernels.grow import Frontier, new_frontier
 from ssd.kernels.jit import inline, pointer_to
+from ssd.kernels.learned import LearnedTables
 from ssd.kernels.match import SPAN_COLUMNS
 from ssd.kernels.probabilities import (
     CELL_COUNT,
@@ -33,7 +34,6 @@ from ssd.kernels.probabilities import (
     SAMPLES,
     SOURCES,
     WEIGHT_SETS,
-    LearnedTables,
 )
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
 from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats

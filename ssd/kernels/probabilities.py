@@ -286,21 +286,3 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
             cells[index, SEEN] = FALLBACK_START_SEEN
         else:
             cells[index, SEEN] = START_SEEN
-
-
-class LearnedTables:
-    """The learned tables of a corpus."""
-
-    def __init__(self) -> None:
-        self.cells = np.zeros((CELL_COUNT, 2), np.float32)
-        self.logits = np.zeros(CELL_COUNT, np.float32)
-        fill_prior(self.cells, self.logits)
-        self.weights = np.tile(np.array(START_WEIGHTS, np.float32), (WEIGHT_SETS, 1))
-        self.noise_weights = np.array(START_NOISE_WEIGHTS, np.float32)
-        self.arrays = (self.cells, self.logits, self.weights, self.noise_weights)
-        """Arguments of kernels."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all tables."""
-        return sum(array.nbytes for array in self.arrays)

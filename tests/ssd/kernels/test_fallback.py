@@ -26,7 +26,8 @@ from ssd.kernels.fallback import (
 )
 from ssd.kernels.frame import Model
 from ssd.kernels.jit import Int, Tokens, kernel
-from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP, LearnedTables, fallback_cell
+from ssd.kernels.learned import LearnedTables
+from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SEEN, SEEN_CAP, fallback_cell
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT
 from ssd.types import ROOT, Source
 from tests.replay import progress_of
