@@ -41,6 +41,8 @@ MAX_DRAFT, COST = 8, 0.02
 BATCH = 64
 ENGINES, STEPS_PER_S, LEARNED_PER_S = 4, 100, 20_000
 """Engines under load, steps per second of each, and tokens learned per second by the service."""
+ENGINE_COUNTS, ENGINE_ROUNDS = (1, 2, 4), 3
+"""Numbers of engines that are compared, in alternation."""
 BLOCKS, BLOCK_STEPS = 9, 200
 """Embedded and remote drafting alternate in blocks of steps."""
 BUSY_LEARNED_PER_S, BUSY_ENGINES = 100_000, 2
@@ -114,10 +116,10 @@ def engine_on(drafter: Any, batch: int, seed: int = ENGINE_SEED, *, learn: bool 
     return SimulatedEngine(drafter, seed, batch, max_draft=MAX_DRAFT, cost=COST, learn=learn)
 
 
-def paced_steps(engine: SimulatedEngine, steps: int, began: float) -> Iterator[float]:
-    """Run `STEPS_PER_S` steps per second from the time `began` on; yield the seconds that each waited for drafts."""
+def paced_steps(engine: SimulatedEngine, steps: int, began: float, per_s: float = STEPS_PER_S) -> Iterator[float]:
+    """Run `per_s` steps per second from the time `began` on; yield the seconds that each waited for drafts."""
     for step in range(steps):
-        time.sleep(max(0.0, began + step / STEPS_PER_S - time.monotonic()))
+        time.sleep(max(0.0, began + step / per_s - time.monotonic()))
         yield engine.step()
 
 
@@ -198,35 +200,43 @@ class Feed:
             self._stopping.wait(max(0.0, began + self.tokens / self._tokens_per_s - time.monotonic()))
 
 
-def run_engine(address: str, seed: int, seconds: float, deadline_s: float, ready: Any, go: Event, results: Any) -> None:
-    """Run one engine: `STEPS_PER_S` steps of `BATCH` sequences per second. Puts its measurements in `results`."""
+def run_engine(
+    address: str, seed: int, steps: int, per_s: float, deadline_s: float, ready: Any, go: Event, results: Any
+) -> None:
+    """Run `steps` steps of one engine with `BATCH` sequences, `per_s` per second. Puts measurements in `results`."""
     client = client_of(address, deadline_s=deadline_s)
     engine = engine_on(client, BATCH, seed)
     for _ in range(STEPS_PER_S // 2):
         engine.step()
-    misses, calls, steps, tokens = client.counters.timeouts, engine.calls, engine.steps, engine.tokens
-    phase = float(np.random.default_rng(seed).random()) / STEPS_PER_S
+    misses, calls, drafts, tokens = client.counters.timeouts, engine.calls, engine.steps, engine.tokens
+    phase = float(np.random.default_rng(seed).random()) / per_s
     ready.release()
     go.wait()
-    waits = list(paced_steps(engine, round(seconds * STEPS_PER_S), time.monotonic() + phase))
+    began, used_s = time.monotonic(), time.process_time()
+    waits = list(paced_steps(engine, steps, began + phase, per_s))
+    drafts = engine.steps - drafts
     results.put(
         {
             "missed": client.counters.timeouts - misses,
             "calls": engine.calls - calls,
             "waits": waits,
-            "tokens_per_step": (engine.tokens - tokens) / (engine.steps - steps),
+            "tokens_per_step": (engine.tokens - tokens) / drafts,
+            "drafts_per_s": drafts / (time.monotonic() - began),
+            "cpu_us_per_step": (time.process_time() - used_s) / steps * 1e6,
         }
     )
     client.close()
 
 
-def run_engines(address: str, engines: int, seconds: float, deadline_s: float, feed: float) -> list[dict[str, Any]]:
+def run_engines(
+    address: str, engines: int, steps: int, *, per_s: float = STEPS_PER_S, deadline_s: float, feed: float = 0.0
+) -> list[dict[str, Any]]:
     """Run engines in separate processes while the service learns `feed` tokens/s; return their measurements."""
     spawning = multiprocessing.get_context("spawn")
     ready, go, results = spawning.Semaphore(0), spawning.Event(), spawning.Queue()
     processes = [
         spawning.Process(
-            target=run_engine, args=(address, ENGINE_SEED + 10 + number, seconds, deadline_s, ready, go, results)
+            target=run_engine, args=(address, ENGINE_SEED + 10 + number, steps, per_s, deadline_s, ready, go, results)
         )
         for number in range(engines)
     ]
@@ -250,13 +260,34 @@ def measure_load(folder: Path, corpus_tokens: int, seconds: float) -> dict[str, 
     """Run four engines with the default deadline while the service learns."""
     with service(folder, "--capacity", str(corpus_tokens)) as address:
         fill(address, corpus_tokens)
-        measured = run_engines(address, ENGINES, seconds, 0.002, LEARNED_PER_S)
+        steps = round(seconds * STEPS_PER_S)
+        measured = run_engines(address, ENGINES, steps, deadline_s=0.002, feed=LEARNED_PER_S)
     waits = [*chain(*(each["waits"] for each in measured))]
     return {
         "missed_deadline_share": sum(each["missed"] for each in measured) / sum(each["calls"] for each in measured),
         "load_step_us_p50": microseconds(waits, 50),
         "load_step_us_p99": microseconds(waits, 99),
     }
+
+
+def measure_engines(folder: Path, corpus_tokens: int, seconds: float) -> dict[str, Any]:
+    """Compare the drafts per second of several engines with those of one; each asks again as soon as it has drafts."""
+    steps = round(seconds * STEPS_PER_S)
+    rates: dict[int, list[float]] = {count: [] for count in ENGINE_COUNTS}
+    client_us = []
+    with service(folder, "--capacity", str(corpus_tokens)) as address:
+        fill(address, corpus_tokens)
+        for _ in range(ENGINE_ROUNDS):
+            for count in ENGINE_COUNTS:
+                measured = run_engines(address, count, steps, per_s=float("inf"), deadline_s=LONG_DEADLINE_S)
+                rates[count].append(sum(each["drafts_per_s"] for each in measured))
+                client_us += [each["cpu_us_per_step"] for each in measured]
+    result: dict[str, Any] = {"engine_cpu_us_per_step": round(statistics.median(client_us))}
+    for count, rate in rates.items():
+        ratios = [one / first for one, first in zip(rate, rates[ENGINE_COUNTS[0]], strict=True)]
+        result[f"drafts_per_s_engines{count}"] = round(statistics.median(rate))
+        result[f"ratio_engines{count}"] = round(statistics.median(ratios), 2)
+    return result
 
 
 def measure_learning(folder: Path, capacity: int, seconds: float) -> dict[str, Any]:
@@ -268,7 +299,8 @@ def measure_learning(folder: Path, capacity: int, seconds: float) -> dict[str, A
             time.sleep(seconds)
         result["learn_tokens_per_s"] = round(feed.tokens / seconds)
         for name, tokens_per_s in (("idle", 0.0), ("learning", float(BUSY_LEARNED_PER_S))):
-            measured = run_engines(address, BUSY_ENGINES, seconds / 3, LONG_DEADLINE_S, tokens_per_s)
+            steps = round(seconds / 3 * STEPS_PER_S)
+            measured = run_engines(address, BUSY_ENGINES, steps, deadline_s=LONG_DEADLINE_S, feed=tokens_per_s)
             result[f"step_us_p99_{name}"] = microseconds([*chain(*(each["waits"] for each in measured))], 99)
             result[f"tokens_per_step_{name}"] = round(statistics.mean(each["tokens_per_step"] for each in measured), 3)
         with Feed(address, float(BUSY_LEARNED_PER_S)):
@@ -374,7 +406,7 @@ def main() -> None:
         "--capacity", type=int, default=16_000_000, help="tokens in the corpus for learning and restarts"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each measurement under load")
-    parser.add_argument("--parts", default="rtt,load,learn,shadow,restart", help="parts to measure")
+    parser.add_argument("--parts", default="rtt,load,engines,learn,shadow,restart", help="parts to measure")
     options = parser.parse_args()
 
     def log(text: str) -> None:
@@ -383,6 +415,7 @@ def main() -> None:
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
         "rtt": lambda folder: measure_round_trips(folder, options.corpus),
         "load": lambda folder: measure_load(folder, options.corpus, options.seconds),
+        "engines": lambda folder: measure_engines(folder, options.corpus, options.seconds),
         "learn": lambda folder: measure_learning(folder, options.capacity, options.seconds),
         "shadow": lambda folder: measure_shadow(folder, options.corpus),
         "restart": lambda folder: measure_restart(folder, options.capacity),
