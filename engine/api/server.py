@@ -59,6 +59,8 @@ class ServerConfig:
     """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
     allow_weight_updates: bool = False
     """Whether requests may replace the model's weights."""
+    answer_repeats: bool = False
+    """Whether repeated requests are answered from the drafter's corpus."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -67,6 +69,8 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     bind(config.host, config.port).close()  # Fail before loading a large model.
     if name in options.loras:
         raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
+    if config.answer_repeats and {"ssd", "classic"}.isdisjoint(options.drafters):
+        raise UserError("--answer-repeats needs the corpus of --drafter ssd in this process; choose ssd or ssd+OTHER")
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     form = _tool_format(folder, config.tool_call_parser)
@@ -82,6 +86,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         prefix_cache=options.config.prefix_cache,
         adapters=tuple(options.loras),
         tool_format=form,
+        answers_repeats=config.answer_repeats,
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
     notify(f"loading {name} ...")

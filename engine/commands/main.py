@@ -117,6 +117,12 @@ def generate(
     help="Let requests to /v1/weights replace the model's weights by those of a file on this machine.",
 )
 @click.option(
+    "--answer-repeats",
+    is_flag=True,
+    help="Answer a request that was served before, with the same settings and seed, from the drafter's corpus without "
+    "running the model.",
+)
+@click.option(
     "--tool-call-parser",
     type=click.Choice(list(FORMATS)),
     help="Format of tool calls.  [default: that of the chat template, if it is recognized]",

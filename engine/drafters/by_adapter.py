@@ -48,6 +48,10 @@ class AdapterDrafters:
         """Whether the remote drafter of requests without an adapter is connected; None if it is not remote."""
         return getattr(self._base, "is_connected", None)
 
+    def known(self, adapter: str | None) -> object:
+        """Return the drafter of an adapter; None if it has none at present."""
+        return self._base if adapter is None else self._by_adapter.get(adapter)
+
     def start(
         self,
         sequence_id: int,
@@ -55,13 +59,14 @@ class AdapterDrafters:
         *,
         hints: np.ndarray | None = None,
         adapter: str | None = None,
+        request_id: str | None = None,
         learn: bool = True,
         rollout: Rollout | None = None,
         seed: int | None = None,
     ) -> None:
         """See `ssd.types.Drafter.start`. adapter: name of the request's adapter. The others are as in `Request`."""
         owner = self._base if adapter is None else self._drafter_of(adapter)
-        owner.start(sequence_id, prompt, hints=hints, learn=learn, rollout=rollout, seed=seed)
+        owner.start(sequence_id, prompt, hints=hints, request_id=request_id, learn=learn, rollout=rollout, seed=seed)
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:
