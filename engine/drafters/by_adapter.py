@@ -103,7 +103,7 @@ class AdapterDrafters:
             return begin(distinct[0], progress)()
         parts = [np.array([index for index, each in enumerate(owners) if each is owner]) for owner in distinct]
         begun = [begin(owner, _part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
-        return _in_order(DraftBatch.concatenate([wait() for wait in begun]), np.concatenate(parts).argsort())
+        return DraftBatch.concatenate([wait() for wait in begun]).take(np.concatenate(parts).argsort())
 
 
 def _begin_draft(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
@@ -129,17 +129,4 @@ def _part(progress: Progress, at: np.ndarray) -> Progress:
         verified=progress.verified[at],
         max_draft=progress.max_draft[at],
         steps=None if progress.steps is None else progress.steps[at],
-    )
-
-
-def _in_order(batch: DraftBatch, order: np.ndarray) -> DraftBatch:
-    """Return the drafts `order`, int64 [B], of a batch."""
-    bounds = batch.offsets.astype(np.int64)
-    places = np.concatenate([np.arange(bounds[index], bounds[index + 1]) for index in order])
-    return DraftBatch(
-        tokens=batch.tokens[places],
-        parents=batch.parents[places],
-        accept_prob=batch.accept_prob[places],
-        source=batch.source[places],
-        offsets=offsets_of(np.diff(bounds)[order]),
     )
