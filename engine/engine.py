@@ -181,6 +181,18 @@ class Engine:
         """
         return self._checked(request)[0]
 
+    def completed(self, request: Request, output: np.ndarray) -> Completion | None:
+        """Return the completion of a request without running it, given the output of an equal request, uint32 [n].
+
+        Returns None if the output does not end exactly there, or depends on drafts.
+        """
+        sequence = self._new_sequence(self._next_id, request)
+        cut = sequence.stopping.cut(output, sequence.room)
+        if cut.reason is None or cut.length < len(output) or sequence.request.sampling.uses_rejection:
+            return None
+        sequence.commit(output)
+        return replace(sequence.complete(cut), steps=0, is_repeat=True)
+
     def _checked(self, request: Request) -> tuple[int, GrammarState | None]:
         """Return what `check` does, and the grammar's state before the first token, if the request has one."""
         request.check(self.model)

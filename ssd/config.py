@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 MAX_REFRESH_INTERVAL_S = 86_400
@@ -15,7 +16,7 @@ DraftShape = Literal["path", "tree"]
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Settings of a drafter. Raises ValueError for a value out of its range."""
+    """Settings of a drafter. Raises ValueError for a value out of its range or of a wrong type."""
 
     capacity: int = 16_000_000
     """Tokens remembered; the newest overwrite the oldest. 8 bytes each, 13 while the index is merged."""
@@ -42,14 +43,18 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         """Check all ranges."""
         for name, least, most in (
+            ("capacity", 1, 1 << 32),
             ("max_draft", 1, MAX_DRAFT),
             ("match_depth", 1, MAX_MATCH_DEPTH),
             ("learned_prompt_tokens", 0, 1 << 20),
             ("idle_sessions", 0, 1 << 20),
             ("idle_tokens", 0, 1 << 32),
         ):
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be {least} to {most}, not {getattr(self, name)}")
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, Integral):
+                raise ValueError(f"{name} must be an integer, not {given!r}")
+            if not least <= int(given) <= most:
+                raise ValueError(f"{name} must be {least} to {most}, not {given}")
         if self.cost is not None:
             check_cost(self.cost)
         if not 0 < self.refresh_interval_s <= MAX_REFRESH_INTERVAL_S:

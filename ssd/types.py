@@ -206,6 +206,23 @@ class DraftBatch:
         lengths[indices] = self.offsets[1:] - self.offsets[:-1]
         return replace(self, offsets=offsets_of(lengths))
 
+    def places(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the places in `tokens` of the drafts of some sequences, in their order, int64 [n]."""
+        bounds = self.offsets.astype(np.int64)
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(bounds[at], bounds[at + 1]) for at in indices)])
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> DraftBatch:
+        """Return the drafts of some sequences, in their order."""
+        places = self.places(indices)
+        return replace(
+            self,
+            tokens=self.tokens[places],
+            parents=self.parents[places],
+            accept_prob=self.accept_prob[places],
+            source=self.source[places],
+            offsets=offsets_of((self.offsets[1:] - self.offsets[:-1])[np.asarray(indices, np.int64)]),
+        )
+
     @classmethod
     def from_paths(cls, paths: Sequence[Path]) -> DraftBatch:
         """Return a batch with one path per sequence."""

@@ -117,7 +117,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, eq=False)
 class RequestEnded:
-    """Event: a request has ended. All its tokens were sent before in `TokensProduced`."""
+    """Event: a request has ended. Its tokens were sent before in `TokensProduced`, unless it is a repeat."""
 
     request_id: int
     completion: Completion
@@ -170,6 +170,10 @@ class EngineStats:
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     """`drafted` by the name of the source, see `engine.drafters.sources`."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    repeated_requests: int = 0
+    """Requests that were answered from the corpus. No other total includes them."""
+    repeated_tokens: int = 0
+    """Output tokens of these."""
     learned_tokens: int = 0
     """Tokens of finished outputs that were passed to the drafter for learning."""
     corpus: CorpusSize | None = None

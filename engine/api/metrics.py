@@ -88,6 +88,10 @@ class RequestRecorder:
     def record(self, delta: Delta) -> None:
         """Record a delta that has just arrived."""
         now = time.perf_counter()
+        if delta.completion is not None and delta.completion.is_repeat:
+            # The engine counts repeats; times and lengths describe requests that run.
+            self._lengths[delta.index] = len(delta.completion.tokens)
+            return
         if len(delta.tokens):
             before = self._last_token.get(delta.index)
             if before is None:
@@ -205,6 +209,8 @@ class EngineCollector(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted),
             ("ssd:engine_steps", "Engine steps.", stats.steps),
             ("ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.", stats.backoff_steps),
+            ("ssd:repeated_requests", "Requests answered from the corpus, not run.", stats.repeated_requests),
+            ("ssd:repeated_tokens", "Output tokens of requests answered from the corpus.", stats.repeated_tokens),
             ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
             ("ssd:refused_requests", "Requests refused because the server had too many.", self._refused()),
         ):

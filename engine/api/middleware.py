@@ -67,11 +67,13 @@ class RequestChecks:
 
         error = self._check(scope, headers)
         if error is not None:
+            if "expect" not in headers:  # Otherwise the client waits for the response before it sends the body.
+                await self._discard_body(scope, receive)
             await error_response(error)(scope, receive, send_with_id)
             return
         # uvicorn closes the connection of an unfinished response.
         with suppress(StalledError):
-            await self._app(scope, self._limited(receive), send_with_id)
+            await self._app(scope, self._limited(scope, receive), send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> ApiError | None:
         """Return an error for a request without a valid key or with a too large Content-Length, otherwise None."""
@@ -86,7 +88,19 @@ class RequestChecks:
         matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
         return scheme.lower() == "bearer" and any(matches)
 
-    def _limited(self, receive: Receive) -> Receive:
+    async def _discard_body(self, scope: Scope, receive: Receive) -> None:
+        """Read the rest of a refused body if the connection closes after the response.
+
+        A client that sends the whole body before it reads would not get the response from a connection that is reset.
+        """
+        if scope.get("http_version") != "1.0" and "close" not in Headers(scope=scope).get("connection", "").lower():
+            return  # uvicorn discards it after the response.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._body_timeout_s):
+                while (await receive()).get("more_body", False):
+                    pass
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
         """Enforce the limits on size, since requests may lack a Content-Length, and time while reading the body."""
         received, is_complete = 0, False
         until = asyncio.get_running_loop().time() + self._body_timeout_s
@@ -103,6 +117,8 @@ class RequestChecks:
             is_complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
+                if not is_complete:
+                    await self._discard_body(scope, receive)
                 raise HTTPException(413, self._too_long().message)
             return message
 

@@ -148,7 +148,8 @@ async def _run_one(
             async for event in events:
                 if isinstance(event, RequestEnded):
                     completion = event.completion
-                    pieces = text.finish(completion.text)
+                    pieces = text.feed(completion.content, 0) if completion.is_repeat else []
+                    pieces += text.finish(completion.text)
                     deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
                 elif isinstance(event, RequestRestarted):
                     text = text_of(request)

@@ -105,7 +105,7 @@ class ResponseFormat(ABC):
 
 
 def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict[str, Any]:
-    """Return OpenAI's usage object, including its fields for predicted outputs and our field `draft`.
+    """Return OpenAI's usage object, including its fields for predicted outputs, and our fields.
 
     prompts: number of tokens of each prompt. completions: by index; the outputs of a prompt are consecutive, and all
     prompts have the same number of outputs.
@@ -125,6 +125,7 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
             "rejected_prediction_tokens": draft["drafted_tokens"] - accepted,
         },
         "draft": draft,
+        "repeated_tokens": sum(len(completion.tokens) for completion in outputs if completion.is_repeat),
     }
 
 

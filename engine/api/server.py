@@ -11,8 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
+from engine.api.errors import ApiError, error_response
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions
@@ -35,6 +37,8 @@ from ssd.errors import UserError
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+LOADING_DRAIN_S = 1.0
+"""Time for the last responses with status 503, once the model is loaded."""
 BIND_ADVICE = {
     errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
@@ -59,14 +63,18 @@ class ServerConfig:
     """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
     allow_weight_updates: bool = False
     """Whether requests may replace the model's weights."""
+    answer_repeats: bool = False
+    """Whether repeated requests are answered from the drafter's corpus."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserError if the server cannot start or the engine process ends by
     itself."""
-    bind(config.host, config.port).close()  # Fail before loading a large model.
+    bound = bind(config.host, config.port)  # Fail before loading a large model.
     if name in options.loras:
         raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
+    if config.answer_repeats and {"ssd", "classic"}.isdisjoint(options.drafters):
+        raise UserError("--answer-repeats needs the corpus of --drafter ssd in this process; choose ssd or ssd+OTHER")
     folder = options.model
     keys = frozenset[str]() if config.api_keys is None else read_keys(config.api_keys)
     form = _tool_format(folder, config.tool_call_parser)
@@ -82,18 +90,20 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         prefix_cache=options.config.prefix_cache,
         adapters=tuple(options.loras),
         tool_format=form,
+        answers_repeats=config.answer_repeats,
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
-    notify(f"loading {name} ...")
+    notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
-        ready = await engine.start()
+        async with _loading(bound):
+            ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
         with closing(Service(engine, ready, served, admission)) as service:
             app = create_app(
                 service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
-            await _listen(app, engine, config, notify)
+            await _listen(app, engine, bound, config.drain_s, notify)
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
@@ -143,11 +153,12 @@ def read_keys(path: Path) -> frozenset[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises UserError."""
+    """Return a socket that listens; connections wait until somebody accepts them. Raises UserError."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen()
     except OSError as problem:
         bound.close()
         advice = BIND_ADVICE.get(problem.errno or 0, problem.strerror)
@@ -155,20 +166,47 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify: Callable[[str], None]) -> None:
-    settings = uvicorn.Config(
-        app, host=config.host, port=config.port, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
+def _url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+@asynccontextmanager
+async def _loading(bound: socket.socket) -> AsyncIterator[None]:
+    """Answer requests with status 503 while the model is loaded."""
+    began = time.monotonic()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(503, f"the model has been loading for {time.monotonic() - began:.0f} s; try again later")
+        await error_response(error)(scope, receive, send)
+
+    # uvicorn closes the socket that it is given. The other one keeps listening, so that no connection is refused.
+    server = _UvicornServer(_uvicorn_settings(answer, LOADING_DRAIN_S), lambda: None)
+    answering = asyncio.create_task(server.serve(sockets=[bound.dup()]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await answering
+
+
+def _uvicorn_settings(app: Any, drain_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain_s), server_header=False,
+        lifespan="off",
     )  # fmt: skip
-    sockets = [bind(config.host, config.port)]
-    host, port = sockets[0].getsockname()[:2]
-    server = _UvicornServer(settings, lambda: notify(f"serving at http://{host}:{port}"))
+
+
+async def _listen(
+    app: Any, engine: EngineProcess, bound: socket.socket, drain_s: float, notify: Callable[[str], None]
+) -> None:
+    server = _UvicornServer(_uvicorn_settings(app, drain_s), lambda: notify(f"serving at {_url_of(bound)}"))
 
     def stop() -> None:
         if server.should_exit:
             notify("stopping at once")
         elif server.server_state.tasks:
-            notify(f"waiting up to {config.drain_s:g} s for running requests")
+            notify(f"waiting up to {drain_s:g} s for running requests")
         else:
             notify("stopping")
         server.force_exit, server.should_exit = server.should_exit, True
@@ -182,7 +220,7 @@ async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify:
 
     watching = asyncio.create_task(stop_with_engine())
     try:
-        await server.serve(sockets=sockets)
+        await server.serve(sockets=[bound])
     finally:
         watching.cancel()
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.api.grammar_checker import GrammarChecker
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
 from engine.api.outputs import Run, prompt_only
+from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
 from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
@@ -58,6 +59,8 @@ class ServedModel:
     """Names of LoRA adapters, which requests choose as their model."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None if that is not known."""
+    answers_repeats: bool = False
+    """Whether repeated requests are answered from the corpus, see `engine.api.repeats`."""
 
 
 class Admission:
@@ -178,7 +181,7 @@ class Service:
         given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         shared = {"temperature": DEFAULT_TEMPERATURE, "grammar": body.grammar} | self.served.defaults | given | more
-        return [
+        made = [
             Request(
                 prompt,
                 SamplingParams(
@@ -199,6 +202,11 @@ class Service:
             )
             for index in range(body.n)
         ]
+        is_fixed = body.seed is not None or not made[0].sampling.is_sampled
+        has_logprobs = made[0].sampling.logprobs is not None or made[0].sampling.prompt_logprobs is not None
+        if not self.served.answers_repeats or not is_fixed or has_logprobs or body.n > 1:
+            return made
+        return [replace(made[0], request_id=request_id_of(made[0]))]
 
 
 async def encode_in_background(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:

@@ -40,6 +40,11 @@ class EngineTotals:
         self._stats.prompt_tokens += len(request.prompt)
         self._pending_prompts[sequence_id] = len(request.prompt)
 
+    def request_repeated(self, completion: Completion) -> None:
+        """Count a request that was answered from the corpus."""
+        self._stats.repeated_requests += 1
+        self._stats.repeated_tokens += len(completion.tokens)
+
     def step_finished(self, report: StepReport) -> None:
         """Count one engine step."""
         self._stats.steps += 1

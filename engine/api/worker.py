@@ -25,6 +25,7 @@ from engine.api.messages import (
     UpdateWeights,
     WeightsUpdated,
 )
+from engine.api.repeats import Repeats
 from engine.api.stats import EngineTotals, RequestTimer
 from ssd.errors import UserError
 
@@ -69,6 +70,7 @@ class Worker:
         """Running requests by the engine's ids."""
         self._totals = EngineTotals(engine)
         self._timer = RequestTimer()
+        self._repeats = Repeats(engine)
         self._stats_sent_at = 0.0
         self._is_stopping = False
 
@@ -109,6 +111,10 @@ class Worker:
 
     def _submit(self, command: SubmitRequest) -> None:
         try:
+            if (repeat := self._repeats.find(command.request)) is not None:
+                self._totals.request_repeated(repeat)
+                self._connection.send([RequestEnded(command.request_id, repeat)])
+                return
             sequence_id = self._engine.add(command.request)
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
@@ -143,6 +149,7 @@ class Worker:
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
         else:
+            self._repeats.clear()
             self._connection.send([WeightsUpdated(command.request_id, self._engine.version)])
 
     def _step(self) -> None:
@@ -166,6 +173,7 @@ class Worker:
                 self._timer.request_cancelled(sequence_id)
                 events.append(RequestRefused(submitted.request_id, report.refused[sequence_id]))
                 continue
+            self._repeats.add(submitted.request, completion)
             events.append(RequestEnded(submitted.request_id, completion, self._timer.request_ended(sequence_id)))
         if time.monotonic() - self._stats_sent_at > STATS_INTERVAL_S:
             self._stats_sent_at = time.monotonic()

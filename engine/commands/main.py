@@ -62,7 +62,8 @@ def cli() -> None:
     "path",
     type=click.Path(path_type=Path),
     help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
-    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft`, `verification` and `adapter`.",
+    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft`, `verification`, `adapter` and "
+    "`source` (a note).",
 )
 @engine_options(max_sequences=16)
 @sampling_options
@@ -115,6 +116,12 @@ def generate(
     "--allow-weight-updates",
     is_flag=True,
     help="Let requests to /v1/weights replace the model's weights by those of a file on this machine.",
+)
+@click.option(
+    "--answer-repeats",
+    is_flag=True,
+    help="Answer a request that was served before, with the same settings and seed, from the drafter's corpus without "
+    "running the model.",
 )
 @click.option(
     "--tool-call-parser",

@@ -14,7 +14,9 @@ from engine.scheduling.request import parse_drafters
 from ssd.errors import UserError
 
 LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str, "adapter": str}
-"""Settings beside the prompt in a line of a .jsonl file, with their types. Other fields are ignored."""
+"""Settings beside the prompt in a line of a .jsonl file, with their types."""
+NOTE = "source"
+"""Field that may say where a prompt is from, and is not used."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
     is_ids = isinstance(content, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in content)
     if not (is_ids or isinstance(content, str)):
         raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
+    if unknown := record.keys() - {"prompt", NOTE, *LINE_SETTINGS}:
+        raise UserError(f"line {number}: there is no field `{min(unknown)}`; give {', '.join(LINE_SETTINGS)} or {NOTE}")
     for name, kind in LINE_SETTINGS.items():
         if record.get(name) is not None and type(record[name]) is not kind:
             raise UserError(f"line {number}: `{name}` must be {'text' if kind is str else 'a whole number'}")

@@ -21,8 +21,8 @@ Order of calls, all of them from the thread that runs the engine:
     close()                  once
 
 `propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
-engine may verify only a part of a draft; `observe` reports which. If a drafter raises, or returns drafts that break
-these rules, the step runs without drafts; `engine.drafters.guard` reports the first such problem.
+engine may verify only a part of a draft; `observe` reports which. If a drafter raises, the step runs without drafts; a
+draft that breaks these rules is dropped; `engine.drafters.guard` reports the first such problem.
 
 Verification
 ------------
@@ -75,6 +75,7 @@ import numpy as np
 from ssd.types import DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
+    from collections.abc import Sequence as SequenceOf
     from pathlib import Path
 
     import torch
@@ -208,6 +209,11 @@ class Drafts:
         """Return no draft for any of `sequences`."""
         return cls(DraftBatch.empty(sequences))
 
+    def take(self, indices: SequenceOf[int]) -> Drafts:
+        """Return the drafts of some sequences, without extra rows."""
+        q_rows = None if self.q_rows is None else self.q_rows[self.batch.places(indices)]
+        return replace(self, batch=self.batch.take(indices), q_rows=q_rows, extra=None)
+
     def scatter(self, indices: np.ndarray, count: int) -> Drafts:
         """Return drafts for `count` sequences: these at ascending `indices`, int64 [B], and none for the others."""
         extra = None if self.extra is None else self.extra.scatter(indices, count)
@@ -232,6 +238,11 @@ class PredictedDrafts:
     def empty(cls, sequences: int) -> PredictedDrafts:
         """Return no draft for any of `sequences`."""
         return cls(DraftBatch.empty(sequences), np.zeros(sequences, np.int32), np.zeros(sequences, np.uint32))
+
+    def take(self, indices: SequenceOf[int]) -> PredictedDrafts:
+        """Return the drafts of some sequences."""
+        at = np.array(indices, np.int64)
+        return replace(self, batch=self.batch.take(indices), accepted=self.accepted[at], bonus=self.bonus[at])
 
     def scatter(self, indices: np.ndarray, count: int) -> PredictedDrafts:
         """See `Drafts.scatter`."""

@@ -48,6 +48,10 @@ class AdapterDrafters:
         """Whether the remote drafter of requests without an adapter is connected; None if it is not remote."""
         return getattr(self._base, "is_connected", None)
 
+    def known(self, adapter: str | None) -> object:
+        """Return the drafter of an adapter; None if it has none at present."""
+        return self._base if adapter is None else self._by_adapter.get(adapter)
+
     def start(
         self,
         sequence_id: int,
@@ -55,13 +59,14 @@ class AdapterDrafters:
         *,
         hints: np.ndarray | None = None,
         adapter: str | None = None,
+        request_id: str | None = None,
         learn: bool = True,
         rollout: Rollout | None = None,
         seed: int | None = None,
     ) -> None:
         """See `ssd.types.Drafter.start`. adapter: name of the request's adapter. The others are as in `Request`."""
         owner = self._base if adapter is None else self._drafter_of(adapter)
-        owner.start(sequence_id, prompt, hints=hints, learn=learn, rollout=rollout, seed=seed)
+        owner.start(sequence_id, prompt, hints=hints, request_id=request_id, learn=learn, rollout=rollout, seed=seed)
         self._owners[sequence_id] = owner
 
     def draft(self, progress: Progress) -> DraftBatch:
@@ -98,7 +103,7 @@ class AdapterDrafters:
             return begin(distinct[0], progress)()
         parts = [np.array([index for index, each in enumerate(owners) if each is owner]) for owner in distinct]
         begun = [begin(owner, _part(progress, at)) for owner, at in zip(distinct, parts, strict=True)]
-        return _in_order(DraftBatch.concatenate([wait() for wait in begun]), np.concatenate(parts).argsort())
+        return DraftBatch.concatenate([wait() for wait in begun]).take(np.concatenate(parts).argsort())
 
 
 def _begin_draft(drafter: Any, progress: Progress) -> Callable[[], DraftBatch]:
@@ -124,17 +129,4 @@ def _part(progress: Progress, at: np.ndarray) -> Progress:
         verified=progress.verified[at],
         max_draft=progress.max_draft[at],
         steps=None if progress.steps is None else progress.steps[at],
-    )
-
-
-def _in_order(batch: DraftBatch, order: np.ndarray) -> DraftBatch:
-    """Return the drafts `order`, int64 [B], of a batch."""
-    bounds = batch.offsets.astype(np.int64)
-    places = np.concatenate([np.arange(bounds[index], bounds[index + 1]) for index in order])
-    return DraftBatch(
-        tokens=batch.tokens[places],
-        parents=batch.parents[places],
-        accept_prob=batch.accept_prob[places],
-        source=batch.source[places],
-        offsets=offsets_of(np.diff(bounds)[order]),
     )

@@ -1,15 +1,17 @@
 """Protect the engine from a faulty drafter.
 
-If a call raises, or returns drafts that cannot be verified, the step runs without drafts. The first problem is logged
-with its traceback; later ones are only counted, since a faulty drafter is likely to fail in every step.
+If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
+cannot be verified is dropped. The first problem is logged with its traceback; later ones are only counted, since a
+faulty drafter is likely to fail in every step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
     from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
+
+D = TypeVar("D", Drafts, PredictedDrafts)
+L = TypeVar("L")
 
 LOG = logging.getLogger(__name__)
 DTYPES: Mapping[str, type[np.generic]] = {
@@ -45,7 +50,7 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.inner = drafter
         self.problems = 0
-        """Number of calls that raised or returned invalid drafts."""
+        """Number of calls that failed, and of drafts that were dropped."""
         self._vocab_size = vocab_size
 
     @property
@@ -70,10 +75,9 @@ class GuardedDrafter:
         extra_rooms = [entry.extra_room for entry in plan.producing]
         with self._contained():
             drafts = self.inner.propose(plan)
-            check_drafts(drafts, rooms, self._vocab_size)
             if drafts.extra is not None:
                 check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
-            return drafts
+            return replace(self._valid(drafts, rooms, check_drafts), extra=drafts.extra)
         return Drafts.empty(len(plan.producing))
 
     def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
@@ -82,8 +86,11 @@ class GuardedDrafter:
         in_flight = [0 if entry.in_flight_draft is None else len(entry.in_flight_draft) for entry in plan.producing]
         with self._contained():
             drafts: PredictedDrafts = self.inner.propose_ahead(plan)  # type: ignore[attr-defined]
-            check_predicted(drafts, rooms, in_flight, self._vocab_size)
-            return drafts
+
+            def check(part: PredictedDrafts, own: list[tuple[int, int]], vocab_size: int) -> None:
+                check_predicted(part, [room for room, _ in own], [length for _, length in own], vocab_size)
+
+            return self._valid(drafts, list(zip(rooms, in_flight, strict=True)), check)
         return PredictedDrafts.empty(len(plan.producing))
 
     def observe(self, result: StepResult) -> None:
@@ -101,20 +108,48 @@ class GuardedDrafter:
         with self._contained():
             self.inner.close()
 
+    def _valid(self, drafts: D, limits: list[L], check: Callable[[D, list[L], int], None]) -> D:
+        """Return drafts of B sequences without those that `check` refuses. Raises DraftsError if it refuses them all.
+
+        limits: the limits of each sequence's draft, as `check` takes them.
+        """
+        try:
+            check(drafts, limits, self._vocab_size)
+        except DraftsError as problem:
+            _check_arrays(drafts.batch, DTYPES)
+            _check_offsets(drafts.batch, len(limits))
+            valid = [at for at in range(len(limits)) if self._is_valid(drafts.take([at]), limits[at : at + 1], check)]
+            if not valid:
+                raise
+            self._report(problem, len(limits) - len(valid))
+            return drafts.take(valid).scatter(np.array(valid), len(limits))
+        return drafts
+
+    def _is_valid(self, drafts: D, limits: list[L], check: Callable[[D, list[L], int], None]) -> bool:
+        try:
+            check(drafts, limits, self._vocab_size)
+        except DraftsError:
+            return False
+        return True
+
     @contextmanager
     def _contained(self) -> Iterator[None]:
         try:
             yield
         except Exception as problem:
-            self.problems += 1
-            if self.problems == 1:
-                LOG.warning(
-                    "the drafter failed, and the step continues without its drafts; further failures are not reported: "
-                    "%s: %s",
-                    type(problem).__name__,
-                    problem,
-                    exc_info=True,
-                )
+            self._report(problem, 1)
+
+    def _report(self, problem: Exception, count: int) -> None:
+        """Count problems, and log the first one."""
+        if self.problems == 0:
+            LOG.warning(
+                "the drafter failed, and the step continues without its drafts; further failures are not reported: "
+                "%s: %s",
+                type(problem).__name__,
+                problem,
+                exc_info=True,
+            )
+        self.problems += count
 
 
 def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
@@ -165,12 +200,17 @@ def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.ge
             raise DraftsError(f"{name} has {len(array)} elements for {len(batch.tokens)} tokens")
 
 
+def _check_offsets(batch: DraftBatch | ExtraRows, count: int) -> None:
+    offsets = batch.offsets.astype(np.int64)
+    if len(offsets) != count + 1 or (np.diff(offsets) < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
+        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {count} drafts")
+
+
 def _check_trees(batch: DraftBatch | ExtraRows, rooms: list[int]) -> None:
     """Raise DraftsError unless offsets give a draft of allowed length to each sequence, and parents come first."""
+    _check_offsets(batch, len(rooms))
     offsets = batch.offsets.astype(np.int64)
     lengths = offsets[1:] - offsets[:-1]
-    if len(lengths) != len(rooms) or (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(batch.tokens):
-        raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {len(rooms)} drafts")
     if (lengths > rooms).any():
         index = int((lengths > rooms).argmax())
         raise DraftsError(f"draft {index} has {lengths[index]} tokens; at most {rooms[index]} can be verified")

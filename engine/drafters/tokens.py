@@ -67,7 +67,7 @@ class TokenDrafter:
     def start(self, sequence: Sequence) -> None:
         """See `engine.drafters.base.Drafter.start`."""
         request = sequence.request
-        names = ("hints", "adapter", "learn", "rollout", "seed")
+        names = ("hints", "adapter", "request_id", "learn", "rollout", "seed")
         known: dict[str, Any] = {name: getattr(request, name) for name in names}
         given = {name: value for name, value in known.items() if name in self._taken and value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)

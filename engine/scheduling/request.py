@@ -195,6 +195,8 @@ class Request:
     the first token does not reveal whether another tenant sent the same prompt."""
     adapter: str | None = None
     """Name of the LoRA adapter that it runs with, among those of the engine; None: the model without adapters."""
+    request_id: str | None = None
+    """Name of its output in the corpus of drafters that have one, see `engine.api.repeats`; None: it has no name."""
     hints: np.ndarray | None = None
     """uint32: text that the output may repeat, such as the file that it edits. Drafters of text search it like the
     prompt; it is never remembered, and no other request is drafted from it."""
@@ -283,6 +285,8 @@ class Completion:
     """Number of prompt tokens whose keys and values were in the prefix cache."""
     by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
     """`drafted` and `accepted` by the name of the source, see `engine.drafters.sources`."""
+    is_repeat: bool = False
+    """Whether it is the output of an earlier request, for which the model did not run again."""
 
     @property
     def content(self) -> np.ndarray:

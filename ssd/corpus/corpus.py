@@ -24,7 +24,7 @@ from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
 from ssd.corpus.index import Index, MergeTimes, State
 from ssd.corpus.live import LiveTier
 from ssd.corpus.requests import NO_NAME, Forget, Text, hash_of
-from ssd.corpus.ring import check_tokens
+from ssd.corpus.ring import SEPARATOR, check_tokens
 from ssd.corpus.view import View
 from ssd.errors import UserError
 from ssd.kernels.fallback import FallbackTable
@@ -98,6 +98,22 @@ class Corpus:
     def requests(self) -> int:
         """Number of requests in the ring; each piece of a very long request counts."""
         return len(self._index.log)
+
+    def text_of(self, request_id: str) -> np.ndarray:
+        """Return the newest text that was appended under a request id, uint32 [N]; empty if it is not in the ring.
+
+        Takes no lock, so text may be damaged if it is overwritten or forgotten meanwhile: compare it with a digest.
+        Of text that was divided because of its length, only the last piece is returned.
+        """
+        rows, ring = self._index.log.rows, self._index.ring
+        found = np.flatnonzero(rows["name"] == hash_of(request_id))
+        first, end = 0, 0
+        if len(found):
+            first, end = np.append(rows["first"], ring.head)[found[-1] : found[-1] + 2].tolist()
+        if not ring.oldest <= first < end <= ring.head:
+            return np.empty(0, np.uint32)
+        text = ring.read(first, end)
+        return text[: int((text == SEPARATOR).argmax())]
 
     def request_times(self) -> dict[int, float]:
         """Return the time at which each request id was last appended, by its hash (`ssd.corpus.requests.hash_of`)."""

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -501,6 +501,14 @@ def test_memory_includes_running_sequences_and_the_corpus(drafter):
 def test_settings_out_of_range_are_named(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):
         DrafterConfig(**setting)
+
+
+@pytest.mark.parametrize("value", ["16M", 1e4, True, None], ids=str)
+@pytest.mark.parametrize("name", [each.name for each in fields(DrafterConfig) if each.type == "int"])
+def test_settings_that_are_not_integers_are_named(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be an integer, not {value!r}")):
+        DrafterConfig(**{name: value})
+    assert DrafterConfig(**{name: np.int64(getattr(DrafterConfig, name))}) == DrafterConfig()
 
 
 def test_the_largest_settings_work():

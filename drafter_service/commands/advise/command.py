@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 @click.option("--gpu", help="Without --cost-profile: estimate step durations for this GPU.  [default: h100]")
 @click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("advice.html"), help="HTML page to write."
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page with charts to this file, such as advice.html.",
 )
 @click.option(
     "--write-config",
@@ -55,13 +57,12 @@ def advise(
     cost_profile: Path | None,
     gpu: str | None,
     model_size: str,
-    out: Path,
+    out: Path | None,
     config: Path | None,
 ) -> None:
     """Replay a log, and say whether drafting is worthwhile.
 
-    Nothing leaves this machine. Prints a verdict and a comparison of settings, and writes a page with charts to the
-    file given as --out.
+    Nothing leaves this machine. Prints a verdict and a comparison of settings.
     """
     import tempfile
 
@@ -85,7 +86,8 @@ def advise(
     _show(advice)
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
-    write(out, _page(advice, toml, traffic, facts, profile))
+    if out is not None:
+        write(out, _page(advice, toml, traffic, facts, profile))
     if config is not None:
         write(config, toml)
 

@@ -55,6 +55,8 @@ OUR_NAMES = {
     "counter": {
         "ssd:engine_steps",
         "ssd:backoff_steps",
+        "ssd:repeated_requests",
+        "ssd:repeated_tokens",
         "ssd:learned_tokens",
         "ssd:refused_requests",
         "ssd:draft_tokens",

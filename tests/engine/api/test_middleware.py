@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from threading import Thread
 
 import httpx
@@ -100,9 +101,11 @@ def listening(app):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def test_a_body_that_does_not_arrive_is_answered_and_the_connection_closed():
@@ -121,6 +124,24 @@ def test_a_body_that_does_not_arrive_is_answered_and_the_connection_closed():
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"the body was not received completely within 0.2 s" in answer
         assert httpx.post(f"http://127.0.0.1:{port}/v1/echo", json={"a": 1}).json() == {"a": 1}
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_client_that_sends_a_long_body_before_it_reads_gets_the_response(is_announced, connection):
+    app = FastAPI()
+    add_error_handlers(app)
+
+    @app.post("/v1/echo")
+    async def echo(request: Request):
+        return len(await request.body())
+
+    body = b"x" * (16 << 20)  # More than the buffers of a connection hold.
+    sent = body if is_announced else (body[at : at + (1 << 20)] for at in range(0, len(body), 1 << 20))
+    with listening(RequestChecks(app, (), 100)) as port, closing(HTTPConnection("127.0.0.1", port, timeout=30)) as http:
+        http.request("POST", "/v1/echo", sent, {"Connection": connection})
+        answer = http.getresponse()
+        assert (answer.status, b"the body is longer than 100 bytes" in answer.read()) == (413, True)
 
 
 async def test_a_complete_body_may_be_followed_by_a_long_response():

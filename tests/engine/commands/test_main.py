@@ -50,6 +50,15 @@ def test_a_missing_extra_is_reported_before_other_errors(monkeypatch, arguments)
     assert CliRunner().invoke(main.cli, [*arguments[:1], "--help"]).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["ssd-engine", "ssd-drafter"])
+def test_an_interruption_while_modules_are_imported_is_one_line(command, tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    module, _, function = PROJECT["scripts"][command].partition(":")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
 def test_an_interruption_is_one_line(monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt

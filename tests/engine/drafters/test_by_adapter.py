@@ -19,8 +19,8 @@ class Labeled:
         self.label = label
         self.calls = []
 
-    def start(self, sequence_id, prompt, *, hints=None, learn=True, rollout=None, seed=None):
-        self.calls.append(("start", sequence_id, hints, learn, rollout, seed))
+    def start(self, sequence_id, prompt, *, hints=None, request_id=None, learn=True, rollout=None, seed=None):
+        self.calls.append(("start", sequence_id, hints, request_id, learn, rollout, seed))
 
     def draft(self, progress):
         self.calls.append(("draft", progress.sequence_ids.tolist(), progress.max_draft.tolist(), progress.steps))
@@ -102,9 +102,9 @@ def test_each_drafter_sees_its_own_sequences(joint, drafters):
     joint.draft(progress_of([1, 1, 1], steps=np.array([1, 2, 3], np.uint32)))
     joint.finish(2, np.array([5], np.uint32), verified=1, learn=False)
     joint.close()
-    assert drafters[0].calls == [("start", 1, None, True, None, None), ("draft", [1], [11], [2]), ("close",)]
+    assert drafters[0].calls == [("start", 1, None, None, True, None, None), ("draft", [1], [11], [2]), ("close",)]
     own = drafters[1].calls
-    assert own[:2] == [("start", 0, None, True, None, None), ("start", 2, None, True, None, None)]
+    assert own[:2] == [("start", 0, None, None, True, None, None), ("start", 2, None, None, True, None, None)]
     assert own[2][:3] == ("draft", [0, 2], [10, 12])
     assert own[2][3].tolist() == [1, 3]
     assert own[3:] == [("finish", 2, [5], 1, False), ("close",)]
@@ -113,9 +113,9 @@ def test_each_drafter_sees_its_own_sequences(joint, drafters):
 
 def test_drafters_get_the_options_of_a_request(joint, drafters):
     hints, rollout = np.array([7], np.uint32), Rollout("problem", 3)
-    start(joint, [None, "a"], hints=hints, learn=False, rollout=rollout, seed=5)
+    start(joint, [None, "a"], hints=hints, request_id="b", learn=False, rollout=rollout, seed=5)
     for sequence_id, drafter in enumerate(drafters[:2]):
-        assert drafter.calls == [("start", sequence_id, hints, False, rollout, 5)]
+        assert drafter.calls == [("start", sequence_id, hints, "b", False, rollout, 5)]
 
 
 def test_it_drafts_after_uncommitted_tokens_where_its_drafters_do(joint):

@@ -192,3 +192,55 @@ def test_exceptions_are_contained_and_reported_once(caplog):
     [record] = caplog.records
     assert "RuntimeError: broken start" in record.getMessage()
     caplog.clear()
+
+
+class Partly:
+    """Drafts the batches that it was given, by the name of the method."""
+
+    needs = TargetOutputs()
+
+    def __init__(self, **drafts):
+        self.drafts = drafts
+
+    def __getattr__(self, name):
+        return lambda *_: self.drafts[name]
+
+
+def one_token_each(tokens):
+    return batch_of(tokens, [-1] * 3, [1] * 3, [0.5] * 3)
+
+
+THREE = SimpleNamespace(producing=(SimpleNamespace(draft_room=1, extra_room=1, in_flight_draft=None),) * 3)
+
+
+def test_an_invalid_draft_is_dropped_alone(caplog):
+    extra = extra_of(batch_of((7,), (-1,), (0, 1, 0), (1,)))
+    drafts = Drafts(one_token_each((1, VOCAB, 3)), UNIFORM, np.array([0, 1, 1], np.int32), extra)
+    ahead = PredictedDrafts(one_token_each((4, 5, 6)), np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.uint32))
+    guarded = GuardedDrafter(Partly(propose=drafts, propose_ahead=ahead), VOCAB)
+    with caplog.at_level(logging.WARNING):
+        kept, kept_ahead = guarded.propose(THREE), guarded.propose_ahead(THREE)
+    assert [kept.batch.tokens_of(at).tolist() for at in range(3)] == [[1], [], [3]]
+    assert (kept.q_rows.tolist(), kept.q is UNIFORM, kept.extra is extra) == ([0, 1], True, True)
+    assert [kept_ahead.batch.tokens_of(at).tolist() for at in range(3)] == [[4], [5], []]
+    assert (kept_ahead.accepted.tolist(), kept_ahead.bonus.tolist()) == ([0, 0, 0], [7, 8, 0])
+    assert guarded.problems == 2
+    [record] = caplog.records
+    assert "token id 10 is out of vocabulary" in record.getMessage()
+    caplog.clear()
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        {"offsets": np.array([0, 1, 2], np.uint32)},
+        {"accept_prob": np.ones(3)},
+        {"tokens": np.full(3, VOCAB, np.uint32)},
+    ],
+    ids=["offsets", "dtype", "all"],
+)
+def test_nothing_is_drafted_from_a_batch_without_a_valid_draft(faulty, caplog):
+    guarded = GuardedDrafter(Partly(propose=Drafts(replace(one_token_each((1, 2, 3)), **faulty))), VOCAB)
+    assert len(guarded.propose(THREE).batch.tokens) == 0
+    assert guarded.problems == 1
+    caplog.clear()

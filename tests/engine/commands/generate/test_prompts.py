@@ -56,6 +56,14 @@ def test_prompts_can_be_token_ids(run, model_folder, tmp_path):
     assert out.startswith("<3 token ids>")
 
 
+def test_an_unknown_field_of_a_line_is_an_error(run, model_folder, tmp_path):
+    lines = ('{"prompt": "a", "source": "a note"}', '{"prompt": "b", "max_tokens": 3}')
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    code, out, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl")
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give drafter, max_draft" in " ".join(err.split())
+
+
 def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -1,0 +1,245 @@
+"""Repeated requests are answered from the corpus only if the same request has run, and its text is still there."""
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+
+from engine.api.repeats import Repeats, request_id_of
+from engine.config import EngineConfig
+from engine.drafters.registry import build_drafter
+from engine.engine import build_engine
+from engine.models.shipped import SHIPPED_MODEL
+from engine.scheduling.request import Request, SamplingParams
+from ssd.config import DrafterConfig
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.engine.drafters.kinds import target_of
+from tests.engine.lora_folders import write_adapter
+
+BODY = {"model": MODEL, "prompt": "def quicksort(items):\n    ", "max_tokens": 20, "temperature": 0}
+SAMPLED = BODY | {"temperature": 1, "seed": 7}
+STOPPED = BODY | {"stop": ["r"], "max_tokens": 200}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
+LATENCY = "vllm:e2e_request_latency_seconds_count"
+
+
+@pytest.fixture(scope="module")
+def http(folder, tmp_path_factory):
+    adapter = tmp_path_factory.mktemp("adapters") / "a"
+    write_adapter(adapter, SHIPPED_MODEL, seed=0)
+    options = ("--answer-repeats", "--allow-weight-updates", "--draft-shape", "path", f"--lora=a={adapter}")
+    with serving(*options, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        yield http
+
+
+def ask(http, body, path="/v1/completions"):
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def repeated(http, body, path="/v1/completions"):
+    """The answer to a request that has run, once the corpus has its output."""
+
+    def answered():
+        answer = ask(http, body, path)
+        return answer if answer["usage"]["repeated_tokens"] else None
+
+    return eventually(answered)
+
+
+def metric(http, name):
+    return next(float(line.split()[-1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY),
+        ("/v1/completions", SAMPLED),
+        ("/v1/completions", STOPPED),
+        ("/v1/chat/completions", CHAT),
+    ],
+    ids=["greedy", "sampled", "stop", "chat"],
+)
+def test_a_repeat_has_the_same_answer_without_a_step(http, path, body):
+    body = body | {"user": "equal answers"}
+    first = ask(http, body, path)
+    assert first["usage"]["repeated_tokens"] == 0
+    repeated(http, body, path)
+    names = (LATENCY, "vllm:generation_tokens_total", "ssd:engine_steps_total", "ssd:learned_tokens_total")
+    eventually(lambda: http.get("/figures").json()["running"] == 0)
+    before = [metric(http, name) for name in names]
+    count, tokens = metric(http, "ssd:repeated_requests_total"), metric(http, "ssd:repeated_tokens_total")
+    second = ask(http, body, path)
+    size = first["usage"]["completion_tokens"]
+    eventually(lambda: metric(http, "ssd:repeated_requests_total") == count + 1)
+    assert metric(http, "ssd:repeated_tokens_total") == tokens + size
+    assert [metric(http, name) for name in names] == before
+    assert second["choices"] == first["choices"]
+    assert second["usage"]["repeated_tokens"] == second["usage"]["completion_tokens"] == size
+    assert second["usage"]["draft"]["steps"] == 0
+    with http.stream("POST", path, json=body | {"stream": True, "stream_options": {"include_usage": True}}) as stream:
+        chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert chunks[-1]["usage"] == second["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    [whole] = first["choices"]
+    assert text == (whole.get("text") or whole["message"]["content"])
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"user": "somebody else"},
+        {"model": "a"},
+        {"seed": 8},
+        {"temperature": 0.9},
+        {"max_tokens": 19},
+        {"prompt": "def quicksort(items): "},
+        {"stop": ["r"]},
+        {"logit_bias": {"5": 1}},
+        {"max_draft": 0},
+    ],
+    ids=str,
+)
+def test_another_request_runs(http, other):
+    ask(http, SAMPLED)
+    repeated(http, SAMPLED)
+    assert ask(http, SAMPLED | other)["usage"]["repeated_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": None}, {"logprobs": 1}, {"verification": "rejection"}, {"n": 2}, {"learn": False}], ids=str
+)
+def test_a_request_without_a_known_output_runs_each_time(http, other):
+    body = SAMPLED | {"user": f"each time {other}"} | other
+    assert ask(http, body)["usage"]["repeated_tokens"] == 0
+    after = SAMPLED | {"user": f"afterwards {other}"}
+    ask(http, after)
+    repeated(http, after)  # The corpus has learned both.
+    assert ask(http, body)["usage"]["repeated_tokens"] == 0
+
+
+def test_an_adapter_repeats_its_own_answers(http):
+    body = BODY | {"model": "a"}
+    first = ask(http, body)
+    assert repeated(http, body)["choices"] == first["choices"]
+    assert first["choices"] != ask(http, BODY)["choices"]
+
+
+def test_new_weights_answer_themselves(http):
+    ask(http, BODY)
+    repeated(http, BODY)
+    assert http.post("/v1/weights", json={"path": str(SHIPPED_MODEL)}).status_code == 200
+    assert ask(http, BODY)["usage"]["repeated_tokens"] == 0
+    repeated(http, BODY)
+
+
+def test_repeats_run_unless_they_are_enabled(server):
+    body = BODY | {"user": "twice"}
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        before = metric(http, "ssd:corpus_tokens")
+        ask(http, body)
+        eventually(lambda: metric(http, "ssd:corpus_tokens") > before)
+        assert ask(http, body)["usage"]["repeated_tokens"] == 0
+        assert metric(http, "ssd:repeated_requests_total") == 0
+
+
+def test_a_drafter_without_a_corpus_in_the_process_is_refused():
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--port", "0", "--answer-repeats"]
+    ended = subprocess.run(
+        [*command, "--drafter", "ssd-remote"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 2
+    assert "--answer-repeats needs the corpus of --drafter ssd in this process" in ended.stderr
+
+
+@pytest.fixture(params=["ssd", "rest+ssd"])
+def engine(request, model, corpus_file):
+    options = {"path": str(corpus_file)} if "rest" in request.param else {}
+    drafter = build_drafter(request.param, DrafterConfig(capacity=4096, options=options), target_of(model.config))
+    with closing(build_engine(model, EngineConfig(max_sequences=4, kv_memory_mib=4), drafter)) as engine:
+        yield engine
+
+
+def named(prompt, **settings):
+    request = Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=30, ignore_eos=True), **settings)
+    return replace(request, request_id=request_id_of(request))
+
+
+def corpus_of(engine):
+    parts = getattr(engine.drafter, "parts", None)
+    return engine.drafter.corpus if parts is None else parts[-1].drafter.inner.corpus
+
+
+def run(engine, repeats, request):
+    """Run a request, and record its output."""
+    [completion] = engine.generate([request])
+    corpus_of(engine).refresh()
+    repeats.add(request, completion)
+    return completion
+
+
+def test_a_repeat_is_the_completion_without_steps(engine):
+    repeats, prompts = Repeats(engine), ([5, 6, 7], list(range(1, 100)))
+    for prompt in prompts:
+        first = run(engine, repeats, named(prompt))
+        found = repeats.find(named(prompt))
+        assert found.tokens.tolist() == first.tokens.tolist()
+        assert (found.finish_reason, found.steps, found.is_repeat) == (first.finish_reason, 0, True)
+        assert repeats.find(named(prompt, salt="other")) is None
+    repeats.clear()
+    assert repeats.find(named(prompts[0])) is None
+
+
+def test_forgotten_and_overwritten_text_is_not_repeated(engine):
+    repeats, corpus = Repeats(engine), corpus_of(engine)
+    first, second = named([5, 6, 7]), named([8, 9])
+    for each in (first, second):
+        run(engine, repeats, each)
+    corpus.forget(first.request_id)
+    corpus.refresh()
+    assert repeats.find(first) is None
+    assert repeats.find(second) is not None
+    for _ in range(200):
+        corpus.append(np.arange(1, 1000, dtype=np.uint32))
+    corpus.refresh()
+    assert repeats.find(second) is None
+
+
+@pytest.mark.parametrize("differs", ["prompt", "output", "length"])
+def test_text_of_another_request_under_the_same_name_is_not_an_answer(engine, differs):
+    """As if two requests had the same digest."""
+    repeats = Repeats(engine)
+    own = named([5, 6, 7])
+    completion = run(engine, repeats, own)
+    tokens = {"prompt": completion.tokens, "output": completion.tokens[::-1], "length": completion.tokens[:-1]}[differs]
+    prompt = [4, 6, 7] if differs == "prompt" else [5, 6, 7]
+    text = np.concatenate((np.array(prompt, np.uint32), tokens))
+    corpus_of(engine).append(text, own.request_id)
+    corpus_of(engine).refresh()
+    assert repeats.find(own) is None
+
+
+def test_rejected_and_unfinished_outputs_are_not_repeated(engine):
+    sampling = SamplingParams(max_tokens=30, temperature=1, verification="rejection")
+    assert engine.completed(Request(np.array([5], np.uint32), sampling), np.full(30, 7, np.uint32)) is None
+    greedy = Request(np.array([5], np.uint32), SamplingParams(max_tokens=30))
+    assert engine.completed(greedy, np.full(29, 7, np.uint32)) is None
+    assert engine.completed(greedy, np.full(30, 7, np.uint32)).tokens.tolist() == [7] * 30
+
+
+def test_settings_and_prompt_are_told_apart():
+    long = Request(np.frombuffer(b"abcdefgh", np.uint32), SamplingParams())
+    short = Request(np.frombuffer(b"efgh", np.uint32), SamplingParams(), salt="abcd")
+    others = [replace(long, salt="x"), replace(long, adapter="x")]
+    assert len({request_id_of(each) for each in (long, short, *others)}) == 4
+    first, second = [replace(long, sampling=SamplingParams(seed=seed)) for seed in (1, 2)]
+    assert request_id_of(first) == request_id_of(second)  # both are greedy
