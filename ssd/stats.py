@@ -15,6 +15,8 @@ POSITIONS = 129
 AGES = 40
 """Number of ages with separate counters: the number of bits of an age in tokens."""
 PROB_BINS = 20
+SOURCE_COUNT = 4
+"""Number of values of `ssd.types.Source`."""
 
 # Columns of `steps`.
 STEPS, COMMITTED, HITS = range(3)
@@ -30,7 +32,7 @@ class Counters(NamedTuple):
     steps: np.ndarray
     """int64 [3]: sequence steps, committed tokens, steps in which draft tokens were verified."""
     by_source: np.ndarray
-    """int64 [3, 2]: by `Source`: tokens verified, and accepted."""
+    """int64 [SOURCE_COUNT, 2]: by `Source`: tokens verified, and accepted."""
     by_length: np.ndarray
     """int64 [LENGTHS, 2]: by match length."""
     by_position: np.ndarray
@@ -68,7 +70,7 @@ class Stats:
     def __init__(self) -> None:
         self.counters = Counters(
             np.zeros(3, np.int64),
-            np.zeros((3, 2), np.int64),
+            np.zeros((SOURCE_COUNT, 2), np.int64),
             np.zeros((LENGTHS, 2), np.int64),
             np.zeros((POSITIONS, 2), np.int64),
             np.zeros((AGES, 2), np.int64),
