@@ -127,11 +127,12 @@ class SuffixDrafter(CorpusDrafter):
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
     def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
-        """Call the kernel. The view is local to this call, so that the frames of a kept exception do not hold it."""
-        config, view = self.config, self.corpus.view
+        """Call the kernel. Views are local to this call, so that the frames of a kept exception do not hold them."""
+        config, views = self.config, self.corpus.views
+        frame = views[0].frame if len(views) == 1 else np.concatenate([view.frame for view in views])
         settings = (least, config.match_depth, config.max_draft, self._is_tree)
         try:
-            return step(self._frame.addresses, view.frame, *batch, *drafts, *settings)
+            return step(self._frame.addresses, frame, *batch, *drafts, *settings)
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
             return BAD_ARRAYS, 0

@@ -88,8 +88,12 @@ class Corpus:
     @property
     def view(self) -> View:
         """The newest view. Drop the reference after reading: its memory is reused once there are no references."""
-        own, libraries = self._index.view, self._libraries
-        return own.with_libraries([library._index.view for library in libraries]) if libraries else own
+        return self._index.view
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The newest view, then those of the libraries; drop the references as that of `view`."""
+        return self.view, *(library.view for library in self._libraries)
 
     @property
     def libraries(self) -> tuple[Corpus, ...]:

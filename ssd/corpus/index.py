@@ -22,7 +22,7 @@ from ssd.corpus.ring import SEPARATOR, Ring, check_capacity
 from ssd.corpus.suffix_array import keep_positions, usable_positions
 from ssd.corpus.threads import sort_in_threads
 from ssd.corpus.tier import SuffixArray, Tier, empty_suffix_array
-from ssd.corpus.view import LIVE, NO_TIERS, View
+from ssd.corpus.view import LIVE, View
 from ssd.kernels.match import TIER_TEXT
 
 GAP_PART = 16
@@ -329,8 +329,8 @@ class Index:
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
         owners = self.live.owners
         frame = [tiers.ctypes.data, len(tiers), owners.ctypes.data, len(owners), *ring.tolist()]
-        frame += [self.ring.tags.ctypes.data, len(self.ring.tags), self.live.tags.ctypes.data, 0, 0]
-        return View((tiers, owners, ring), suffix_arrays, np.array(frame, np.int64), NO_TIERS)
+        frame += [self.ring.tags.ctypes.data, len(self.ring.tags), self.live.tags.ctypes.data]
+        return View((tiers, owners, ring), suffix_arrays, np.array(frame, np.int64))
 
 
 def _keep(tier: Tier, marked: np.ndarray) -> int:

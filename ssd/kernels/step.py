@@ -9,6 +9,7 @@ from numba import types
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG
+from ssd.corpus.view import FRAME, LIVE
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
 from ssd.kernels.frame import (
@@ -237,6 +238,16 @@ def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
     return spans
 
 
+@outline
+def _tiers_of_libraries(view):  # type: ignore[no-untyped-def]
+    """Return the tiers of all libraries without those of running requests, int64 [n, TIER_COLUMNS]."""
+    tiers = np.empty((LIVE * (len(view) // FRAME - 1), TIER_COLUMNS), np.int64)
+    for index in range(len(tiers)):
+        frame = FRAME * (1 + index // LIVE)
+        tiers[index] = longs(view[frame], (LIVE, TIER_COLUMNS))[index % LIVE]
+    return tiers
+
+
 @inline
 def _searched_alone(tiers, spans, shared):  # type: ignore[no-untyped-def]
     """Return a searched text without running requests and groups; the unused arrays are those of another one."""
@@ -309,7 +320,7 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
+    frame: `Frame.addresses`. view: `View.frame`, and those of the libraries. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
     verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if they are all one. The
     next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. least: minimum path
     probability of a draft token; 0: the token budget decides. depth: maximum match length in tokens. max_draft: maximum
@@ -327,7 +338,7 @@ def step(  # type: ignore[no-untyped-def]
     commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
     tags, live_tags = shorts(view[8], (view[9],)), shorts(view[10], (view[3],))
     tiers, owners = longs(view[0], (view[1], TIER_COLUMNS)), longs(view[2], (view[3],))
-    library_tiers = longs(view[11], (view[12], TIER_COLUMNS))
+    library_tiers = _tiers_of_libraries(view)
     library_spans = np.empty((len(library_tiers), SPAN_COLUMNS), np.int64)
     spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)

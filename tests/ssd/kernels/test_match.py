@@ -10,6 +10,7 @@ from ssd.corpus.rollout import NO_TAG, TAGGED
 from ssd.kernels.evidence import (
     BLOCK_BITS,
     GROWTH,
+    LIBRARY_FROM,
     NO_LIVE_TIER,
     ROUNDS,
     SearchedText,
@@ -285,10 +286,11 @@ def test_the_second_level_of_a_group_is_its_longest_match_and_newest_samples(blo
     st.sampled_from([1, 3, 32]),
     st.randoms(use_true_random=False),
 )
-@example(([[1, 2]], [1, 2]), [[1, 2]], 1, 32, None)  # equally long: the own text suffices
+@example(([[1, 2]], [1, 2]), [[1, 2]], 1, 32, None)  # equally long
 @example(([], [1, 2]), [[1, 2]], 1, 32, None)
+@example(([], [0, 2]), [[1, 2]], 1, 32, None)  # too short
 @examples(200)
-def test_a_longer_match_in_libraries_is_the_second_level(corpus, library, tiers, depth, random):
+def test_a_match_in_libraries_that_is_not_shorter_is_the_second_level(corpus, library, tiers, depth, random):
     requests, context = corpus
     text, written = naive.concatenated(requests), naive.concatenated(library)
     parts = split(written, [random.randrange(tiers) if random else 0 for _ in written], tiers)
@@ -297,7 +299,7 @@ def test_a_longer_match_in_libraries_is_the_second_level(corpus, library, tiers,
     found = own.gather(context, libraries=Tiers(parts, depth))
     levels = naive.levels(parts, context, depth, rounds=1, growth=1, most=1)
     longest = alone[0][0] if alone else 0
-    if not levels or levels[0][0] <= longest:
+    if not levels or levels[0][0] < max(longest, LIBRARY_FROM):
         assert found == alone
         assert own.second != OF_LIBRARIES
         return
