@@ -76,10 +76,7 @@ class Trace:
         return Trace(self.name, kept)
 
     def halves(self) -> tuple[Trace, Trace]:
-        """Return two parts with about half of the output each; samples of a group, and turns of a session, stay together.
-
-        The first part has the groups and sessions that began earlier.
-        """
+        """Return two parts with half of the output each: groups and sessions that began earlier, and the others."""
         unit_of = [_unit(number, request) for number, request in enumerate(self.requests)]
         sizes = dict.fromkeys(unit_of, 0)
         for unit, request in zip(unit_of, self.requests, strict=True):

@@ -97,8 +97,8 @@ class NamespacesConfig:
     capacities: Mapping[str, Positive] = field(default_factory=dict)
     """Capacities in tokens of namespaces that differ from `drafting.capacity`. They are loaded at the start."""
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each namespace its libraries: others of the same tokenizer, whose finished requests may be drafted in it, too.
-    Whoever drafts in it needs no rights in them. They are loaded at the start."""
+    """For each namespace its libraries: others of the same tokenizer, whose finished requests are drafted in it, too,
+    even for callers without rights in them. They are loaded at the start."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a namespace that reads itself, directly or through its libraries."""

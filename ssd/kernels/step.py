@@ -320,11 +320,11 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`, and those of the libraries. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
-    verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if they are all one. The
-    next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. least: minimum path
-    probability of a draft token; 0: the token budget decides. depth: maximum match length in tokens. max_draft: maximum
-    number of draft tokens.
+    frame: `Frame.addresses`. view: `View.frame`, and those of the libraries. rows: int64 [B], the sequences' rows in
+    the tables. tokens, offsets, verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty
+    if they are all one. The next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to
+    pass. least: minimum path probability of a draft token; 0: the token budget decides. depth: maximum match length in
+    tokens. max_draft: maximum number of draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
     batch = Batch(rows, tokens, offsets, verified, limits, steps)

@@ -1,6 +1,5 @@
 """Namespaces that read others, their libraries."""
 
-
 import pytest
 
 from drafter_service.observability.facts import ModelIdentity
@@ -65,11 +64,14 @@ async def test_a_library_stays_loaded_while_a_stream_may_draft_from_it(tmp_path)
             assert sorted(namespaces.loaded) == ["base", "library", "tenant"]
             with pytest.raises(MemoryLimitError):
                 await learned(namespaces, "other")
+        tenant = await learned(namespaces, "tenant")
         await learned(namespaces, "other")
-        assert "library" not in namespaces.loaded
-        # The tenant keeps no reference to the memory of unloaded libraries, and they are loaded again for its streams.
-        assert namespaces.loaded["tenant"].corpus.libraries == ()
+        # The tenant keeps no reference to the memory of an unloaded library, which is loaded again for its streams.
+        assert sorted(namespaces.loaded) == ["library", "other", "tenant"]
+        assert tenant.libraries == ["library"]
+        assert tenant.corpus.libraries == (namespaces.loaded["library"].corpus,)
         assert await draft_in(namespaces, "tenant", TEXT[:8]) == TEXT[8:11]
+        assert namespaces.loaded["tenant"].libraries == ["library", "base"]
 
 
 @run

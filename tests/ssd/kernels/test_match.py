@@ -58,9 +58,7 @@ class Tiers:
         ]
         return np.array(rows, np.int64).reshape(-1, TIER_COLUMNS)
 
-    def gather(
-        self, context, newest=0, slots=0, tag=NO_TAG, tags=(NO_TAG,), live_tags=(NO_TAG,), libraries=None
-    ):
+    def gather(self, context, newest=0, slots=0, tag=NO_TAG, tags=(NO_TAG,), live_tags=(NO_TAG,), libraries=None):
         """Return the levels of evidence, each (length, total, [(tier, position, age)]).
 
         libraries: `Tiers` of libraries, whose tiers are numbered after the own ones.
