@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline
-from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, PATH_PROB, SOURCE
+from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, LIBRARY, PATH_PROB, SOURCE
 
 LENGTHS = 65
 """Number of match lengths with separate counters; longer ones share the last."""
@@ -38,7 +38,8 @@ class Counters(NamedTuple):
     by_position: np.ndarray
     """int64 [POSITIONS, 2]: by position in the draft, from 0; in a tree, by depth."""
     by_age: np.ndarray
-    """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens; not for fallback tokens."""
+    """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens; not for tokens of libraries
+    and fallback tokens."""
     calibration: np.ndarray
     """float64 [PROB_BINS, 3]: by path probability: tokens verified, sum of path probabilities, tokens accepted."""
 
@@ -56,7 +57,7 @@ def record_node(counters, node, probs, accepted):  # type: ignore[no-untyped-def
     _tally(counters.by_source, node[SOURCE], accepted)
     _tally(counters.by_length, node[LENGTH], accepted)
     _tally(counters.by_position, node[DEPTH] - 1, accepted)
-    if node[SOURCE] != FALLBACK:
+    if node[SOURCE] not in (FALLBACK, LIBRARY):
         _tally(counters.by_age, node[AGE], accepted)
     at = min(int(probs[PATH_PROB] * PROB_BINS), PROB_BINS - 1)
     counters.calibration[at, COUNT] += 1.0

@@ -93,7 +93,7 @@ class Corpus:
     @property
     def views(self) -> tuple[View, ...]:
         """The newest view, then those of the libraries; drop the references as that of `view`."""
-        return self.view, *(library.view for library in self._libraries)
+        return (self.view, *[library.view for library in self._libraries]) if self._libraries else (self.view,)
 
     @property
     def libraries(self) -> tuple[Corpus, ...]:

@@ -83,10 +83,10 @@ def new_evidence(searches: int) -> Evidence:
 
 
 @inline
-def _age(tier, position):  # type: ignore[no-untyped-def]
-    """Return the number of tokens after a position of a tier, around the ring."""
-    age = tier[TIER_NEWEST] - position
-    return age + tier[TIER_SLOTS] if age < 0 else age
+def _age(newest, slots, position):  # type: ignore[no-untyped-def]
+    """Return the number of tokens after a position, around the ring."""
+    age = newest - position
+    return age + slots if age < 0 else age
 
 
 @outline
@@ -96,6 +96,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
     written, index, begin = 0, 0, 0
     for tier in range(len(source.tiers)):
         first, size = source.spans[tier, FIRST], source.spans[tier, END] - source.spans[tier, FIRST]
+        newest, slots = source.tiers[tier, TIER_NEWEST], source.tiers[tier, TIER_SLOTS]
         while index < wanted:
             at = (index if total <= SAMPLES else (2 * index + 1) * total // (2 * SAMPLES)) - begin
             if at >= size:
@@ -107,7 +108,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
                     continue
                 ages[written] = -1
             else:
-                ages[written] = _age(source.tiers[tier], position)
+                ages[written] = _age(newest, slots, position)
             addresses[written] = source.tiers[tier, TIER_TEXT] + 4 * position
             prefetch(addresses[written])
             prefetch(addresses[written] + 4 * FETCHED_AHEAD)
@@ -125,7 +126,7 @@ def _age_in_group(source, tier, position):  # type: ignore[no-untyped-def]
         return OUTSIDE if is_other or source.owners[block] == source.owner else np.int64(-1)
     if np.int64(source.tags[position >> TAGGED_BITS]) & GROUP_MASK != source.tag & GROUP_MASK:
         return OUTSIDE
-    return _age(source.tiers[tier], position)
+    return _age(source.tiers[tier, TIER_NEWEST], source.tiers[tier, TIER_SLOTS], position)
 
 
 @inline

@@ -13,6 +13,7 @@ from ssd.corpus.view import FRAME, LIVE
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
 from ssd.kernels.frame import (
+    LOCAL_TIERS,
     longs,
     open_budget,
     open_counted,
@@ -152,7 +153,8 @@ def point_to_own(tiers, sequence):  # type: ignore[no-untyped-def]
     """Set the tiers of a source to the two suffix arrays of a sequence's own text."""
     tiers[0, TIER_SUFFIXES], tiers[0, TIER_SIZE] = sequence[SORTED], sequence[SORTED_SIZE]
     tiers[1, TIER_SUFFIXES], tiers[1, TIER_SIZE] = sequence[FRESH], sequence[FRESH_SIZE]
-    tiers[:, TIER_TEXT], tiers[:, TIER_NEWEST] = sequence[TEXT], sequence[SIZE]
+    for tier in range(LOCAL_TIERS):
+        tiers[tier, TIER_TEXT], tiers[tier, TIER_NEWEST] = sequence[TEXT], sequence[SIZE]
 
 
 @inline
@@ -239,13 +241,16 @@ def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
 
 
 @outline
-def _tiers_of_libraries(view):  # type: ignore[no-untyped-def]
-    """Return the tiers of all libraries without those of running requests, int64 [n, TIER_COLUMNS]."""
-    tiers = np.empty((LIVE * (len(view) // FRAME - 1), TIER_COLUMNS), np.int64)
-    for index in range(len(tiers)):
+def _open_libraries(view):  # type: ignore[no-untyped-def]
+    """Return the tiers of all libraries without those of running requests, int64 [n, TIER_COLUMNS], and their spans."""
+    count = LIVE * (len(view) // FRAME - 1)
+    if count == 0:  # Without an allocation.
+        return longs(view[0], (0, TIER_COLUMNS)), longs(view[0], (0, SPAN_COLUMNS))
+    tiers, spans = np.empty((count, TIER_COLUMNS), np.int64), np.empty((count, SPAN_COLUMNS), np.int64)
+    for index in range(count):
         frame = FRAME * (1 + index // LIVE)
         tiers[index] = longs(view[frame], (LIVE, TIER_COLUMNS))[index % LIVE]
-    return tiers
+    return tiers, spans
 
 
 @inline
@@ -338,8 +343,7 @@ def step(  # type: ignore[no-untyped-def]
     commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
     tags, live_tags = shorts(view[8], (view[9],)), shorts(view[10], (view[3],))
     tiers, owners = longs(view[0], (view[1], TIER_COLUMNS)), longs(view[2], (view[3],))
-    library_tiers = _tiers_of_libraries(view)
-    library_spans = np.empty((len(library_tiers), SPAN_COLUMNS), np.int64)
+    library_tiers, library_spans = _open_libraries(view)
     spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)
     scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))

@@ -120,7 +120,7 @@ class SourceTally(Tally):
 
 
 class AgeTally(Tally):
-    """Draft tokens from text of similar age; tokens of the source `fallback` have none."""
+    """Draft tokens from text of similar age; tokens of the sources `fallback` and `library` have none."""
 
     least_tokens: Count = Field(
         description="Minimum age: number of tokens after it, in the corpus or in the running request."
