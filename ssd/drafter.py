@@ -13,6 +13,7 @@ from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
+from ssd.corpus.view import frame_of
 from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
@@ -128,8 +129,8 @@ class SuffixDrafter(CorpusDrafter):
 
     def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
         """Call the kernel. Views are local to this call, so that the frames of a kept exception do not hold them."""
-        config, views = self.config, self.corpus.views
-        frame = views[0].frame if len(views) == 1 else np.concatenate([view.frame for view in views])
+        config, view, libraries = self.config, self.corpus.view, self.corpus.library_views
+        frame = frame_of(view, libraries) if libraries else view.frame
         settings = (least, config.match_depth, config.max_draft, self._is_tree)
         try:
             return step(self._frame.addresses, frame, *batch, *drafts, *settings)

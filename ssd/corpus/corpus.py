@@ -91,9 +91,9 @@ class Corpus:
         return self._index.view
 
     @property
-    def views(self) -> tuple[View, ...]:
-        """The newest view, then those of the libraries; drop the references as that of `view`."""
-        return (self.view, *[library.view for library in self._libraries]) if self._libraries else (self.view,)
+    def library_views(self) -> tuple[View, ...]:
+        """The newest views of the libraries; drop the references as that of `view`."""
+        return tuple([library.view for library in self._libraries]) if self._libraries else ()
 
     @property
     def libraries(self) -> tuple[Corpus, ...]:

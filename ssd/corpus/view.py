@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ssd.corpus.tier import SuffixArray
+from ssd.kernels.match import SPAN_COLUMNS, TIER_COLUMNS
 
 BASE, FROZEN, RECENT, LIVE = range(4)
 """Rows of a view's tiers, oldest text first."""
@@ -14,6 +16,10 @@ RING_HEAD, RING_SLOTS = 2, 3
 """Entries of a view's third array."""
 FRAME = 11
 """Number of entries of a view's frame."""
+LIBRARY_TIERS = LIVE
+"""Number of tiers of a library: all but that of running requests."""
+LIBRARY_ROOM = LIBRARY_TIERS * (TIER_COLUMNS + SPAN_COLUMNS)
+_ROOM = np.zeros(LIBRARY_ROOM, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,4 +33,9 @@ class View:
     """The suffix arrays at the tiers' addresses. Holding that of the base tier also keeps the ring's text unchanged."""
     frame: np.ndarray
     """int64: addresses and lengths of the first two arrays, then the third, then addresses and length of the tags of
-    the ring and the live tier; the argument of `ssd.kernels.step`, where those of libraries follow."""
+    the ring and the live tier; the argument of `ssd.kernels.step`."""
+
+
+def frame_of(view: View, libraries: Sequence[View]) -> np.ndarray:
+    """Return the frame of a view with libraries: all frames, then room for the libraries' tiers and spans."""
+    return np.concatenate([view.frame, *[library.frame for library in libraries], *[_ROOM] * len(libraries)])

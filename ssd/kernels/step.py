@@ -9,7 +9,7 @@ from numba import types
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG
-from ssd.corpus.view import FRAME, LIVE
+from ssd.corpus.view import FRAME, LIBRARY_ROOM, LIBRARY_TIERS
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
 from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
 from ssd.kernels.frame import (
@@ -242,15 +242,14 @@ def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
 
 @outline
 def _open_libraries(view):  # type: ignore[no-untyped-def]
-    """Return the tiers of all libraries without those of running requests, int64 [n, TIER_COLUMNS], and their spans."""
-    count = LIVE * (len(view) // FRAME - 1)
-    if count == 0:  # Without an allocation.
-        return longs(view[0], (0, TIER_COLUMNS)), longs(view[0], (0, SPAN_COLUMNS))
-    tiers, spans = np.empty((count, TIER_COLUMNS), np.int64), np.empty((count, SPAN_COLUMNS), np.int64)
+    """Write the tiers of the libraries into their room in the view; return them, and the room for their spans."""
+    libraries = (len(view) - FRAME) // (FRAME + LIBRARY_ROOM)
+    count, room = LIBRARY_TIERS * libraries, view.ctypes.data + 8 * FRAME * (1 + libraries)
+    tiers = longs(room, (count, TIER_COLUMNS))
     for index in range(count):
-        frame = FRAME * (1 + index // LIVE)
-        tiers[index] = longs(view[frame], (LIVE, TIER_COLUMNS))[index % LIVE]
-    return tiers, spans
+        address = view[FRAME * (1 + index // LIBRARY_TIERS)]
+        tiers[index] = longs(address, (LIBRARY_TIERS, TIER_COLUMNS))[index % LIBRARY_TIERS]
+    return tiers, longs(room + 8 * TIER_COLUMNS * count, (count, SPAN_COLUMNS))
 
 
 @inline
@@ -325,7 +324,7 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`, and those of the libraries. rows: int64 [B], the sequences' rows in
+    frame: `Frame.addresses`. view: `View.frame`, or `frame_of`. rows: int64 [B], the sequences' rows in
     the tables. tokens, offsets, verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty
     if they are all one. The next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to
     pass. least: minimum path probability of a draft token; 0: the token budget decides. depth: maximum match length in

@@ -84,11 +84,11 @@ def test_forgetting_in_a_library_waits_for_its_readers():
     library.corpus.append(array(TEXT), "some")
     library.corpus.refresh()
     drafter = reader_of(library.corpus)
-    held, ring = drafter.corpus.views, library.corpus._index.ring
+    held, ring = drafter.corpus.library_views, library.corpus._index.ring
     library.corpus.forget("some")
     refreshing = threading.Thread(target=library.corpus.refresh)
     refreshing.start()
-    while library.corpus.view is held[1]:
+    while library.corpus.view is held[0]:
         assert refreshing.is_alive()
     assert ring.slots[: len(TEXT)].tolist() == TEXT
     del held
