@@ -116,7 +116,7 @@ def replayed(task: Task) -> tuple[Any, Any]:
 def pooled(learned: Sequence[Tables]) -> Tables:
     """Return the tables that contain what all `learned` ones contain beyond the formulas."""
     from ssd.kernels.learned import start_values
-    from ssd.kernels.probabilities import FALLBACK_CELLS, GROUP_CELLS, MEAN, SEEN, SETS, TOKEN_CELLS, WEIGHT_SETS
+    from ssd.kernels.probabilities import FALLBACK_CELLS, MEAN, SECOND_CELLS, SEEN, SETS, TOKEN_CELLS, WEIGHT_SETS
 
     start, _, _ = start_values(None)
     first_seen = start[:, SEEN].astype(float)
@@ -125,7 +125,7 @@ def pooled(learned: Sequence[Tables]) -> Tables:
         seen += cells[:, SEEN] - first_seen
         right += cells[:, SEEN] * cells[:, MEAN] - first_seen * start[:, MEAN]
     result = start.copy()
-    for kept in (slice(0, TOKEN_CELLS), slice(FALLBACK_CELLS, GROUP_CELLS)):
+    for kept in (slice(0, TOKEN_CELLS), slice(FALLBACK_CELLS, SECOND_CELLS)):
         result[kept, MEAN] = np.clip(right[kept] / seen[kept], 1e-4, 1 - 1e-4)
         result[kept, SEEN] = np.clip(seen[kept], first_seen[kept], np.maximum(MOST_SEEN, first_seen[kept]))
     # Recordings without groups and libraries only change the first sets.

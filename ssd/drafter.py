@@ -13,6 +13,7 @@ from ssd.budget.token_budget import TokenBudget
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
+from ssd.corpus.view import frame_of
 from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
@@ -127,11 +128,12 @@ class SuffixDrafter(CorpusDrafter):
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 
     def _run(self, batch: Batch, drafts: Drafted, least: float) -> tuple[int, int]:
-        """Call the kernel. The view is local to this call, so that the frames of a kept exception do not hold it."""
-        config, view = self.config, self.corpus.view
+        """Call the kernel. Views are local to this call, so that the frames of a kept exception do not hold them."""
+        config, view, libraries = self.config, self.corpus.view, self.corpus.library_views
+        frame = frame_of(view, libraries) if libraries else view.frame
         settings = (least, config.match_depth, config.max_draft, self._is_tree)
         try:
-            return step(self._frame.addresses, view.frame, *batch, *drafts, *settings)
+            return step(self._frame.addresses, frame, *batch, *drafts, *settings)
         except TypeError:
             # The kernel has no version for arrays of types other than those of `Progress`.
             return BAD_ARRAYS, 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline
-from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, PATH_PROB, SOURCE
+from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, LIBRARY, PATH_PROB, SOURCE
 
 LENGTHS = 65
 """Number of match lengths with separate counters; longer ones share the last."""
@@ -17,6 +17,8 @@ AGES = 40
 PROB_BINS = 20
 MAX_VERSIONS = 16
 """Number of versions with separate totals: those whose rollouts ended last."""
+SOURCE_COUNT = 4
+"""Number of values of `ssd.types.Source`."""
 
 # Columns of `steps`.
 STEPS, COMMITTED, HITS = range(3)
@@ -32,13 +34,14 @@ class Counters(NamedTuple):
     steps: np.ndarray
     """int64 [3]: sequence steps, committed tokens, steps in which draft tokens were verified."""
     by_source: np.ndarray
-    """int64 [3, 2]: by `Source`: tokens verified, and accepted."""
+    """int64 [SOURCE_COUNT, 2]: by `Source`: tokens verified, and accepted."""
     by_length: np.ndarray
     """int64 [LENGTHS, 2]: by match length."""
     by_position: np.ndarray
     """int64 [POSITIONS, 2]: by position in the draft, from 0; in a tree, by depth."""
     by_age: np.ndarray
-    """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens; not for fallback tokens."""
+    """int64 [AGES, 2]: by log2 of the age of the text that the token came from, in tokens; not for tokens of libraries
+    and fallback tokens."""
     calibration: np.ndarray
     """float64 [PROB_BINS, 3]: by path probability: tokens verified, sum of path probabilities, tokens accepted."""
 
@@ -56,7 +59,7 @@ def record_node(counters, node, probs, accepted):  # type: ignore[no-untyped-def
     _tally(counters.by_source, node[SOURCE], accepted)
     _tally(counters.by_length, node[LENGTH], accepted)
     _tally(counters.by_position, node[DEPTH] - 1, accepted)
-    if node[SOURCE] != FALLBACK:
+    if node[SOURCE] not in (FALLBACK, LIBRARY):
         _tally(counters.by_age, node[AGE], accepted)
     at = min(int(probs[PATH_PROB] * PROB_BINS), PROB_BINS - 1)
     counters.calibration[at, COUNT] += 1.0
@@ -93,7 +96,7 @@ class Stats:
     def __init__(self) -> None:
         self.counters = Counters(
             np.zeros(3, np.int64),
-            np.zeros((3, 2), np.int64),
+            np.zeros((SOURCE_COUNT, 2), np.int64),
             np.zeros((LENGTHS, 2), np.int64),
             np.zeros((POSITIONS, 2), np.int64),
             np.zeros((AGES, 2), np.int64),

@@ -39,6 +39,8 @@ class Source(IntEnum):
     """The running request's own prompt and output."""
     FALLBACK = 2
     """In no match: requests produced it where no match was right (`ssd.kernels.fallback`)."""
+    LIBRARY = 3
+    """A finished request of another corpus, see `Corpus.read_from`."""
 
 
 class StepTime(NamedTuple):

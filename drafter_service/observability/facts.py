@@ -181,6 +181,8 @@ class NamespaceFacts:
     """Time of the refreshes that merged something."""
     duplicates: int = 0
     """Texts that were sent again after they had been learned."""
+    libraries: tuple[str, ...] = ()
+    """Namespaces whose text is drafted in this one, too."""
     uses: Mapping[Engine, EngineUse] = field(default_factory=dict)
     """By engine, since the namespace was loaded."""
     budget: BudgetTotals = field(default_factory=BudgetTotals)

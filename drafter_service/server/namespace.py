@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -89,6 +89,8 @@ class Namespace:
         self.model = model
         self.config = config
         self.corpus = corpus
+        self.libraries: list[str] = []
+        """Names of the namespaces that `read_from` was called with."""
         self.engines = Engines()
         self._earlier = stats or Stats()
         """Statistics of the snapshot, and of streams without an engine."""
@@ -126,8 +128,15 @@ class Namespace:
         corpus.times.on_refresh = self.merge_latency.record
         corpus.maintain(config.refresh_interval_s)
 
-    def adopt(self, model: ModelIdentity) -> None:
-        """Complete the model's identity with a client's. Raises IdentityError if they contradict each other."""
+    def read_from(self, libraries: Sequence[Namespace]) -> None:
+        """Draft from these namespaces, too, and from no others. Raises IdentityError for another tokenizer."""
+        for library in libraries:
+            library.check_identity(self.model)
+        self.libraries = [library.name for library in libraries]
+        self.corpus.read_from(*(library.corpus for library in libraries))
+
+    def check_identity(self, model: ModelIdentity) -> None:
+        """Raise IdentityError if token ids of a model have other meanings."""
         own = self.model
         if own.tokenizer and model.tokenizer and own.tokenizer != model.tokenizer:
             raise IdentityError(f"namespace {self.name!r} belongs to another tokenizer; choose another namespace")
@@ -136,6 +145,11 @@ class Namespace:
                 f"namespace {self.name!r} has a vocabulary of {own.vocab_size} tokens, not "
                 f"{model.vocab_size}; choose another namespace"
             )
+
+    def adopt(self, model: ModelIdentity) -> None:
+        """Complete the model's identity with a client's. Raises IdentityError if they contradict each other."""
+        self.check_identity(model)
+        own = self.model
         self.model = ModelIdentity(
             own.name or model.name,
             own.tokenizer or model.tokenizer,
@@ -310,6 +324,7 @@ class Namespace:
                 forgotten_requests=times.forgotten,
             ),
             memory_bytes=self.memory_bytes,
+            libraries=tuple(self.libraries),
             streams=len(self.streams),
             sequences=self.sequences,
             draft_latency=self.draft_latency,

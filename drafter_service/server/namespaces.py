@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -14,7 +15,7 @@ import structlog
 
 from drafter_service.observability.facts import History, ModelIdentity
 from drafter_service.replication.events import Dropped
-from drafter_service.server.namespace import ClosedError, Namespace
+from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
 from drafter_service.server.store import NAME, Description, Store
 from drafter_service.settings.tree import ServiceConfig
 from ssd.config import DrafterConfig
@@ -77,6 +78,12 @@ class Namespaces:
         self._on_loaded, self._on_unload = on_loaded, on_unload
         self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
         self.loaded: dict[str, Namespace] = {}
+        self._reads = config.namespaces.reads
+        self._readers = defaultdict[str, list[str]](list)
+        """Names of the namespaces that read each one."""
+        for reader, libraries in self._reads.items():
+            for library in libraries:
+                self._readers[library].append(reader)
         self.failed_saves = 0
         self._reserved: dict[str, int] = {}
         self._loading, self._saving = Locks(), Locks()
@@ -108,10 +115,37 @@ class Namespaces:
             namespace.adopt(model)
             namespace.active_calls += 1
         try:
+            for reader in (name, *self._readers[name]):
+                self._connect(reader)
             yield namespace
         finally:
             namespace.active_calls -= 1
             namespace.last_used = time.monotonic()
+
+    @asynccontextmanager
+    async def use_for_drafts(self, name: str, model: ModelIdentity) -> AsyncIterator[Namespace]:
+        """Do as `use`, and keep its libraries loaded, too. Raises IdentityError for a library of another tokenizer."""
+        async with AsyncExitStack() as stack:
+            for library in self._reads.get(name, ()):
+                await stack.enter_async_context(self.use(library, ModelIdentity()))
+            namespace = await stack.enter_async_context(self.use(name, model))
+            namespace.read_from(self._libraries(name))
+            yield namespace
+
+    def _libraries(self, name: str) -> list[Namespace]:
+        """Return the loaded libraries of a namespace."""
+        return [self.loaded[library] for library in self._reads.get(name, ()) if library in self.loaded]
+
+    def _connect(self, name: str) -> None:
+        """Let a namespace draft from its loaded libraries; from none if one has another tokenizer."""
+        namespace = self.loaded.get(name)
+        if namespace is None or name not in self._reads:
+            return
+        try:
+            namespace.read_from(self._libraries(name))
+        except IdentityError as problem:
+            logger.error("libraries not read", namespace=name, reason=str(problem))
+            namespace.read_from([])
 
     async def save(self, namespace: Namespace) -> Saved:
         """Write a namespace to its folder, even if the caller is cancelled during the write.
@@ -184,7 +218,7 @@ class Namespaces:
         return replace(self._config.drafting, capacity=capacity)
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
-        is_known = name in self._config.namespaces.capacities or (self.store is not None and self.store.has(name))
+        is_known = name in self._config.namespaces.configured or (self.store is not None and self.store.has(name))
         if not is_known and not self._config.namespaces.create:
             raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
         stored = self.store.describe(name) if self.store else None
@@ -253,6 +287,8 @@ class Namespaces:
     async def _unload(self, namespace: Namespace) -> None:
         self._on_unload(namespace)
         del self.loaded[namespace.name]
+        for reader in self._readers[namespace.name]:
+            self._connect(reader)
         namespace.close()
         try:
             # This waits for a merge, which may take seconds.

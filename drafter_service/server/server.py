@@ -68,12 +68,12 @@ class DrafterServer:
 
     async def _start(self) -> None:
         self._locks.enter_context(exclusive_use(self._config.snapshots.folder))
-        for name in self._config.namespaces.capacities:
+        for name in self._config.namespaces.configured:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
                     pass
             except (NamespaceError, MemoryLimitError) as problem:
-                raise UserError(f"namespaces.capacities: {problem}") from None
+                raise UserError(f"namespaces: {problem}") from None
         await self._replication.start()
         self._housekeeping.start()
         steps, access = self._listener.address.steps, self._config.access

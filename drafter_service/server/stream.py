@@ -144,7 +144,7 @@ class DraftStreams:
         rights = StreamRights(authorized, name)
         rights.may_learn()
         async with AsyncExitStack() as stack:
-            namespace = await stack.enter_async_context(self._namespaces.use(name, model))
+            namespace = await stack.enter_async_context(self._namespaces.use_for_drafts(name, model))
             shape = SHAPES.get(hello.draft_shape)
             session = Session(namespace, self._limits, engine, shape, padding)
             namespace.streams.add(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,9 +93,32 @@ class NamespacesConfig:
     memory_limit: Positive = 4_000_000_000
     """Maximum bytes of all loaded namespaces together. Each counts with the maximum that its capacity can need."""
     create: bool = True
-    """Whether clients may create namespaces; otherwise only those in `capacities` exist."""
+    """Whether clients may create namespaces; otherwise only those in `capacities` and libraries exist."""
     capacities: Mapping[str, Positive] = field(default_factory=dict)
     """Capacities in tokens of namespaces that differ from `drafting.capacity`. They are loaded at the start."""
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each namespace its libraries: others of the same tokenizer, whose finished requests are drafted in it, too,
+    even for callers without rights in them. They are loaded at the start."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a namespace that reads itself, directly or through its libraries."""
+        for name in self.reads:
+            if name in self._read_by(name):
+                raise ValueError(f"reads: namespace {name!r} would read itself")
+
+    @property
+    def configured(self) -> list[str]:
+        """Names of the namespaces that always exist."""
+        return sorted({*self.capacities, *itertools.chain.from_iterable(self.reads.values())})
+
+    def _read_by(self, name: str) -> set[str]:
+        """Return all libraries of a namespace, theirs included."""
+        found, waiting = set[str](), [name]
+        while waiting:
+            new = {*self.reads.get(waiting.pop(), ())} - found
+            found |= new
+            waiting += new
+        return found
 
 
 @dataclass(frozen=True)

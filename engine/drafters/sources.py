@@ -18,16 +18,17 @@ class DraftSource(IntEnum):
     CORPUS = Source.CORPUS
     LOCAL = Source.LOCAL
     FALLBACK = Source.FALLBACK
-    DRAFT_MODEL = 3
-    SELF_INT8 = 4
-    MTP = 5
-    EAGLE = 6
-    EAGLE3 = 7
-    MEDUSA = 8
-    LOOKAHEAD = 9
-    RECYCLE = 10
-    REST = 11
-    GRAMMAR = 12
+    LIBRARY = Source.LIBRARY
+    DRAFT_MODEL = 4
+    SELF_INT8 = 5
+    MTP = 6
+    EAGLE = 7
+    EAGLE3 = 8
+    MEDUSA = 9
+    LOOKAHEAD = 10
+    RECYCLE = 11
+    REST = 12
+    GRAMMAR = 13
     """The only token that the grammar of a request allows, whichever drafter proposed it."""
     OTHER = 255
     """For drafters that are not part of this package."""

@@ -70,6 +70,7 @@ class Corpus:
         self._has_failed = False
         """Whether the last refresh was not completed."""
         self._count_lock = threading.Lock()
+        self._libraries: tuple[Corpus, ...] = ()
         self.learned = LearnedTables()
         self.fallback = FallbackTable(clock())
         self._refresh_lock = threading.Lock()
@@ -88,6 +89,34 @@ class Corpus:
     def view(self) -> View:
         """The newest view. Drop the reference after reading: its memory is reused once there are no references."""
         return self._index.view
+
+    @property
+    def library_views(self) -> tuple[View, ...]:
+        """The newest views of the libraries; drop the references as that of `view`."""
+        return tuple([library.view for library in self._libraries]) if self._libraries else ()
+
+    @property
+    def libraries(self) -> tuple[Corpus, ...]:
+        """The corpora that `read_from` named."""
+        return self._libraries
+
+    def read_from(self, *libraries: Corpus) -> None:
+        """Use the finished requests of other corpora as evidence for drafts, too, instead of those of an earlier call.
+
+        Nothing is written to them, and how reliable their text is here is learned by this corpus. Running requests and
+        the libraries of a library are not read. The caller keeps them open. Raises ValueError for another match depth,
+        and for a library that is this corpus or reads it.
+        """
+        for library in libraries:
+            if library.depth != self.depth:
+                raise ValueError(f"the library has match depth {library.depth}, this corpus {self.depth}")
+            if library is self or library.reads(self):
+                raise ValueError("a corpus cannot read itself, directly or through its libraries")
+        self._libraries = libraries
+
+    def reads(self, other: Corpus) -> bool:
+        """Return whether `other` is one of the libraries, or of theirs."""
+        return any(library is other or library.reads(other) for library in self._libraries)
 
     @property
     def tokens(self) -> int:

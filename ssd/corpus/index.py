@@ -323,7 +323,8 @@ class Index:
 
     def _make_view(self) -> View:
         suffix_arrays = (self._base.newest, self._frozen, self._recent.newest, self.live.tier.newest)
-        tiers = np.array([(self.ring.address, each.address, len(each)) for each in suffix_arrays], np.int64)
+        ages = (self.ring.head - 1) % self.ring.capacity, self.ring.capacity
+        tiers = np.array([(self.ring.address, each.address, len(each), *ages) for each in suffix_arrays], np.int64)
         tiers[LIVE, TIER_TEXT] = self.live.address
         ring = np.array([self.ring.address, self._oldest, self.ring.head, self.ring.capacity], np.int64)
         owners = self.live.owners

@@ -18,6 +18,8 @@ from ssd.kernels.probabilities import (
     LOCAL,
     MIXED,
     NO_CELL,
+    OF_LIBRARIES,
+    OF_SHORTER,
     PAIR_INPUT,
     ROWS,
     SET_BUCKET,
@@ -30,11 +32,11 @@ from ssd.kernels.probabilities import (
     fast_logit,
     fast_sigmoid,
     final_cell,
-    group_cells,
     match_cell,
     match_cells,
     pair_cells,
     pointer_cell,
+    second_cells,
     token_cells,
     token_share,
 )
@@ -46,6 +48,7 @@ from ssd.sequences.tables import (
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
+    IN_LIBRARIES,
     MISSES,
     RUNS,
     WEIGHT_SET,
@@ -96,6 +99,7 @@ def new_levels() -> Levels:
 @inline
 def summarize_levels(levels, node, depth, evidence, counted, count):  # type: ignore[no-untyped-def]
     """Compute the summary; rows that add no occurrences to those of longer matches are not used."""
+    second = evidence.second[node[EVIDENCE + GLOBAL]]
     for source in range(SOURCES):
         search, before = node[EVIDENCE + source], 0
         levels.longest[source] = 0
@@ -108,34 +112,33 @@ def summarize_levels(levels, node, depth, evidence, counted, count):  # type: ig
             total = counted.agreeing[row]
             if evidence.totals[search, level] > sampled:
                 total = total * evidence.totals[search, level] // sampled
-            is_group = source == GLOBAL and level == 1 and evidence.of_group[search] != 0
-            # Occurrences of a longer match are not counted again, unless those of the group are counted apart.
-            if total <= before and not is_group:
+            is_apart = source == GLOBAL and level == 1 and second != OF_SHORTER
+            # Occurrences of a longer match are not counted again.
+            if total <= before and not is_apart:
                 levels.totals[row] = 0
                 continue
             before = total
             levels.totals[row] = total
             levels.lengths[row] = evidence.lengths[search, level] + depth - evidence.found_at[search]
-            if levels.longest[source] == 0:
-                levels.longest[source] = levels.lengths[row]
+            levels.longest[source] = max(levels.longest[source], levels.lengths[row])
             different = 0
             for index in range(count):
                 different += 1 if counted.samples[index, row] > 0 else 0
             levels.different[row] = max(1, different)
             length = levels.lengths[row]
-            levels.cells[row] = group_cells(length, total) if is_group else match_cells(row, length, total)
+            levels.cells[row] = second_cells(second, length, total) if is_apart else match_cells(row, length, total)
             levels.per_sample[row] = np.float32(1.0) / np.float32(counted.agreeing[row] + levels.different[row])
 
 
 @inline
-def _blend(index, source, counted, levels, has_group):  # type: ignore[no-untyped-def]
+def _blend(index, source, counted, levels, is_second_last):  # type: ignore[no-untyped-def]
     """Return a source's probability of a token: longer matches correct shorter ones (PPM, Cleary and Witten 1984).
 
-    has_group: whether the second level is that of the group, which corrects the first.
+    is_second_last: whether the second level corrects the first.
     """
     prob = BLEND_PRIOR
     for at in range(LEVELS - 1, -1, -1):
-        row = source * LEVELS + (LEVELS - 1 - at if has_group else at)
+        row = source * LEVELS + (LEVELS - 1 - at if is_second_last else at)
         if levels.totals[row] > 0:
             prob = (counted.samples[index, row] + levels.different[row] * prob) * levels.per_sample[row]
     return prob
@@ -151,8 +154,8 @@ def fetch_cells(counted, count, before, logits):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_match(mixture, row):  # type: ignore[no-untyped-def]
-    """Add the inputs of a row of the evidence, and record where candidates were found."""
+def _add_match(mixture, row, found_in):  # type: ignore[no-untyped-def]
+    """Add the inputs of a row of the evidence, and record where candidates were found; found_in: value of FOUND_IN."""
     counted, levels = mixture.counted, mixture.levels
     cells, agreeing, newest, length = levels.cells[row], counted.agreeing[row], counted.newest[row], levels.lengths[row]
     age, weight = bit_length(max(0, counted.newest_ages[row])), mixture.weights[row]
@@ -162,7 +165,7 @@ def _add_match(mixture, row):  # type: ignore[no-untyped-def]
         candidate[CELLS + row] = cell
         mixture.estimates[index, MIXED] += weight * mixture.logits[cell]
         if samples > 0 and length > candidate[FOUND_LENGTH]:
-            candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = row, length, age
+            candidate[FOUND_IN], candidate[FOUND_LENGTH], candidate[FOUND_AGE] = found_in, length, age
 
 
 @inline
@@ -177,13 +180,13 @@ def _add_pointer(mixture, source, node):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _add_blend(mixture, source, has_group):  # type: ignore[no-untyped-def]
+def _add_blend(mixture, source, is_second_last):  # type: ignore[no-untyped-def]
     """Add the inputs of a source's blend."""
     weight = mixture.weights[BLEND_INPUT + source]
     for index in range(mixture.candidate_count):
         blended = np.float32(0.0)
         if mixture.levels.longest[source] > 0:
-            blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels, has_group))
+            blended = fast_logit(_blend(index, source, mixture.counted, mixture.levels, is_second_last))
         mixture.estimates[index, BLENDS + source] = blended
         mixture.estimates[index, MIXED] += weight * blended
 
@@ -197,7 +200,7 @@ def _add_cell(mixture, place, cells, index, weight):  # type: ignore[no-untyped-
 
 
 @inline
-def _mix(mixture, node, before, has_group):  # type: ignore[no-untyped-def]
+def _mix(mixture, node, before, second):  # type: ignore[no-untyped-def]
     """Compute the weighted sums of the candidates' inputs, logits, in column MIXED of `estimates`.
 
     Each input is added for all candidates before the next one, so that the processor overlaps their chains of lookups.
@@ -210,12 +213,13 @@ def _mix(mixture, node, before, has_group):  # type: ignore[no-untyped-def]
         mixture.estimates[index, MIXED] = 0.0
     for row in range(ROWS):
         if mixture.levels.totals[row] > 0:
-            _add_match(mixture, row)
+            is_library = row == GLOBAL * LEVELS + 1 and second == OF_LIBRARIES
+            _add_match(mixture, row, IN_LIBRARIES if is_library else row)
     for source in range(SOURCES):
         if counted.predicted[source] != SEPARATOR:
             _add_pointer(mixture, source, node)
     for source in range(SOURCES):
-        _add_blend(mixture, source, has_group and source == GLOBAL)
+        _add_blend(mixture, source, second != OF_SHORTER and source == GLOBAL)
     token_weight, pair_weight = mixture.weights[TOKEN_INPUT], mixture.weights[PAIR_INPUT]
     for index in range(mixture.candidate_count):
         _add_cell(mixture, TOKEN_INPUT, token_cells(counted.tokens[index]), index, token_weight)
@@ -248,13 +252,13 @@ def estimate(node, candidates, estimates, count, before, evidence, counted, leve
     depth = np.int64(node[DEPTH])
     summarize_levels(levels, node, depth, evidence, counted, count)
     local, shared = bucket(SET_BUCKET, levels.longest[LOCAL]), bucket(SET_BUCKET, levels.longest[GLOBAL])
-    has_group = evidence.of_group[node[EVIDENCE + GLOBAL]] != 0 and levels.totals[GLOBAL * LEVELS + 1] > 0
-    weight_set = local * SET_LENGTHS + shared + (SETS if has_group else 0)
+    second = evidence.second[node[EVIDENCE + GLOBAL]] if levels.totals[GLOBAL * LEVELS + 1] > 0 else OF_SHORTER
+    weight_set = second * SETS + local * SET_LENGTHS + shared
     node[WEIGHT_SET] = weight_set
     for index in range(count):
         candidates[index, 0] = np.int32(counted.tokens[index])
         for row in range(ROWS):
             candidates[index, CANDIDATE_MASKS + row] = counted.masks[index, row]
     mixture = Mixture(candidates, estimates, count, counted, levels, model.logits, model.weights[weight_set])
-    _mix(mixture, node, before, has_group)
+    _mix(mixture, node, before, second)
     return _correct(mixture, depth)

@@ -8,8 +8,8 @@ import numpy as np
 
 from ssd.corpus.rollout import NO_TAG, TAGGED_BITS
 from ssd.kernels.jit import inline, outline, peek, prefetch
-from ssd.kernels.match import END, FIRST, TIER_SUFFIXES, TIER_TEXT, place_spans, widen
-from ssd.kernels.probabilities import LEVELS, SAMPLES
+from ssd.kernels.match import END, FIRST, TIER_NEWEST, TIER_SLOTS, TIER_SUFFIXES, TIER_TEXT, place_spans, widen
+from ssd.kernels.probabilities import LEVELS, OF_GROUP, OF_LIBRARIES, OF_SHORTER, SAMPLES
 
 GROWTH = 2
 """A shorter match becomes a level if it has at least this many times the occurrences of the longer one."""
@@ -22,16 +22,18 @@ GROUP_ROUNDS = 12
 """The same for a context of a group, whose longest match may be much shorter than that of all text."""
 GROUP_MASK = 255
 """The part of a tag that is the group."""
+LIBRARY_FROM = 2
+"""Minimum length of a match in libraries; with 1, those of other tasks lost up to 0.7 %."""
 OUTSIDE = np.int64(-2)
 FETCHED_AHEAD = 8
 """Number of tokens after a sample's first one that are prefetched too; half of them are in the next cache line."""
 
 
 class SearchedText(NamedTuple):
-    """A searched text: the shared corpus, or a sequence's own text."""
+    """A searched text: the shared corpus, its libraries, or a sequence's own text."""
 
     tiers: np.ndarray
-    """int64 [tiers, 3], see `ssd.kernels.match`."""
+    """int64 [tiers, TIER_COLUMNS], see `ssd.kernels.match`."""
     spans: np.ndarray
     """int64 [tiers, 4], scratch."""
     live: int
@@ -40,10 +42,6 @@ class SearchedText(NamedTuple):
     """int64: owner of each block of that tier."""
     owner: int
     """Owner of the context; its own text in the live tier is left out."""
-    newest: int
-    """Newest slot of the other tiers."""
-    slots: int
-    """Number of slots of the ring."""
     tag: int
     """Tag of the context, see `ssd.corpus.rollout.Rollout.tag`."""
     tags: np.ndarray
@@ -67,8 +65,8 @@ class Evidence(NamedTuple):
     """int64 [searches, LEVELS, SAMPLES]: address of the token that follows each sample."""
     ages: np.ndarray
     """int64 [searches, LEVELS, SAMPLES]: number of tokens remembered after the sample; below 0 in the live tier."""
-    of_group: np.ndarray
-    """int64 [searches]: 1 if the second level is the longest match within the group, else 0."""
+    second: np.ndarray
+    """int64 [searches]: what the second level is: OF_SHORTER, OF_GROUP or OF_LIBRARIES."""
 
 
 def new_evidence(searches: int) -> Evidence:
@@ -84,6 +82,13 @@ def new_evidence(searches: int) -> Evidence:
     )
 
 
+@inline
+def _age(newest, slots, position):  # type: ignore[no-untyped-def]
+    """Return the number of tokens after a position, around the ring."""
+    age = newest - position
+    return age + slots if age < 0 else age
+
+
 @outline
 def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
     """Sample up to SAMPLES of the `total` occurrences, evenly spaced; return their number."""
@@ -91,6 +96,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
     written, index, begin = 0, 0, 0
     for tier in range(len(source.tiers)):
         first, size = source.spans[tier, FIRST], source.spans[tier, END] - source.spans[tier, FIRST]
+        newest, slots = source.tiers[tier, TIER_NEWEST], source.tiers[tier, TIER_SLOTS]
         while index < wanted:
             at = (index if total <= SAMPLES else (2 * index + 1) * total // (2 * SAMPLES)) - begin
             if at >= size:
@@ -102,8 +108,7 @@ def sample(source, total, addresses, ages):  # type: ignore[no-untyped-def]
                     continue
                 ages[written] = -1
             else:
-                age = source.newest - position
-                ages[written] = age + source.slots if age < 0 else age
+                ages[written] = _age(newest, slots, position)
             addresses[written] = source.tiers[tier, TIER_TEXT] + 4 * position
             prefetch(addresses[written])
             prefetch(addresses[written] + 4 * FETCHED_AHEAD)
@@ -121,8 +126,7 @@ def _age_in_group(source, tier, position):  # type: ignore[no-untyped-def]
         return OUTSIDE if is_other or source.owners[block] == source.owner else np.int64(-1)
     if np.int64(source.tags[position >> TAGGED_BITS]) & GROUP_MASK != source.tag & GROUP_MASK:
         return OUTSIDE
-    age = source.newest - position
-    return age + source.slots if age < 0 else age
+    return _age(source.tiers[tier, TIER_NEWEST], source.tiers[tier, TIER_SLOTS], position)
 
 
 @inline
@@ -180,7 +184,7 @@ def gather_placed(evidence, search, source, context, end):  # type: ignore[no-un
     """
     for level in range(LEVELS):
         evidence.counts[search, level] = 0
-    evidence.of_group[search] = 0
+    evidence.second[search] = OF_SHORTER
     level, before = 0, 0
     for _ in range(GROUP_ROUNDS if source.tag != NO_TAG else ROUNDS):
         length = widen(source.tiers, source.spans, context, end)
@@ -204,7 +208,27 @@ def gather_placed(evidence, search, source, context, end):  # type: ignore[no-un
             count, total = sample_group(source, evidence.addresses[search, 1], evidence.ages[search, 1])
             if count > 0:
                 _set_level(evidence, search, 1, length, total, count)
-                evidence.of_group[search] = 1
+                evidence.second[search] = OF_GROUP
                 level = LEVELS
         if level == LEVELS:
             break
+
+
+@outline
+def gather_libraries(evidence, search, libraries, context, end, depth):  # type: ignore[no-untyped-def]
+    """Make the longest match in the libraries the second level, unless the one in the corpus itself is longer.
+
+    The evidence of the corpus is gathered. That of a group is kept.
+    """
+    if len(libraries.tiers) == 0 or evidence.second[search] == OF_GROUP:
+        return
+    place_spans(libraries.tiers, libraries.spans, context, end, depth)
+    length = widen(libraries.tiers, libraries.spans, context, end)
+    if length < LIBRARY_FROM or (evidence.counts[search, 0] > 0 and length < evidence.lengths[search, 0]):
+        return
+    total = 0
+    for tier in range(len(libraries.tiers)):
+        total += libraries.spans[tier, END] - libraries.spans[tier, FIRST]
+    count = sample(libraries, total, evidence.addresses[search, 1], evidence.ages[search, 1])
+    _set_level(evidence, search, 1, length, total, count)
+    evidence.second[search] = OF_LIBRARIES

@@ -23,7 +23,7 @@ from ssd.kernels.fallback import MAX_FOUND, TOTAL_SLOTS, Fallback, FallbackTable
 from ssd.kernels.grow import Frontier, new_frontier
 from ssd.kernels.jit import inline, pointer_to
 from ssd.kernels.learned import LearnedTables
-from ssd.kernels.match import SPAN_COLUMNS
+from ssd.kernels.match import SPAN_COLUMNS, TIER_COLUMNS
 from ssd.kernels.probabilities import (
     CELL_COUNT,
     ESTIMATE_COLUMNS,
@@ -36,7 +36,7 @@ from ssd.kernels.probabilities import (
     WEIGHT_SETS,
 )
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
-from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, Counters, Stats
+from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, SOURCE_COUNT, Counters, Stats
 
 LOCAL_TIERS = 2
 
@@ -69,7 +69,7 @@ class Own(NamedTuple):
     """Scratch arrays of one sequence."""
 
     tiers: np.ndarray
-    """int64 [LOCAL_TIERS, 3]: tiers of its own text."""
+    """int64 [LOCAL_TIERS, TIER_COLUMNS]: tiers of its own text."""
     spans: np.ndarray
     """int64 [LOCAL_TIERS, SPAN_COLUMNS]."""
     pointers: np.ndarray
@@ -86,7 +86,7 @@ class Frame:
     ) -> None:
         width = sequences.tables[1].shape[1]
         own = Own(
-            np.zeros((LOCAL_TIERS, 3), np.int64),
+            np.zeros((LOCAL_TIERS, TIER_COLUMNS), np.int64),
             np.zeros((LOCAL_TIERS, SPAN_COLUMNS), np.int64),
             np.zeros(SOURCES, np.int64),
             np.zeros(width, np.uint8),
@@ -188,7 +188,7 @@ def open_counters(frame):  # type: ignore[no-untyped-def]
     """Return the counters of the statistics."""
     return Counters(
         longs(frame[COUNTERS], (3,)),
-        longs(frame[COUNTERS + 1], (3, 2)),
+        longs(frame[COUNTERS + 1], (SOURCE_COUNT, 2)),
         longs(frame[COUNTERS + 2], (LENGTHS, 2)),
         longs(frame[COUNTERS + 3], (POSITIONS, 2)),
         longs(frame[COUNTERS + 4], (AGES, 2)),
@@ -262,7 +262,7 @@ def open_found(frame):  # type: ignore[no-untyped-def]
 def open_own(frame):  # type: ignore[no-untyped-def]
     """Return the scratch arrays of one sequence."""
     return Own(
-        longs(frame[OWN_AT], (LOCAL_TIERS, 3)),
+        longs(frame[OWN_AT], (LOCAL_TIERS, TIER_COLUMNS)),
         longs(frame[OWN_AT + 1], (LOCAL_TIERS, SPAN_COLUMNS)),
         longs(frame[OWN_AT + 2], (SOURCES,)),
         _bytes(frame[OWN_AT + 3], (frame[TABLES + 6],)),

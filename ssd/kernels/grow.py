@@ -9,7 +9,7 @@ import numpy as np
 from ssd.corpus.ring import SEPARATOR
 from ssd.kernels.candidates import Counted, count_continuations, keep_best
 from ssd.kernels.estimate import Levels, estimate, fetch_cells
-from ssd.kernels.evidence import SearchedText, gather
+from ssd.kernels.evidence import SearchedText, gather, gather_libraries
 from ssd.kernels.fallback import Found, fetch_slots, find_fallbacks
 from ssd.kernels.jit import inline, outline, peek, poke
 from ssd.kernels.noise import Sampling, estimate_given_noise, fallbacks_given_noise, key_at
@@ -25,9 +25,11 @@ from ssd.sequences.tables import (
     FOUND_AGE,
     FOUND_IN,
     FOUND_LENGTH,
+    IN_LIBRARIES,
     KEPT,
     KEPT_FOR_PATH,
     LENGTH,
+    LIBRARY,
     MASKS,
     MISSES,
     NOT_ESTIMATED,
@@ -82,6 +84,7 @@ class Context(NamedTuple):
     """Maximum match length in tokens."""
     own: SearchedText
     shared: SearchedText
+    libraries: SearchedText
     pointers: np.ndarray
     """int64 [SOURCES]: addresses of the pointers' next tokens, 0 for none."""
     sampling: Sampling
@@ -150,7 +153,9 @@ def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-
     row = candidate[FOUND_IN]
     # A token that follows no sample comes from a pointer; the pointer into the request's text takes precedence.
     source = (
-        row // LEVELS
+        LIBRARY
+        if row == IN_LIBRARIES
+        else row // LEVELS
         if row >= 0
         else LOCAL
         if pointers[LOCAL] != 0 and peek(pointers[LOCAL], depth) == np.uint32(node[TOKEN])
@@ -217,6 +222,7 @@ def _search_again(node, search, evidence, context):  # type: ignore[no-untyped-d
             gather(evidence, search, context.own, context.text, end, context.depth)
         else:
             gather(evidence, search, context.shared, context.text, end, context.depth)
+            gather_libraries(evidence, search, context.libraries, context.text, end, context.depth)
         evidence.found_at[search] = node[DEPTH]
         node[EVIDENCE + source] = search
         for level in range(LEVELS):

@@ -11,8 +11,10 @@ import numpy as np
 from ssd.corpus.suffix_array import common_length, key_is_less, place_of
 from ssd.kernels.jit import inline, outline, peek, prefetch
 
-# Columns of tiers, int64: addresses of a text and its suffix array, and the size of the latter.
-TIER_TEXT, TIER_SUFFIXES, TIER_SIZE = range(3)
+# Columns of tiers, int64: addresses of a text and its suffix array, the size of the latter, and the newest position of
+# the text and the number of its positions, from which ages follow.
+TIER_TEXT, TIER_SUFFIXES, TIER_SIZE, TIER_NEWEST, TIER_SLOTS = range(5)
+TIER_COLUMNS = 5
 
 # Columns of spans, int64: first and last + 1 of the occurrences so far; tokens that the context has in common with the
 # position before them and with the one after them, 0 once that side is exhausted.

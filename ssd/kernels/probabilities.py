@@ -23,6 +23,8 @@ SAMPLES = 32
 """Maximum number of sampled occurrences of a match, one bit of a mask each; more gained less than 0.5 %."""
 GLOBAL, LOCAL = 0, 1
 """Indices of the sources, as in `ssd.types.Source`."""
+OF_SHORTER, OF_GROUP, OF_LIBRARIES = range(3)
+"""What the second level of the corpus is: a shorter match, the longest match within a group, or in the libraries."""
 
 LENGTH_BUCKETS, COUNT_BUCKETS, SHARE_BUCKETS = 10, 8, 13
 RUN_BUCKETS, MISS_BUCKETS = 11, 4
@@ -38,8 +40,8 @@ TOKEN_CELLS = POINTER_CELLS + SOURCES * RUN_BUCKETS * MISS_BUCKETS * 2
 PAIR_CELLS = TOKEN_CELLS + (TOKEN_SHARES << TOKEN_BITS)
 FINAL_CELLS = PAIR_CELLS + (TOKEN_SHARES << PAIR_BITS)
 FALLBACK_CELLS = FINAL_CELLS + FINAL_DEPTHS * FINAL_SOURCES * FINAL_BUCKETS
-GROUP_CELLS = FALLBACK_CELLS + FALLBACK_CONTEXTS * FALLBACK_RANKS * FALLBACK_COUNTS * FALLBACK_SHARES
-CELL_COUNT = GROUP_CELLS + LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
+SECOND_CELLS = FALLBACK_CELLS + FALLBACK_CONTEXTS * FALLBACK_RANKS * FALLBACK_COUNTS * FALLBACK_SHARES
+CELL_COUNT = SECOND_CELLS + 2 * LENGTH_BUCKETS * COUNT_BUCKETS * SHARE_BUCKETS * 2
 
 # Inputs of a mixture: cells of matches, pointers, the token and the pair of tokens, then the two blends.
 TABLE_INPUTS = ROWS + SOURCES + 2
@@ -60,8 +62,8 @@ ESTIMATE_COLUMNS = FINAL + 3
 
 SET_LENGTHS = 5
 SETS = SET_LENGTHS * SET_LENGTHS
-WEIGHT_SETS = 2 * SETS
-"""The second half is for nodes with evidence of their group."""
+WEIGHT_SETS = 3 * SETS
+"""One part for each kind of the corpus's second level."""
 OF_LOG, OF_NOISE, OF_LEFT, OF_NONE = range(4)
 """Weights of `ssd.kernels.noise`."""
 NOISE_WEIGHTS = 4
@@ -168,10 +170,10 @@ def match_cells(row, length, count):  # type: ignore[no-untyped-def]
 
 
 @inline
-def group_cells(length, count):  # type: ignore[no-untyped-def]
-    """Return the first cell for a length and count of the evidence of a group."""
-    cell = bucket(LENGTH_BUCKET, length)
-    return GROUP_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
+def second_cells(second, length, count):  # type: ignore[no-untyped-def]
+    """Return the first cell for a length and count of the second level; second: OF_GROUP or OF_LIBRARIES."""
+    cell = (second - OF_GROUP) * LENGTH_BUCKETS + bucket(LENGTH_BUCKET, length)
+    return SECOND_CELLS + (cell * COUNT_BUCKETS + bucket(COUNT_BUCKET, count)) * SHARE_BUCKETS * 2
 
 
 @inline
@@ -268,8 +270,8 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
     for index in range(CELL_COUNT):
         if index < POINTER_CELLS:
             prob = _match_prior(index)
-        elif index >= GROUP_CELLS:
-            prob = _match_prior(index - GROUP_CELLS)
+        elif index >= SECOND_CELLS:
+            prob = _match_prior(index - SECOND_CELLS)
         elif index < TOKEN_CELLS:
             prob = _pointer_prior(index - POINTER_CELLS)
         elif index < FINAL_CELLS:
@@ -282,7 +284,7 @@ def fill_prior(cells, logits):  # type: ignore[no-untyped-def]
         logits[index] = logit(prob)
         if FINAL_CELLS <= index < FALLBACK_CELLS:
             cells[index, SEEN] = FINAL_START_SEEN
-        elif FALLBACK_CELLS <= index < GROUP_CELLS:
+        elif FALLBACK_CELLS <= index < SECOND_CELLS:
             cells[index, SEEN] = FALLBACK_START_SEEN
         else:
             cells[index, SEEN] = START_SEEN

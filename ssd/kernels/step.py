@@ -9,9 +9,11 @@ from numba import types
 
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG
+from ssd.corpus.view import FRAME, LIBRARY_ROOM, LIBRARY_TIERS
 from ssd.kernels.budget import is_line, least_path_prob, select, update_rate
-from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_placed
+from ssd.kernels.evidence import NO_LIVE_TIER, SearchedText, gather_libraries, gather_placed
 from ssd.kernels.frame import (
+    LOCAL_TIERS,
     longs,
     open_budget,
     open_counted,
@@ -28,7 +30,16 @@ from ssd.kernels.frame import (
 from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
 from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
 from ssd.kernels.learn import learn, record
-from ssd.kernels.match import SPAN_COLUMNS, place_all, place_spans
+from ssd.kernels.match import (
+    SPAN_COLUMNS,
+    TIER_COLUMNS,
+    TIER_NEWEST,
+    TIER_SIZE,
+    TIER_SUFFIXES,
+    TIER_TEXT,
+    place_all,
+    place_spans,
+)
 from ssd.kernels.noise import Sampling
 from ssd.kernels.pointers import MISSED, PLACE, RUN, RingView, address_of, advance_pointers, move_pointer
 from ssd.kernels.probabilities import GLOBAL, LOCAL, ROWS, SOURCES
@@ -140,8 +151,10 @@ def commit(sequence, token, depth):  # type: ignore[no-untyped-def]
 @inline
 def point_to_own(tiers, sequence):  # type: ignore[no-untyped-def]
     """Set the tiers of a source to the two suffix arrays of a sequence's own text."""
-    tiers[0, 0], tiers[0, 1], tiers[0, 2] = sequence[TEXT], sequence[SORTED], sequence[SORTED_SIZE]
-    tiers[1, 0], tiers[1, 1], tiers[1, 2] = sequence[TEXT], sequence[FRESH], sequence[FRESH_SIZE]
+    tiers[0, TIER_SUFFIXES], tiers[0, TIER_SIZE] = sequence[SORTED], sequence[SORTED_SIZE]
+    tiers[1, TIER_SUFFIXES], tiers[1, TIER_SIZE] = sequence[FRESH], sequence[FRESH_SIZE]
+    for tier in range(LOCAL_TIERS):
+        tiers[tier, TIER_TEXT], tiers[tier, TIER_NEWEST] = sequence[TEXT], sequence[SIZE]
 
 
 @inline
@@ -227,24 +240,41 @@ def search_shared(state, batch, tiers, depth):  # type: ignore[no-untyped-def]
     return spans
 
 
+@outline
+def _open_libraries(view):  # type: ignore[no-untyped-def]
+    """Write the tiers of the libraries into their room in the view; return them, and the room for their spans."""
+    libraries = (len(view) - FRAME) // (FRAME + LIBRARY_ROOM)
+    count, room = LIBRARY_TIERS * libraries, view.ctypes.data + 8 * FRAME * (1 + libraries)
+    tiers = longs(room, (count, TIER_COLUMNS))
+    for index in range(count):
+        address = view[FRAME * (1 + index // LIBRARY_TIERS)]
+        tiers[index] = longs(address, (LIBRARY_TIERS, TIER_COLUMNS))[index % LIBRARY_TIERS]
+    return tiers, longs(room + 8 * TIER_COLUMNS * count, (count, SPAN_COLUMNS))
+
+
 @inline
-def draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits, model):  # type: ignore[no-untyped-def]
+def _searched_alone(tiers, spans, shared):  # type: ignore[no-untyped-def]
+    """Return a searched text without running requests and groups; the unused arrays are those of another one."""
+    return SearchedText(tiers, spans, NO_LIVE_TIER, shared.owners, 0, NO_TAG, shared.tags, shared.live_tags)
+
+
+@inline
+def draft(growing, sequence, evidence, scratch, own, shared, libraries, ring, depth, limits, model):  # type: ignore[no-untyped-def]
     """Draft for a sequence with a context; return the number of nodes, the root included.
 
-    own: an `Own`. shared: a `SearchedText` whose spans are placed.
+    own: an `Own`. shared, libraries: `SearchedText`s; the spans of the first are placed.
     """
     text, size = sequence[TEXT], sequence[SIZE]
     point_to_own(own.tiers, sequence)
     place_spans(own.tiers, own.spans, text, size, depth)
-    local = SearchedText(
-        own.tiers, own.spans, NO_LIVE_TIER, shared.owners, 0, size, 0, NO_TAG, shared.tags, shared.live_tags
-    )
+    local = _searched_alone(own.tiers, own.spans, shared)
     gather_placed(evidence, LOCAL, local, text, size)
     gather_placed(evidence, GLOBAL, shared, text, size)
+    gather_libraries(evidence, GLOBAL, libraries, text, size, depth)
     add_root(growing)
     set_pointers(sequence, evidence, ring, growing.nodes[0], own.pointers)
     sampling = Sampling(sequence[IS_SAMPLED] != 0, sequence[SEED], sequence[HINTED])
-    context = Context(text, size, depth, local, shared, own.pointers, sampling)
+    context = Context(text, size, depth, local, shared, libraries, own.pointers, sampling)
     return grow(growing, evidence, scratch, context, limits, model)
 
 
@@ -294,11 +324,11 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Commit the tokens of each sequence of a batch, and draft for it.
 
-    frame: `Frame.addresses`. view: `View.frame`. rows: int64 [B], the sequences' rows in the tables. tokens, offsets,
-    verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty if they are all one. The
-    next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to pass. least: minimum path
-    probability of a draft token; 0: the token budget decides. depth: maximum match length in tokens. max_draft: maximum
-    number of draft tokens.
+    frame: `Frame.addresses`. view: `View.frame`, or `frame_of`. rows: int64 [B], the sequences' rows in
+    the tables. tokens, offsets, verified, limits and steps: fields of `Progress`, limits is `max_draft`; steps is empty
+    if they are all one. The next five arrays are those of a `DraftBatch`, and are written; tuples would take longer to
+    pass. least: minimum path probability of a draft token; 0: the token budget decides. depth: maximum match length in
+    tokens. max_draft: maximum number of draft tokens.
     Returns the result, and the index of the sequence with a problem; for DONE, the number of draft tokens.
     """
     batch = Batch(rows, tokens, offsets, verified, limits, steps)
@@ -311,12 +341,12 @@ def step(  # type: ignore[no-untyped-def]
     ring = RingView(view[4], view[5], view[6], view[7])
     commit_all(tables, model, budget, open_counters(frame), batch, ring, depth, own.on_path)
     tags, live_tags = shorts(view[8], (view[9],)), shorts(view[10], (view[3],))
-    tiers, owners = longs(view[0], (view[1], 3)), longs(view[2], (view[3],))
+    tiers, owners = longs(view[0], (view[1], TIER_COLUMNS)), longs(view[2], (view[3],))
+    library_tiers, library_spans = _open_libraries(view)
     spans = search_shared(tables.state, batch, tiers, depth)
     evidence = open_evidence(frame)
     scratch = Scratch(open_counted(frame), open_levels(frame), open_frontier(frame), open_found(frame))
     threshold = np.float32(least) if least > 0 else least_path_prob(budget, max_draft * len(rows))
-    newest = (ring.head - 1) % ring.slots
     count = 0
     for index in range(len(rows)):
         sequence, limit = tables.state[rows[index]], min(np.int64(limits[index]), max_draft)
@@ -329,14 +359,15 @@ def step(  # type: ignore[no-untyped-def]
             len(tiers) - 1,
             owners,
             sequence[OWNER],
-            newest,
-            ring.slots,
             sequence[TAG],
             tags,
             live_tags,
         )
+        libraries = _searched_alone(library_tiers, library_spans, shared)
         limits_here = Limits(threshold, limit, max_draft, is_tree)
-        sequence[NODES] = draft(growing, sequence, evidence, scratch, own, shared, ring, depth, limits_here, model)
+        sequence[NODES] = draft(
+            growing, sequence, evidence, scratch, own, shared, libraries, ring, depth, limits_here, model
+        )
         count += sequence[NODES] - 1
     if least == 0 and not is_line(budget):
         select_all(tables, batch, budget, count)

@@ -37,8 +37,8 @@ ABSENT = 99
 TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
 """LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from. CANDIDATES:
 their number, or NOT_ESTIMATED for a last node, after which nothing may be drafted."""
-FALLBACK = 2
-"""SOURCE of fallback candidates, as in `ssd.types.Source`."""
+FALLBACK, LIBRARY = 2, 3
+"""SOURCE of fallback candidates, and of those found in libraries, as in `ssd.types.Source`."""
 RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
 """RUNS and MISSES of both sources' pointers; the search that found each source's evidence; for each level of that
 evidence a mask of the samples that agree with the path."""
@@ -50,6 +50,8 @@ PROB, PATH_PROB = range(2)
 
 # Columns of candidates, int32: the token, where it was found, the cells of its inputs, and its masks.
 FOUND_IN, FOUND_LENGTH, FOUND_AGE, CELLS = 1, 2, 3, 4
+IN_LIBRARIES = ROWS
+"""Value of FOUND_IN for the libraries; it is a row of the evidence for others, -1 for none."""
 CANDIDATE_MASKS = CELLS + INPUT_CELLS
 CANDIDATE_COLUMNS = CANDIDATE_MASKS + ROWS
 KEPT, KEPT_FOR_PATH = 8, 4

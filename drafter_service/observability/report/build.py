@@ -116,6 +116,7 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         streams=facts.streams,
         sequences=facts.sequences,
         duplicates=facts.duplicates,
+        libraries=list(facts.libraries),
         **dict(known),
     )
 

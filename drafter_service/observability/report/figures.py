@@ -38,10 +38,11 @@ MAX_PERIODS = 96
 RECENT_S = 3600.0
 MAX_TIME = 1e12
 """Upper bound of plausible times, in seconds since 1970."""
-SOURCE_NAMES: dict[Source, Literal["corpus", "local", "fallback"]] = {
+SOURCE_NAMES: dict[Source, Literal["corpus", "local", "fallback", "library"]] = {
     Source.CORPUS: "corpus",
     Source.LOCAL: "local",
     Source.FALLBACK: "fallback",
+    Source.LIBRARY: "library",
 }
 
 
@@ -139,7 +140,11 @@ def _by_match_length(counters: Counters) -> list[LengthTally]:
 
 def _by_source(counters: Counters) -> list[SourceTally]:
     rows = counters.by_source.tolist()
-    return [SourceTally(source=name, **_tally(*rows[source])) for source, name in SOURCE_NAMES.items()]
+    return [
+        SourceTally(source=name, **_tally(*rows[source]))
+        for source, name in SOURCE_NAMES.items()
+        if source is not Source.LIBRARY or rows[source][VERIFIED]
+    ]
 
 
 def _age(counters: Counters) -> Age:

@@ -14,6 +14,7 @@ SOURCE_NAMES = {
     "corpus": "corpus: other requests",
     "local": "local: the request itself",
     "fallback": "fallback: in no match",
+    "library": "library: namespaces that this one reads",
 }
 
 
@@ -149,7 +150,10 @@ def _sources(namespace: NamespaceReport) -> list[str]:
         for tally in tallies
     ]
     data = table(("source", *TALLY_HEADS), [(tally.source, *_tally_cells(tally)) for tally in tallies])
-    return [panel("By source", "Where draft tokens were found.", plots.sources(tallies) + legend(colors), data)]
+    note = "Where draft tokens were found."
+    if namespace.libraries:
+        note += f" The namespace reads {', '.join(namespace.libraries)}."
+    return [panel("By source", note, plots.sources(tallies) + legend(colors), data)]
 
 
 def _speed(namespace: NamespaceReport) -> list[str]:

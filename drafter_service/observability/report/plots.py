@@ -25,7 +25,7 @@ QUANTILE_LABELS_HEIGHT = 32
 MIN_BINS = 8
 """Minimum number of bins of a chart of durations; with fewer the bars would be too wide."""
 QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SOURCE_COLORS = {"corpus": "violet", "local": "amber", "fallback": "gray"}
+SOURCE_COLORS = {"corpus": "violet", "local": "amber", "fallback": "gray", "library": "blue"}
 TIME_STEPS_S = tuple(
     [60 * minutes for minutes in (1, 2, 5, 10, 15, 30)]
     + [3600 * hours for hours in (1, 2, 3, 6, 12)]

@@ -111,15 +111,16 @@ class LengthTally(Tally):
 class SourceTally(Tally):
     """Draft tokens from one source."""
 
-    source: Literal["corpus", "local", "fallback"] = Field(
+    source: Literal["corpus", "local", "fallback", "library"] = Field(
         description="corpus: finished requests, and outputs of other running requests. "
         "local: the text of the running request itself. "
-        "fallback: in no match; requests produced them where no match was right."
+        "fallback: in no match; requests produced them where no match was right. "
+        "library: finished requests of the namespaces that this one reads; left out if there is none."
     )
 
 
 class AgeTally(Tally):
-    """Draft tokens from text of similar age; tokens of the source `fallback` have none."""
+    """Draft tokens from text of similar age; tokens of the sources `fallback` and `library` have none."""
 
     least_tokens: Count = Field(
         description="Minimum age: number of tokens after it, in the corpus or in the running request."
@@ -334,6 +335,7 @@ class NamespaceReport(CounterTables):
     )
     budget: BudgetReport | None = Field(default=None, description="Since the namespace was loaded.")
     memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
+    libraries: list[str] = Field(default=[], description="Namespaces whose text is drafted in this one, too.")
     streams: Count | None = Field(default=None, description="Engines connected now.")
     sequences: Count | None = Field(default=None, description="Sequences running now.")
     duplicates: Count | None = Field(

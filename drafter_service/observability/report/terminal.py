@@ -81,6 +81,8 @@ def _summary(namespace: NamespaceReport, *, with_worth: bool) -> Group:
     ]
     if with_worth and (more := worth(namespace.drafting)):
         lines.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
+    if namespace.libraries:
+        lines.append(Padding(Text(f"reads {', '.join(map(units.printable, namespace.libraries))}"), (0, 0, 0, 2)))
     if shadow := in_shadow(namespace.shadow):
         lines.append(Padding(Text(shadow), (0, 0, 0, 2)))
     lines += [_remark(remark) for remark in remarks(namespace)]

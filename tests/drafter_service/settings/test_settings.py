@@ -57,7 +57,7 @@ def leaves(section=ServiceConfig, path=""):
     for field in fields(section):
         if is_dataclass(hints[field.name]):
             yield from leaves(hints[field.name], f"{path}{field.name}.")
-        elif field.name not in ("capacities", "options"):
+        elif field.name not in ("capacities", "reads", "options"):
             yield f"{path}{field.name}", hints[field.name]
 
 

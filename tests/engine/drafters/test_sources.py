@@ -12,7 +12,7 @@ def test_codes_are_those_of_the_library_and_consecutive():
     *known, other = DraftSource
     assert [int(source) for source in known] == list(range(len(known)))
     assert other > max(known)
-    assert SOURCE_NAMES[:4] == ("corpus", "local", "fallback", "draft-model")
+    assert SOURCE_NAMES[:5] == ("corpus", "local", "fallback", "library", "draft-model")
     assert SOURCE_NAMES[-1] == "other"
 
 

@@ -19,10 +19,13 @@ from ssd.kernels.probabilities import (
     LEVELS,
     LOCAL,
     MEAN,
+    OF_LIBRARIES,
+    OF_SHORTER,
     SEEN,
     SEEN_CAP,
     SET_BUCKET,
     SET_LENGTHS,
+    SETS,
     TOKEN_SEEN_CAP,
     bucket,
     fast_logit,
@@ -32,15 +35,18 @@ from ssd.kernels.probabilities import (
     match_cells,
     pair_cells,
     pointer_cell,
+    second_cells,
     token_cells,
     token_share,
 )
-from ssd.sequences.tables import ABSENT, EVIDENCE, KEPT, KEPT_FOR_PATH, MISSES, POINTERS, RUNS, TEXT
+from ssd.sequences.tables import ABSENT, EVIDENCE, KEPT, KEPT_FOR_PATH, LIBRARY, MISSES, POINTERS, RUNS, TEXT
 from tests.curves import speedup_of
 from tests.naive import SEPARATOR
 from tests.ssd.addresses import uint32_at
 
 NO_POINTER = -1
+SECOND = GLOBAL, 1
+"""Source and number of the corpus's second level."""
 
 
 @dataclass
@@ -91,6 +97,8 @@ class DraftReference:
         self.learned = drafter.corpus.learned
         self.threshold = np.float32(cost * speedup_of(drafter.budget))
         self.is_tree = drafter.config.draft_shape == "tree"
+        self.second = OF_SHORTER
+        """What the corpus's second level is at the current node."""
 
     def node(self, index: int, path: Sequence[int], path_prob: float, tokens: Sequence[int]) -> NodeReference:
         """Compute the candidates of a node and their probabilities.
@@ -99,6 +107,7 @@ class DraftReference:
         """
         node = self.nodes[index]
         text = [*self.own, *path]
+        self.second = int(self.evidence.second[node[EVIDENCE + GLOBAL]])
         levels = {
             (source, level): self._level(node, source, level, path)
             for source in (GLOBAL, LOCAL)
@@ -186,17 +195,18 @@ class DraftReference:
         depth: int,
     ) -> int:
         """Write the candidates' inputs and probabilities; return the set of weights."""
+        apart = SECOND if self.second != OF_SHORTER else None
         used = {
             place: level
             for place, level in levels.items()
-            if level.total > (0 if place[1] == 0 else levels[place[0], 0].total)
+            if level.total > (0 if place[1] == 0 or place == apart else levels[place[0], 0].total)
         }
         longest = {
             source: max((level.length for place, level in used.items() if place[0] == source), default=0)
             for source in (GLOBAL, LOCAL)
         }
         lengths = [int(bucket.py_func(SET_BUCKET, longest[source])) for source in (LOCAL, GLOBAL)]
-        weight_set = lengths[0] * SET_LENGTHS + lengths[1]
+        weight_set = lengths[0] * SET_LENGTHS + lengths[1] + (self.second * SETS if SECOND in used else 0)
         for candidate in kept:
             candidate.found = self._found(candidate.token, used, predicted)
             self._add_inputs(candidate, kept, used, predicted, node, text)
@@ -211,13 +221,12 @@ class DraftReference:
             candidate.prob = float(fast_sigmoid.py_func(np.float32(value)))
         return weight_set
 
-    @staticmethod
-    def _found(token: int, used: dict[tuple[int, int], Level], predicted: dict[int, int]) -> tuple[int, int]:
-        matches = [(level.length, source) for (source, _), level in used.items() if level.count(token)]
+    def _found(self, token: int, used: dict[tuple[int, int], Level], predicted: dict[int, int]) -> tuple[int, int]:
+        matches = [(level.length, place) for place, level in used.items() if level.count(token)]
         if not matches:
             return LOCAL if predicted[LOCAL] == token else GLOBAL, 0
-        length, source = max(matches, key=lambda each: each[0])
-        return source, length
+        length, place = max(matches, key=lambda each: each[0])
+        return LIBRARY if place == SECOND and self.second == OF_LIBRARIES else place[0], length
 
     def _add_inputs(
         self,
@@ -231,7 +240,12 @@ class DraftReference:
         token, logits = candidate.token, self.learned.logits
         for (source, number), level in used.items():
             row = source * LEVELS + number
-            first = np.int64(match_cells.py_func(row, level.length, level.total))
+            is_apart = self.second != OF_SHORTER and (source, number) == SECOND
+            first = np.int64(
+                second_cells.py_func(self.second, level.length, level.total)
+                if is_apart
+                else match_cells.py_func(row, level.length, level.total)
+            )
             cell = match_cell.py_func(first, level.count(token), len(level.following), level.newest == token)
             candidate.inputs[row] = int(cell), float(logits[cell])
         for source in (GLOBAL, LOCAL):
@@ -240,7 +254,7 @@ class DraftReference:
                 cell = pointer_cell.py_func(source, run, misses, predicted[source] == token)
                 candidate.inputs[4 + source] = int(cell), float(logits[cell])
             prob, is_blended = BLEND_PRIOR, False
-            for number in (1, 0):
+            for number in (0, 1) if self.second != OF_SHORTER and source == GLOBAL else (1, 0):
                 if (source, number) in used:
                     level, is_blended = used[source, number], True
                     different = max(1, sum(level.count(each.token) > 0 for each in kept))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL, MEAN, MIXED, SEEN, TABLE_INPUTS
+from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL, MEAN, MIXED, SECOND_CELLS, SEEN, TABLE_INPUTS
 from ssd.sequences.tables import CANDIDATES, CELLS, DEPTH, LENGTH, NOT_ESTIMATED, SOURCE, WEIGHT_SET
 from tests.replay import branches, drafter_of, progress_of
 from tests.ssd.kernels.reference import DraftReference, learn
@@ -16,7 +16,7 @@ COSTS = st.sampled_from([0.001, 0.02, 0.1])
 
 
 def worlds():
-    """Generate requests, the prompts of two running ones and the output of the second, and a prompt that copies."""
+    """Generate requests, the prompts of two running ones, the output of the second, and the requests of a library."""
 
     def over(alphabet):
         tokens = st.sampled_from(alphabet)
@@ -31,6 +31,7 @@ def worlds():
                 ),
                 runs(30),
                 runs(10),
+                st.one_of(st.just([]), st.lists(runs(30), max_size=3)),
             )
         )
 
@@ -40,17 +41,25 @@ def worlds():
 def randomize(learned, seed):
     """Fill the learned tables, apart from those of fallback candidates, so that each input matters."""
     rng = np.random.default_rng(seed)
-    learned.cells[:FALLBACK_CELLS, MEAN] = rng.uniform(0.02, 0.98, FALLBACK_CELLS)
-    means = learned.cells[:FALLBACK_CELLS, MEAN].astype(np.float64)
-    learned.logits[:FALLBACK_CELLS] = np.log(means / (1 - means))
+    cells = _estimated_cells(len(learned.cells))
+    learned.cells[cells, MEAN] = rng.uniform(0.02, 0.98, len(cells))
+    means = learned.cells[cells, MEAN].astype(np.float64)
+    learned.logits[cells] = np.log(means / (1 - means))
     # Around the limits of the number of outcomes.
-    learned.cells[:FALLBACK_CELLS, SEEN] = rng.choice([0.5, 59.5, 249.5, 499.5], FALLBACK_CELLS)
+    learned.cells[cells, SEEN] = rng.choice([0.5, 59.5, 249.5, 499.5], len(cells))
     learned.weights[:] = rng.uniform(0, 0.5, learned.weights.shape)
 
 
+def _estimated_cells(count):
+    """Return all cells of the tables but those of fallback candidates."""
+    return np.append(np.arange(FALLBACK_CELLS), np.arange(SECOND_CELLS, count))
+
+
 def drafter_in(world, seed, **settings):
-    requests, prompt, other_prompt, produced = world
+    requests, prompt, other_prompt, produced, library = world
     drafter = drafter_of(requests, max_draft=MAX_DRAFT, **settings)
+    if library:
+        drafter.corpus.read_from(drafter_of(library).corpus)
     randomize(drafter.corpus.learned, seed)
     drafter.start(1, array(prompt))
     # Its own tokens must not become fallback candidates.
@@ -150,6 +159,7 @@ def assert_learning_matches(drafter, nodes, drafts, seed):
         visited.append((node, token))
     drafter.draft(progress_of({1: tokens}, limit=0, verified=len(drafts.tokens)))
     learn(visited, cells, logits, weights)
-    np.testing.assert_allclose(learned.cells[:FALLBACK_CELLS], cells[:FALLBACK_CELLS], atol=1e-3)
-    np.testing.assert_allclose(learned.logits[:FALLBACK_CELLS], logits[:FALLBACK_CELLS], atol=0.1)
+    at = _estimated_cells(len(cells))
+    np.testing.assert_allclose(learned.cells[at], cells[at], atol=1e-3)
+    np.testing.assert_allclose(learned.logits[at], logits[at], atol=0.1)
     np.testing.assert_allclose(learned.weights, weights, atol=1e-3)

@@ -7,9 +7,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ssd.corpus.rollout import NO_TAG, TAGGED
-from ssd.kernels.evidence import BLOCK_BITS, GROWTH, ROUNDS, SearchedText, gather, new_evidence
-from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, place_all, place_spans
-from ssd.kernels.probabilities import LEVELS, SAMPLES
+from ssd.kernels.evidence import (
+    BLOCK_BITS,
+    GROWTH,
+    LIBRARY_FROM,
+    NO_LIVE_TIER,
+    ROUNDS,
+    SearchedText,
+    gather,
+    gather_libraries,
+    new_evidence,
+)
+from ssd.kernels.match import END, FIRST, REACH, SPAN_COLUMNS, TIER_COLUMNS, place_all, place_spans
+from ssd.kernels.probabilities import LEVELS, OF_LIBRARIES, SAMPLES
 from tests import naive
 from tests.ssd.addresses import Text
 from tests.strategies import ALPHABETS, LARGEST, array, corpus_and_context, examples
@@ -19,11 +29,13 @@ US, OTHERS = 7, 8
 
 
 @numba.njit(error_model="numpy")
-def write_evidence(evidence, tiers, live, owners, newest, slots, context, end, depth, tag, tags, live_tags):
+def write_evidence(evidence, tiers, live, owners, libraries, context, end, depth, tag, tags, live_tags):
     """Gather the evidence for the tokens before `end` of a context, for the owner US."""
-    spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
-    source = SearchedText(tiers, spans, live, owners, US, newest, slots, tag, tags, live_tags)
+    spans = np.empty((len(tiers) + len(libraries), SPAN_COLUMNS), np.int64)
+    source = SearchedText(tiers, spans[: len(tiers)], live, owners, US, tag, tags, live_tags)
     gather(evidence, 0, source, context, end, depth)
+    unowned = SearchedText(libraries, spans[len(tiers) :], NO_LIVE_TIER, owners, US, NO_TAG, tags, live_tags)
+    gather_libraries(evidence, 0, unowned, context, end, depth)
 
 
 class Tiers:
@@ -38,24 +50,26 @@ class Tiers:
         self.owners = np.array(owners or [OTHERS], np.int64)
         self.live = -1 if owners is None else len(tiers) - 1
 
-    @property
-    def table(self):
-        """int64 [tiers, 3], the argument of kernels."""
+    def table(self, newest=0, slots=0):
+        """int64 [tiers, TIER_COLUMNS], the argument of kernels."""
         rows = [
-            (text.address, order.ctypes.data, len(order)) for text, order in zip(self.texts, self.orders, strict=True)
+            (text.address, order.ctypes.data, len(order), newest, slots)
+            for text, order in zip(self.texts, self.orders, strict=True)
         ]
-        return np.array(rows, np.int64).reshape(-1, 3)
+        return np.array(rows, np.int64).reshape(-1, TIER_COLUMNS)
 
-    def gather(self, context, newest=0, slots=0, tag=NO_TAG, tags=(NO_TAG,), live_tags=(NO_TAG,)):
-        """Return the levels of evidence, each (length, total, [(tier, position, age)])."""
+    def gather(self, context, newest=0, slots=0, tag=NO_TAG, tags=(NO_TAG,), live_tags=(NO_TAG,), libraries=None):
+        """Return the levels of evidence, each (length, total, [(tier, position, age)]).
+
+        libraries: `Tiers` of libraries, whose tiers are numbered after the own ones.
+        """
         text, evidence = Text(context), new_evidence(1)
         write_evidence(
             evidence,
-            self.table,
+            self.table(newest, slots),
             self.live,
             self.owners,
-            newest,
-            slots,
+            np.empty((0, TIER_COLUMNS), np.int64) if libraries is None else libraries.table(),
             text.address,
             len(context),
             self.depth,
@@ -63,12 +77,14 @@ class Tiers:
             np.array(tags, np.uint16),
             np.array(live_tags, np.uint16),
         )
+        self.second = int(evidence.second[0])
+        texts = [*self.texts, *(() if libraries is None else libraries.texts)]
         return [
             (
                 int(evidence.lengths[0, level]),
                 int(evidence.totals[0, level]),
                 [
-                    (*self._place_of(evidence.addresses[0, level, index]), int(evidence.ages[0, level, index]))
+                    (*_place_of(texts, evidence.addresses[0, level, index]), int(evidence.ages[0, level, index]))
                     for index in range(evidence.counts[0, level])
                 ],
             )
@@ -76,12 +92,13 @@ class Tiers:
             if evidence.counts[0, level]
         ]
 
-    def _place_of(self, address):
-        for tier, text in enumerate(self.texts):
-            position = (int(address) - text.address) // 4
-            if 0 <= position < len(text.tokens):
-                return tier, position
-        pytest.fail(f"the address {address} is outside all texts")
+
+def _place_of(texts, address):
+    for tier, text in enumerate(texts):
+        position = (int(address) - text.address) // 4
+        if 0 <= position < len(text.tokens):
+            return tier, position
+    pytest.fail(f"the address {address} is outside all texts")
 
 
 def split(text, owner_of, tiers):
@@ -139,7 +156,7 @@ def test_a_batched_search_agrees_with_single_searches(corpus, depth, tiers, rand
     table = Tiers(split(text, tier_of, tiers), depth)
     around = Text(context)
     contexts = np.array([(around.address, end) for end in range(len(context) + 1)], np.int64)
-    together, apart = place_each_way(table.table, contexts, depth)
+    together, apart = place_each_way(table.table(), contexts, depth)
     assert together.tolist() == apart.tolist()
     assert not together[0, :, FIRST : END + 1].any()
 
@@ -258,3 +275,34 @@ def test_the_second_level_of_a_group_is_its_longest_match_and_newest_samples(blo
     assert (length, total) == (max(lengths), len(matches[max(lengths)]))
     newest = sorted((position for _, position in matches[length]), reverse=True)[:SAMPLES]
     assert sorted((position for _, position, _ in samples), reverse=True) == newest
+
+
+@given(
+    corpus_and_context(),
+    st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=6),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 32]),
+    st.randoms(use_true_random=False),
+)
+@example(([[1, 2]], [1, 2]), [[1, 2]], 1, 32, None)  # equally long
+@example(([], [1, 2]), [[1, 2]], 1, 32, None)
+@example(([], [0, 2]), [[1, 2]], 1, 32, None)  # too short
+@examples(200)
+def test_a_match_in_libraries_that_is_not_shorter_is_the_second_level(corpus, library, tiers, depth, random):
+    requests, context = corpus
+    text, written = naive.concatenated(requests), naive.concatenated(library)
+    parts = split(written, [random.randrange(tiers) if random else 0 for _ in written], tiers)
+    own = Tiers([(text, naive.usable_positions(text))], depth)
+    alone = own.gather(context)
+    found = own.gather(context, libraries=Tiers(parts, depth))
+    levels = naive.levels(parts, context, depth, rounds=1, growth=1, most=1)
+    longest = alone[0][0] if alone else 0
+    if not levels or levels[0][0] < max(longest, LIBRARY_FROM):
+        assert found == alone
+        assert own.second != OF_LIBRARIES
+        return
+    assert found[:-1] == alone[:1]
+    assert own.second == OF_LIBRARIES
+    # The libraries' tiers are numbered after the only one of the corpus.
+    length, total, samples = found[-1]
+    assert_found([(length, total, [(tier - 1, *rest) for tier, *rest in samples])], levels)

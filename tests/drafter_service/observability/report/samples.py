@@ -102,6 +102,7 @@ def busy_namespace(name="default", steps=2_000_000, level=0.72, **changes):
         "clients": ClientTotals(timeouts=steps // 3000, dropped=steps // 3200, resyncs=4, reconnects=2),
         "budget": budget_totals(),
         "duplicates": 31,
+        "libraries": ("handbook",),
         "uses": {
             Engine("vllm/0.32.0 ssd-drafter/0.1.0", "node-3:4711"): engine_use(3, steps // 2, 2 * steps),
             Engine("[/b]\x1b", ""): engine_use(),
@@ -152,7 +153,7 @@ def fill(stats, steps, level):
         reached = counters.by_position[position, 1] * 0.8
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
     counters.steps[:] = steps, steps + accepted, hits
-    spread(counters.by_source, drafted, accepted, [0.65, 0.3, 0.05])
+    spread(counters.by_source, drafted, accepted, [0.65, 0.25, 0.05, 0.05])
     spread(
         counters.by_length,
         drafted,

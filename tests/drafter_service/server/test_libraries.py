@@ -1,0 +1,150 @@
+"""Namespaces that read others, their libraries."""
+
+import pytest
+
+from drafter_service.observability.facts import ModelIdentity
+from drafter_service.observability.report.build import namespace_report
+from drafter_service.server.namespace import IdentityError
+from drafter_service.server.namespaces import MemoryLimitError
+from drafter_service.server.session import Session
+from drafter_service.settings.tree import Limits, NamespacesConfig
+from drafter_service.stubs import drafter_pb2 as pb
+from tests.drafter_service.guarded import caller_entry, run
+from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, finish, start
+from tests.drafter_service.server.opened_namespaces import UNKNOWN_MODEL, draft_of, learned, opened
+from tests.servers import served
+
+TEXT = counted(100)
+READS = {"reads": {"tenant": ("library", "base"), "base": ("library",)}}
+
+
+async def draft_in(namespaces, name, context, model=UNKNOWN_MODEL):
+    """Return a draft in a stream of a namespace."""
+    async with namespaces.use_for_drafts(name, model) as namespace:
+        return draft_of(namespace, context)
+
+
+@run
+async def test_a_namespace_drafts_from_its_libraries_and_no_other_from_it():
+    async with opened(**READS) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        await learned(namespaces, "other", counted(500))
+        assert await draft_in(namespaces, "tenant", TEXT[:8]) == TEXT[8:11]
+        assert await draft_in(namespaces, "tenant", counted(500)[:8]) == []
+        assert await draft_in(namespaces, "other", TEXT[:8]) == []
+        await learned(namespaces, "tenant", counted(900))
+        for name in ("library", "base", "other"):
+            assert await draft_in(namespaces, name, counted(900)[:8]) == []
+
+
+@run
+async def test_the_libraries_of_a_library_are_not_read():
+    async with opened(reads={"tenant": ("base",), "base": ("library",)}) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        assert await draft_in(namespaces, "base", TEXT[:8]) == TEXT[8:11]
+        assert await draft_in(namespaces, "tenant", TEXT[:8]) == []
+
+
+@run
+async def test_what_a_library_forgets_is_drafted_no_more():
+    async with opened(**READS) as namespaces:
+        library = await learned(namespaces, "library", TEXT)
+        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL) as tenant:
+            assert draft_of(tenant, TEXT[:8]) == TEXT[8:11]
+            library.forget("library-0")
+            await library.refresh()
+            assert draft_of(tenant, TEXT[:8]) == []
+
+
+@run
+async def test_a_library_stays_loaded_while_a_stream_may_draft_from_it(tmp_path):
+    async with opened(tmp_path, fit=3, **READS) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL):
+            assert sorted(namespaces.loaded) == ["base", "library", "tenant"]
+            with pytest.raises(MemoryLimitError):
+                await learned(namespaces, "other")
+        tenant = await learned(namespaces, "tenant")
+        await learned(namespaces, "other")
+        # The tenant keeps no reference to the memory of an unloaded library, which is loaded again for its streams.
+        assert sorted(namespaces.loaded) == ["library", "other", "tenant"]
+        assert tenant.libraries == ["library"]
+        assert tenant.corpus.libraries == (namespaces.loaded["library"].corpus,)
+        assert await draft_in(namespaces, "tenant", TEXT[:8]) == TEXT[8:11]
+        assert namespaces.loaded["tenant"].libraries == ["library", "base"]
+
+
+@run
+async def test_a_dropped_library_is_read_again_once_it_exists_again():
+    async with opened(**READS) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL) as tenant:
+            await namespaces.drop("library")
+            assert draft_of(tenant, TEXT[:8]) == []
+            assert tenant.libraries == ["base"]
+            await learned(namespaces, "library", counted(500))
+            assert draft_of(tenant, counted(500)[:8]) == counted(500)[8:11]
+
+
+@run
+async def test_a_library_of_another_tokenizer_is_refused():
+    ours, theirs = ModelIdentity(tokenizer="ours", vocab_size=1000), ModelIdentity(tokenizer="theirs", vocab_size=1000)
+    async with opened(**READS) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        async with namespaces.use_for_drafts("tenant", ours) as tenant:
+            assert draft_of(tenant, TEXT[:8]) == TEXT[8:11]
+            # A reader says nothing about the library's own tokenizer.
+            async with namespaces.use("library", theirs):
+                assert tenant.libraries == []
+                assert draft_of(tenant, TEXT[:8]) == []
+        with pytest.raises(IdentityError, match="namespace 'library' belongs to another tokenizer"):
+            await draft_in(namespaces, "tenant", TEXT[:8], ours)
+
+
+@run
+async def test_the_report_names_libraries_and_counts_their_tokens():
+    async with opened(**READS) as namespaces:
+        await learned(namespaces, "library", TEXT)
+        async with namespaces.use_for_drafts("tenant", UNKNOWN_MODEL) as tenant:
+            session = Session(tenant, Limits())
+            first = pb.DraftRequest(starts=[start(1, TEXT[:8], learn=False)], batch=batch({1: ()}, 3))
+            draft = drafted(session.answer(first, may_learn=True))
+            session.answer(pb.DraftRequest(finishes=[finish(1, draft, verified=len(draft))]), may_learn=True)
+            report = namespace_report(tenant.facts(), 0.0)
+            session.close()
+    assert report.libraries == ["library", "base"]
+    [tally] = [tally for tally in report.by_source if tally.source == "library"]
+    assert tally.accepted == len(draft) > 0
+
+
+@pytest.mark.parametrize("reads", [{"a": ("a",)}, {"a": ("b",), "b": ("c",), "c": ("a",)}])
+def test_a_namespace_cannot_read_itself(reads):
+    with pytest.raises(ValueError, match="namespace 'a' would read itself"):
+        NamespacesConfig(reads=reads)
+
+
+def test_a_tenant_needs_no_rights_in_its_libraries(tmp_path, socket_address):
+    settings, callers = tmp_path / "settings.toml", tmp_path / "callers.toml"
+    callers.write_text(
+        caller_entry("tenant", "tenant", "read", "learn", "admin") + caller_entry("operator", "library", "learn")
+    )
+    settings.write_text(
+        f'listen = "{socket_address}"\n[access]\ncallers = "{callers}"\n'
+        '[namespaces]\ncreate = false\ncapacities = {tenant = 5000}\n[namespaces.reads]\ntenant = ["library"]\n'
+    )
+    with (
+        served("--config", str(settings)),
+        connected(socket_address, (("authorization", "Bearer tenant"),)) as tenant,
+        connected(socket_address, (("authorization", "Bearer operator"),)) as operator,
+    ):
+        operator.observe("library", TEXT)
+
+        def draft():
+            stream = tenant.stream("tenant")
+            tokens = drafted(stream.exchange(starts=[start(1, TEXT[:8], learn=False)], batch=batch({1: ()}, 3)))
+            stream.end()
+            return tokens
+
+        assert eventually(draft) == TEXT[8:11]
+        for method in ("Report", "Observe", "Forget", "DropNamespace"):
+            assert tenant.refusal(method, namespace="library")[0].name == "PERMISSION_DENIED"
