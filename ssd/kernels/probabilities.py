@@ -74,7 +74,7 @@ MEAN, SEEN = range(2)
 
 SEEN_CAP, TOKEN_SEEN_CAP, FINAL_SEEN_CAP = 250.0, 60.0, 500.0
 """Limits of the number of outcomes that a cell averages over; found on recorded traffic, like all constants here."""
-LEARNING_RATE = 0.005
+LEARNING_RATE = 0.0025
 START_WEIGHTS = (0.2,) * (SOURCES * LEVELS) + (0.1,) * 4 + (0.4,) * SOURCES
 START_NOISE_WEIGHTS = (1.2, 0.5, 0.5, -0.5)
 START_SEEN = 0.5
