@@ -350,7 +350,7 @@ async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
         async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("b"))), context):
             pass
     assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(AssertionError, match="use was looked up"):
+    with pytest.raises(AssertionError, match="use_for_drafts was looked up"):
         async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
             pass
 

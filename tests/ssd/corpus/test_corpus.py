@@ -53,7 +53,7 @@ class Contents:
         tiers, _, of_ring = view.arrays
         address, self.oldest, self.head, self.slots = of_ring.tolist()
         self.memory = uint32_at(address - 4 * PAD, self.slots + 2 * PAD).tolist()
-        self.orders = [uint32_at(order, size).tolist() for text, order, size in tiers.tolist() if text == address]
+        self.orders = [uint32_at(order, size).tolist() for text, order, size, *_ in tiers.tolist() if text == address]
         self.text = [self.memory[PAD + position % self.slots] for position in range(self.oldest, self.head)]
 
 
