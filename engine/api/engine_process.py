@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,7 +72,12 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, worker_end = context.Pipe()
         self._process = context.Process(target=run_worker, args=(worker_end, self._build), name="ssd-engine")
+        # Ctrl-C reaches the whole process group, and the new process would print a traceback before it can ignore it.
+        # The tracker, which unblocks the signal when it starts, must run first.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         worker_end.close()
         ready = await asyncio.to_thread(self._first_event)
         if isinstance(ready, EngineFailed):

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
+from engine.api.errors import ApiError, error_response
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions
@@ -66,7 +68,7 @@ class ServerConfig:
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserError if the server cannot start or the engine process ends by
     itself."""
-    bind(config.host, config.port).close()  # Fail before loading a large model.
+    bound = bind(config.host, config.port)  # Fail before loading a large model.
     if name in options.loras:
         raise UserError(f"--lora {name}: the model has this name; give the adapter or the model (--name) another one")
     if config.answer_repeats and {"ssd", "classic"}.isdisjoint(options.drafters):
@@ -89,19 +91,30 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         answers_repeats=config.answer_repeats,
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
-    notify(f"loading {name} ...")
+    loading = _LoadingApp()
+    server = _uvicorn_server(loading, config.drain_s)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
         ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
         with closing(Service(engine, ready, served, admission)) as service:
-            app = create_app(
+            loading.loaded = create_app(
                 service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
-            await _listen(app, engine, config, notify)
+            _stop_on_signals(server, config.drain_s, notify)
+            notify(f"serving at {_url_of(bound)}")
+            ended = asyncio.create_task(engine.wait_for_end())
+            await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            server.should_exit = True
+            await serving
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
+        server.should_exit = True
+        await serving
         await engine.stop()
 
 
@@ -148,11 +161,12 @@ def read_keys(path: Path) -> frozenset[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet. Raises UserError."""
+    """Return a socket that listens; connections wait until somebody accepts them. Raises UserError."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen()
     except OSError as problem:
         bound.close()
         advice = BIND_ADVICE.get(problem.errno or 0, problem.strerror)
@@ -160,49 +174,55 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def _listen(app: Any, engine: EngineProcess, config: ServerConfig, notify: Callable[[str], None]) -> None:
+def _url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+class _LoadingApp:
+    """Application that answers requests with status 503 until the model is loaded, and then passes them on."""
+
+    def __init__(self) -> None:
+        self.loaded: ASGIApp | None = None
+        """The application of the loaded model."""
+        self._began = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        app = self.loaded
+        if app is None:
+            seconds = time.monotonic() - self._began
+            app = error_response(ApiError(503, f"the model has been loading for {seconds:.0f} s; try again later"))
+        await app(scope, receive, send)
+
+
+def _uvicorn_server(app: ASGIApp, drain_s: float) -> uvicorn.Server:
     settings = uvicorn.Config(
-        app, host=config.host, port=config.port, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=int(config.drain_s), server_header=False, lifespan="off",
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain_s), server_header=False,
+        lifespan="off",
     )  # fmt: skip
-    sockets = [bind(config.host, config.port)]
-    host, port = sockets[0].getsockname()[:2]
-    server = _UvicornServer(settings, lambda: notify(f"serving at http://{host}:{port}"))
+    return _UvicornServer(settings)
+
+
+def _stop_on_signals(server: uvicorn.Server, drain_s: float, notify: Callable[[str], None]) -> None:
+    """Let the first SIGINT or SIGTERM stop the server, and the second one abort its requests."""
 
     def stop() -> None:
-        if server.should_exit:
+        server.force_exit, server.should_exit = server.should_exit, True
+        # Last, because printing fails if nobody reads the output any more.
+        if server.force_exit:
             notify("stopping at once")
         elif server.server_state.tasks:
-            notify(f"waiting up to {config.drain_s:g} s for running requests")
+            notify(f"waiting up to {drain_s:g} s for running requests")
         else:
             notify("stopping")
-        server.force_exit, server.should_exit = server.should_exit, True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
-    async def stop_with_engine() -> None:
-        await engine.wait_for_end()
-        server.should_exit = True
-
-    watching = asyncio.create_task(stop_with_engine())
-    try:
-        await server.serve(sockets=sockets)
-    finally:
-        watching.cancel()
-
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn server that calls back once it listens and leaves signal handling to the event loop."""
-
-    def __init__(self, settings: uvicorn.Config, on_listening: Callable[[], None]) -> None:
-        super().__init__(settings)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, then call back."""
-        await super().startup(sockets)
-        self._on_listening()
+    """uvicorn server that leaves signal handling to the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -294,6 +295,35 @@ def test_api_keys_and_a_full_queue(folder, tmp_path):
             refused = httpx.post(f"{server.url}/v1/completions", json=payload, headers=http.headers)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         eventually(lambda: metric(http, "vllm:num_requests_running") == 0)
+
+
+def test_requests_are_answered_while_the_model_is_loaded(folder):
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(folder), "--port", "0", *NO_DRAFTS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            url = re.search(r"http://\S+", process.stdout.readline())[0]
+            early = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=TIMEOUT_S)
+            assert (early.status_code, early.headers["retry-after"]) == (503, "5")
+            assert "the model has been loading for " in early.json()["error"]["message"]
+            # No connection is refused meanwhile.
+            answers = eventually(lambda: (got := httpx.get(f"{url}/health", timeout=TIMEOUT_S)).is_success and got)
+            assert answers.json() == {"status": "ok"}
+            assert f"serving at {url}\n" in iter(process.stdout.readline, "")
+        finally:
+            process.stdout.close()  # Whether anybody reads what it prints does not matter.
+            process.terminate()
+        process.wait(TIMEOUT_S)
+
+
+def test_an_interruption_while_the_model_is_loaded_is_one_line(folder):
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(folder), "--port", "0", *NO_DRAFTS]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, process_group=0) as process:
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
+        httpx.get(url, timeout=TIMEOUT_S)  # The engine's process has been started.
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=TIMEOUT_S)[1] == "interrupted\n"
+    assert process.returncode == 130
 
 
 def test_streams_finish_after_a_signal_to_stop(folder):

@@ -15,7 +15,7 @@ from tests.engine.api.serving import MODEL, eventually
 
 @pytest.mark.parametrize("verification", ["exact", "rejection", None])
 def test_a_request_chooses_its_verification(verification):
-    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=()))
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=(), answers_repeats=False))
     body = CompletionRequest(model=MODEL, prompt="x", verification=verification, n=2)
     requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
     assert [request.sampling.verification for request in requests] == [verification] * 2
@@ -39,7 +39,7 @@ def test_verification_is_accepted_and_checked_by_the_server(http):
 
 @pytest.mark.parametrize(("given", "drafters"), [(None, None), ("none", set()), ("ssd", {"ssd"}), ("a+b", {"a", "b"})])
 def test_a_request_chooses_its_drafters(given, drafters):
-    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=()))
+    service = SimpleNamespace(served=SimpleNamespace(defaults={}, adapters=(), answers_repeats=False))
     body = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "x"}], drafter=given, max_draft=3, n=2)
     requests = Service.requests(service, body, np.array([5], np.uint32), max_tokens=3)
     assert [(request.drafters, request.max_draft) for request in requests] == [(drafters, 3)] * 2
@@ -110,7 +110,9 @@ def test_a_predicted_output_becomes_hints():
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     service = SimpleNamespace(
-        served=SimpleNamespace(defaults={}, adapters=(), tokenizer=SimpleNamespace(encode=encode))
+        served=SimpleNamespace(
+            defaults={}, adapters=(), answers_repeats=False, tokenizer=SimpleNamespace(encode=encode)
+        )
     )
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = CompletionRequest(model=MODEL, prompt="x", prediction={"type": "content", "content": parts}, n=2)
