@@ -11,16 +11,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
 from engine.api.app import create_app
@@ -37,8 +37,6 @@ from ssd.errors import UserError
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-LOADING_DRAIN_S = 1.0
-"""Time for the last responses with status 503, once the model is loaded."""
 BIND_ADVICE = {
     errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
@@ -93,20 +91,30 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         answers_repeats=config.answer_repeats,
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
+    loading = _LoadingApp()
+    server = _uvicorn_server(loading, config.drain_s)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
     notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
-        async with _loading(bound):
-            ready = await engine.start()
+        ready = await engine.start()
         admission = Admission(options.config.max_sequences + config.max_waiting)
         with closing(Service(engine, ready, served, admission)) as service:
-            app = create_app(
+            loading.loaded = create_app(
                 service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
-            await _listen(app, engine, bound, config.drain_s, notify)
+            _stop_on_signals(server, config.drain_s, notify)
+            notify(f"serving at {_url_of(bound)}")
+            ended = asyncio.create_task(engine.wait_for_end())
+            await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            server.should_exit = True
+            await serving
         if engine.gone is not None:
             raise UserError(f"the engine has stopped: {engine.gone}")
     finally:
+        server.should_exit = True
+        await serving
         await engine.stop()
 
 
@@ -171,71 +179,50 @@ def _url_of(bound: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-@asynccontextmanager
-async def _loading(bound: socket.socket) -> AsyncIterator[None]:
-    """Answer requests with status 503 while the model is loaded."""
-    began = time.monotonic()
+class _LoadingApp:
+    """Application that answers requests with status 503 until the model is loaded, and then passes them on."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(503, f"the model has been loading for {time.monotonic() - began:.0f} s; try again later")
-        await error_response(error)(scope, receive, send)
+    def __init__(self) -> None:
+        self.loaded: ASGIApp | None = None
+        """The application of the loaded model."""
+        self._began = time.monotonic()
 
-    # uvicorn closes the socket that it is given. The other one keeps listening, so that no connection is refused.
-    server = _UvicornServer(_uvicorn_settings(answer, LOADING_DRAIN_S), lambda: None)
-    answering = asyncio.create_task(server.serve(sockets=[bound.dup()]))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await answering
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        app = self.loaded
+        if app is None:
+            seconds = time.monotonic() - self._began
+            app = error_response(ApiError(503, f"the model has been loading for {seconds:.0f} s; try again later"))
+        await app(scope, receive, send)
 
 
-def _uvicorn_settings(app: Any, drain_s: float) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_server(app: ASGIApp, drain_s: float) -> uvicorn.Server:
+    settings = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain_s), server_header=False,
         lifespan="off",
     )  # fmt: skip
+    return _UvicornServer(settings)
 
 
-async def _listen(
-    app: Any, engine: EngineProcess, bound: socket.socket, drain_s: float, notify: Callable[[str], None]
-) -> None:
-    server = _UvicornServer(_uvicorn_settings(app, drain_s), lambda: notify(f"serving at {_url_of(bound)}"))
+def _stop_on_signals(server: uvicorn.Server, drain_s: float, notify: Callable[[str], None]) -> None:
+    """Let the first SIGINT or SIGTERM stop the server, and the second one abort its requests."""
 
     def stop() -> None:
-        if server.should_exit:
+        server.force_exit, server.should_exit = server.should_exit, True
+        # Last, because printing fails if nobody reads the output any more.
+        if server.force_exit:
             notify("stopping at once")
         elif server.server_state.tasks:
             notify(f"waiting up to {drain_s:g} s for running requests")
         else:
             notify("stopping")
-        server.force_exit, server.should_exit = server.should_exit, True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
-    async def stop_with_engine() -> None:
-        await engine.wait_for_end()
-        server.should_exit = True
-
-    watching = asyncio.create_task(stop_with_engine())
-    try:
-        await server.serve(sockets=[bound])
-    finally:
-        watching.cancel()
-
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn server that calls back once it listens and leaves signal handling to the event loop."""
-
-    def __init__(self, settings: uvicorn.Config, on_listening: Callable[[], None]) -> None:
-        super().__init__(settings)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, then call back."""
-        await super().startup(sockets)
-        self._on_listening()
+    """uvicorn server that leaves signal handling to the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -310,7 +310,9 @@ def test_requests_are_answered_while_the_model_is_loaded(folder):
             assert answers.json() == {"status": "ok"}
             assert f"serving at {url}\n" in iter(process.stdout.readline, "")
         finally:
+            process.stdout.close()  # Whether anybody reads what it prints does not matter.
             process.terminate()
+        process.wait(TIMEOUT_S)
 
 
 def test_an_interruption_while_the_model_is_loaded_is_one_line(folder):
