@@ -282,11 +282,12 @@ class Session:
         return True
 
     def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool, *, counts: bool) -> None:
-        """End a sequence before its prompt is indexed. counts: whether its tokens count as a step without a draft."""
+        """End a sequence before its prompt is indexed. counts: whether its steps count, all of them without a draft."""
         running = indexing.prepared.running
         committed = np.concatenate([*indexing.committed, finish.tokens])
         if counts and len(committed):
-            self._use.stats.record_path(len(committed), 0, 0)
+            last = finish.steps if len(finish.tokens) else 0
+            self._use.stats.record_path(len(committed), 0, 0, len(indexing.committed) + last)
         if learn and running.learn:
             text = np.concatenate([indexing.prepared.learned, committed])
             self.namespace.learn(text, running.request_id, running.tag)

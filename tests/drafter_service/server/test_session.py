@@ -427,7 +427,7 @@ async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
     await indexed(session)
     namespace.corpus.refresh()
     assert drafted(send(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
-    assert namespace.stats.committed == 4
+    assert (namespace.stats.committed, namespace.stats.steps) == (4, 2)
     send(session, starts=[start(2, LONG, request_id="r")])
     send(session, finishes=[finish(2, [1])])
     assert namespace.duplicates == 1
