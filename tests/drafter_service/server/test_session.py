@@ -82,7 +82,7 @@ def test_a_response_has_the_number_of_its_request_and_drafts(session):
 
 
 def test_the_cost_of_the_engine_is_used(session):
-    send(session, starts=[start(1, [1, 2, 3, 4, 5, 6, 1, 2])])
+    send(session, starts=[start(1, [*range(1, 7), *range(1, 5)])])
     sizes = [
         len(drafted(send(session, batch=batch({1: ()}, limit=32, cost=cost))))
         for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
