@@ -22,7 +22,7 @@ from ssd.corpus.rollout import Rollout
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.prepared import PreparedSequence, Running
-from ssd.sequences.running import RunningSequences
+from ssd.sequences.running import RunningById
 from ssd.sequences.tables import IS_SHARED, OWNER, TOTALS, Sequences
 from ssd.stats import Stats, VersionTotals
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
@@ -64,7 +64,7 @@ class CorpusDrafter(ABC):
         self._remember = remember or self.corpus.append
         self._is_publishing = False
         self._sequences = Sequences(config.max_draft)
-        self.running = RunningSequences(self._sequences)
+        self.running = RunningById(self._sequences)
         """The running sequences."""
         self._prepared: WeakSet[Running] = WeakSet()
         """Running sequences, and those that were prepared but have not begun."""

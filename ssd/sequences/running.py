@@ -13,7 +13,7 @@ from ssd.sequences.tables import NODES, SIZE, Sequences
 NO_ROWS = np.empty(0, np.int64)
 
 
-class RunningSequences:
+class RunningById:
     """Running sequences by id, in the order of their starts."""
 
     def __init__(self, tables: Sequences) -> None:
