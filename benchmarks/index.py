@@ -1,10 +1,13 @@
 """Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000]
+    python -m benchmarks.index --builder pydivsufsort [--tokens 16M]
 
 The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
 time of a draft is the duration of the call, which also commits the tokens since the last draft. Times depend on the
 machine: compare them only within one run.
+
+With `--builder`, only sorting the whole corpus is measured: here and with the library.
 """
 
 from __future__ import annotations
@@ -335,8 +338,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
     parser.add_argument("--contexts", type=int, default=3000, help="drafts and searches that are timed")
+    parser.add_argument("--builder", choices=["pydivsufsort"], help="library to compare sorting with (extra: dev)")
     options = parser.parse_args()
     tokens = Quantity().convert(options.tokens, None, None)
+    if options.builder is not None:
+        from benchmarks.support.builders import compare_builders
+
+        print(json.dumps(compare_builders(["ssd", options.builder], Writer(seed=1).take(tokens))))
+        return
     print(json.dumps(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, KeysView, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import ClassVar, Self
@@ -22,12 +22,12 @@ from ssd.corpus.rollout import Rollout
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex
 from ssd.sequences.prepared import PreparedSequence, Running
-from ssd.sequences.tables import IS_SHARED, NODES, OWNER, SIZE, TOTALS, Sequences
+from ssd.sequences.running import RunningById
+from ssd.sequences.tables import IS_SHARED, OWNER, TOTALS, Sequences
 from ssd.stats import Stats, VersionTotals
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
 
 NO_TOKENS = np.empty(0, np.uint32)
-NO_ROWS = np.empty(0, np.int64)
 
 PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
@@ -64,12 +64,8 @@ class CorpusDrafter(ABC):
         self._remember = remember or self.corpus.append
         self._is_publishing = False
         self._sequences = Sequences(config.max_draft)
-        self._running: dict[int, Running] = {}
-        self._row_of: dict[int, int] = {}
-        """Rows of the running sequences. Reading them from `_running` would take three times as long for a batch."""
-        self._last_ids: list[int] = []
-        self._last_rows = NO_ROWS
-        """Ids and rows of the last batch: most steps have the same sequences as the step before."""
+        self.running = RunningById(self._sequences)
+        """The running sequences."""
         self._prepared: WeakSet[Running] = WeakSet()
         """Running sequences, and those that were prepared but have not begun."""
         self._idle = IdleSessions(config.idle_sessions, config.idle_tokens)
@@ -99,7 +95,7 @@ class CorpusDrafter(ABC):
         known. Raises ValueError for an id in use or outside 0 to 2^64 - 2, and for tokens as `Corpus.append`.
         """
         check_sequence_id(sequence_id)
-        self._check_is_new(sequence_id)
+        self.running.check_is_new(sequence_id)
         prepared = self.prepare(
             prompt,
             hints=hints,
@@ -121,7 +117,7 @@ class CorpusDrafter(ABC):
         """
         if not isinstance(progress.sequence_ids, np.ndarray):
             progress.check_arrays()
-        rows = self._rows_of(progress.sequence_ids.tolist())
+        rows = self.running.rows_of(progress.sequence_ids.tolist())
         drafts = self._step(rows, progress)
         if self.PUBLISHES:
             self._publish(rows, progress)
@@ -137,11 +133,11 @@ class CorpusDrafter(ABC):
         """
         text = token_array(context)
         limit = self.config.max_draft if max_draft is None else max_draft
-        running, verified, added = self._running.get(PROPOSE_ID), 0, text[:0]
+        running, verified, added = self.running.get(PROPOSE_ID), 0, text[:0]
         before = NO_TOKENS if running is None else self._sequences.local(running.row).tokens
         if running is not None and len(before) <= len(text) and np.array_equal(before, text[: len(before)]):
             added = text[len(before) :]
-            verified = int(self.offered_to([PROPOSE_ID])[0]) if len(added) else 0
+            verified = int(self.running.offered_to([PROPOSE_ID])[0]) if len(added) else 0
         else:
             if running is not None:
                 self.finish(PROPOSE_ID, NO_TOKENS, learn=False)
@@ -156,19 +152,17 @@ class CorpusDrafter(ABC):
         verified: number of tokens of the last draft that the target verified. steps: number of target steps that
         produced the tokens. learn: whether the output is remembered. Raises ValueError as `draft`.
         """
-        rows = self._rows_of([sequence_id])
+        rows = self.running.rows_of([sequence_id])
         last = Progress.of_one(sequence_id, tokens, verified=verified, steps=steps)
         last.min_path_prob = 1.0  # Nothing is drafted, so a token budget need not be prepared.
         self._step(rows, last)
-        running = self._running.pop(sequence_id)
+        running = self.running.remove(sequence_id)
         if running.rollout is not None:
             steps, committed, verified, accepted = self._sequences.state[running.row, TOTALS:].tolist()
             totals = VersionTotals(1, steps, committed, verified, accepted, time.monotonic())
             self.stats.record_version(running.rollout.version, totals)
         if not learn:
             self._withdraw(running)
-        del self._row_of[sequence_id]
-        self._last_ids, self._last_rows = [], NO_ROWS
         self._prepared.discard(running)
         self.corpus.end_running(self._owner_of(running))
         local = self._sequences.remove(running.row)
@@ -196,12 +190,10 @@ class CorpusDrafter(ABC):
 
     def close(self) -> None:
         """Forget the running sequences, and close the corpus if this drafter made it."""
-        for running in self._running.values():
+        for running in self.running:
             self._withdraw(running)
             self.corpus.end_running(self._owner_of(running))
-        self._running.clear()
-        self._row_of.clear()
-        self._last_ids, self._last_rows = [], NO_ROWS
+        self.running.clear()
         self._prepared.clear()
         self._idle.drop(lambda _: True)
         if self._owns_corpus:
@@ -215,7 +207,7 @@ class CorpusDrafter(ABC):
     ) -> None:
         self.close()
 
-    # For the drafter service, not part of the public interface.
+    # For the drafter service, which uses `running` as well; not part of the public interface.
 
     def prepare(
         self,
@@ -256,7 +248,7 @@ class CorpusDrafter(ABC):
 
     def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
         """Begin a prepared sequence. Raises ValueError for an id in use."""
-        self._check_is_new(sequence_id)
+        self.running.check_is_new(sequence_id)
         prepared.index()
         running = prepared.running
         prefix = prepared.text[running.first_learned :] if running.learn and self.PUBLISHES else None
@@ -269,7 +261,7 @@ class CorpusDrafter(ABC):
             seed=running.seed,
             hinted=running.hinted,
         )
-        self._running[sequence_id], self._row_of[sequence_id] = running, running.row
+        self.running.add(sequence_id, running)
 
     def forget_own(self, request_id: str) -> None:
         """Forget what was produced under a request id and is not in the corpus yet.
@@ -290,46 +282,6 @@ class CorpusDrafter(ABC):
         """End sessions that have been idle since before `moment`, by the corpus's clock."""
         self._idle.drop(lambda idle: idle.since < moment)
 
-    def accepted(self, sequence_id: int, tokens: np.ndarray, verified: int) -> int:
-        """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft contained.
-
-        verified: as in `Progress`. Returns 0 for a sequence that is not running.
-        """
-        running = self._running.get(sequence_id)
-        return 0 if running is None else self._sequences.accepted(running.row, tokens, verified)
-
-    def offered(self) -> dict[int, int]:
-        """Return the number of tokens in the last draft of each running sequence, by sequence id."""
-        nodes = self._sequences.state[:, NODES]
-        return {sequence_id: max(0, int(nodes[running.row]) - 1) for sequence_id, running in self._running.items()}
-
-    def offered_to(self, sequence_ids: list[int]) -> np.ndarray:
-        """Return the number of tokens in the last draft of each sequence, int64 [n]; -1 for one that is not running."""
-        nodes = self._sequences.state[:, NODES]
-        at = np.array([self._row_of.get(sequence_id, -1) for sequence_id in sequence_ids], np.int64)
-        return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
-
-    def record_use(self) -> None:
-        """Record that the sequences of the last batch were used now."""
-        self._sequences.used[self._last_rows] = time.monotonic_ns()
-
-    def last_uses(self) -> tuple[list[int], np.ndarray]:
-        """Return the running sequences, and when each was last used, int64 [n], in ns of a monotonic clock.
-
-        A sequence was used when it began, and when `record_use` recorded a batch with it.
-        """
-        rows = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
-        return list(self._row_of), self._sequences.used[rows]
-
-    def size_of(self, sequence_id: int) -> int:
-        """Return the number of tokens of a running sequence, prompt included."""
-        return int(self._sequences.state[self._row_of[sequence_id], SIZE])
-
-    @property
-    def sequence_ids(self) -> KeysView[int]:
-        """The running sequences, in the order of their starts."""
-        return self._running.keys()
-
     @property
     def own_bytes(self) -> int:
         """Memory of the running sequences and idle sessions."""
@@ -341,10 +293,6 @@ class CorpusDrafter(ABC):
 
         Raises ValueError, without any effect, as `draft`.
         """
-
-    def _check_is_new(self, sequence_id: int) -> None:
-        if sequence_id in self._running:
-            raise ValueError(f"sequence {sequence_id} is already running")
 
     def _withdraw(self, running: Running) -> None:
         """Stop offering single tokens of a running sequence to others, see `ssd.kernels.fallback`."""
@@ -369,7 +317,7 @@ class CorpusDrafter(ABC):
         """Publish the tokens committed since publishing stopped, or record how many were published when it stops."""
         committed = dict(zip(rows.tolist(), np.diff(progress.offsets.astype(np.int64)).tolist(), strict=True))
         depth = self.config.match_depth
-        for running in self._running.values():
+        for running in self.running:
             tokens = self._sequences.local(running.row).tokens
             tokens = tokens[: len(tokens) - committed.get(running.row, 0)]
             missed, running.published = tokens[running.published :], len(tokens)
@@ -381,20 +329,6 @@ class CorpusDrafter(ABC):
                 # A gap would need a prefix of up to `depth` tokens, which is no shorter than the missed tokens.
                 owner = np.array([self._owner_of(running)], np.int64)
                 self.corpus.extend_running(owner, missed, offsets_of(np.array([len(missed)], np.uint32)))
-
-    def _rows_of(self, sequence_ids: list[int]) -> np.ndarray:
-        if sequence_ids == self._last_ids:
-            return self._last_rows
-        count = len(sequence_ids)
-        try:
-            rows = np.fromiter(map(self._row_of.__getitem__, sequence_ids), np.int64, count)
-        except KeyError as missing:
-            raise ValueError(f"sequence {missing.args[0]} was not started") from None
-        if count > 1 and len({*sequence_ids}) != count:
-            twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
-            raise ValueError(f"sequence {twice} appears twice in the batch")
-        self._last_ids, self._last_rows = sequence_ids, rows
-        return rows
 
 
 def _fitted(config: DrafterConfig, corpus: Corpus) -> DrafterConfig:

@@ -18,6 +18,7 @@ from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
 from ssd.sequences.prepared import PreparedSequence
+from ssd.sequences.running import NO_ROWS
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Progress, check_path_prob, check_verified
 
@@ -71,8 +72,8 @@ class SuffixDrafter(CorpusDrafter):
         progress: the tokens of each continuation; several may belong to the same sequence, and `verified` must be 0.
         Changes nothing that later drafts depend on. Raises ValueError as `draft`.
         """
-        rows = np.array([self._rows_of([sequence_id])[0] for sequence_id in progress.sequence_ids.tolist()], np.int64)
-        self._prepare(len(self._row_of), progress)
+        rows = np.concatenate([NO_ROWS, *(self.running.rows_of([each]) for each in progress.sequence_ids.tolist())])
+        self._prepare(len(self.running), progress)
         least = progress.min_path_prob or self.budget.price(self.config.max_draft).min_path_prob
         part = replace(progress, min_path_prob=least, step_times=())
         return draft_after(part, rows, self._sequences, self.stats, self._step)
@@ -123,7 +124,8 @@ class SuffixDrafter(CorpusDrafter):
             if result == BAD_TOKEN:
                 check_tokens(progress.tokens)
             if result == BAD_VERIFIED:
-                check_verified(int(progress.sequence_ids[number]), int(progress.verified[number]), self.offered())
+                offered = self.running.offered()
+                check_verified(int(progress.sequence_ids[number]), int(progress.verified[number]), offered)
             assert result == NEEDS_ROOM
             self._sequences.make_room(int(rows[number]), len(progress.tokens))
 

@@ -270,7 +270,7 @@ class Namespace:
     @property
     def sequences(self) -> int:
         """Number of running sequences."""
-        return sum(len(drafter.sequence_ids) for drafter in self.drafters)
+        return sum(len(drafter.running) for drafter in self.drafters)
 
     @property
     def is_idle(self) -> bool:

@@ -314,7 +314,6 @@ def _describe(namespace: Namespace) -> Description:
         clients=namespace.clients.model_copy(),
         duplicates=namespace.duplicates,
         log_position=namespace.log_position() if namespace.log_position else namespace.restored_position,
-        saved_at=time.time(),
         history=[tuple(sample) for sample in namespace.history.samples],
     )
 

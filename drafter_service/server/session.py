@@ -167,7 +167,7 @@ class Session:
             drafts = self._drafter.draft(batch)
         except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
             return None
-        self._drafter.record_use()
+        self._drafter.running.record_use()
         self._tokens += len(batch.tokens)
         self._make_room()
         self._complete(batch, times, drafts)
@@ -189,7 +189,7 @@ class Session:
         """Check counts, except those of unknown sequences."""
         if len({finish.sequence_id for finish in finishes}) < len(finishes):
             raise WireError("finishes contains a sequence twice")
-        offered = self._drafter.offered_to([finish.sequence_id for finish in finishes])
+        offered = self._drafter.running.offered_to([finish.sequence_id for finish in finishes])
         for index, (finish, limit) in enumerate(zip(finishes, offered.tolist(), strict=True)):
             is_known = limit >= 0 or finish.sequence_id in new or finish.sequence_id in self._withheld
             if is_known and finish.verified > max(0, limit):
@@ -209,7 +209,7 @@ class Session:
 
     def _check_batch(self, batch: Progress, new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
-        offered = self._drafter.offered_to(batch.sequence_ids.tolist())
+        offered = self._drafter.running.offered_to(batch.sequence_ids.tolist())
         wrong = (offered >= 0) & (batch.verified > offered)
         if new or self._withheld:
             undrafted = np.array([*new, *self._withheld], np.uint64)
@@ -316,7 +316,7 @@ class Session:
 
     def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
         """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
-        running, bounds = self._drafter.sequence_ids, batch.offsets.tolist()
+        running, bounds = self._drafter.running.ids, batch.offsets.tolist()
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
             if sequence_id in running:
@@ -328,7 +328,7 @@ class Session:
                 continue
             self._tokens += bounds[index + 1] - bounds[index]
         drafts = self._drafter.draft(_part(batch, ready))
-        self._drafter.record_use()
+        self._drafter.running.record_use()
         return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
@@ -340,12 +340,17 @@ class Session:
 
     def _has(self, sequence_id: int) -> bool:
         """Return whether a sequence runs."""
-        return any(sequence_id in each for each in (self._drafter.sequence_ids, self._withheld, self._indexing))
+        return any(sequence_id in each for each in (self._drafter.running.ids, self._withheld, self._indexing))
 
     def _remove(self, sequence_id: int) -> None:
         """Stop counting a sequence, before its drafter ends it."""
         indexing = self._indexing.get(sequence_id)
-        self._tokens -= self._drafter_of(sequence_id).size_of(sequence_id) if indexing is None else indexing.size
+        if indexing is not None:
+            self._tokens -= indexing.size
+        else:
+            drafter = self._drafter_of(sequence_id)
+            sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
+            self._tokens -= sizes.size_of(sequence_id)
         self._withheld.discard(sequence_id)
 
     def _make_room(self) -> None:
@@ -353,7 +358,7 @@ class Session:
         if self._is_within_limits:
             return
         drafters = [self._drafter, *([] if self._shadow is None else [self._shadow.drafter])]
-        ids, times = zip(*(each.last_uses() for each in drafters), strict=True)
+        ids, times = zip(*(each.running.last_uses() for each in drafters), strict=True)
         running = [*chain.from_iterable(ids)]
         for index in np.concatenate(times).argsort(kind="stable").tolist():
             sequence_id = running[index]
@@ -365,7 +370,7 @@ class Session:
 
     @property
     def _is_within_limits(self) -> bool:
-        sequences = len(self._drafter.sequence_ids)
+        sequences = len(self._drafter.running)
         if self._withheld or self._indexing:
             sequences += len(self._withheld.union(self._indexing))
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens

@@ -92,7 +92,7 @@ class ShadowDrafter:
 
     def size_of(self, sequence_id: int) -> int:
         """Return the number of tokens of a sequence, prompt included."""
-        return self.drafter.size_of(sequence_id) + len(self._sequences[sequence_id].tokens)
+        return self.drafter.running.size_of(sequence_id) + len(self._sequences[sequence_id].tokens)
 
     def _next_step(self, sequence_id: int) -> Step | None:
         """Return the next step of a sequence, without tokens before its first draft; None if it is not decided yet."""
@@ -101,7 +101,7 @@ class ShadowDrafter:
         if not size:
             return None if sequence.has_draft else Step(0, 1)
         offered = self._offered(sequence_id)
-        accepted = self.drafter.accepted(sequence_id, sequence.tokens[: offered + 1], offered)
+        accepted = self.drafter.running.accepted(sequence_id, sequence.tokens[: offered + 1], offered)
         if size > MAX_WAITING:
             return Step(size, size - accepted)
         return Step(accepted + 1, 1) if accepted < size else None
@@ -114,7 +114,7 @@ class ShadowDrafter:
             sequence_ids=np.array(ids, np.uint64),
             tokens=np.concatenate([each.tokens[:size] for each, size in zip(sequences, sizes, strict=True)]),
             offsets=offsets_of(np.array(sizes, np.uint32)),
-            verified=self.drafter.offered_to(ids).astype(np.uint32),
+            verified=self.drafter.running.offered_to(ids).astype(np.uint32),
             max_draft=np.array([each.max_draft for each in sequences], np.uint32),
             cost=batch.cost,
             steps=np.array([step.steps for step in steps.values()], np.uint32),
@@ -123,12 +123,12 @@ class ShadowDrafter:
             min_path_prob=batch.min_path_prob,
         )
         self.drafter.draft(progress)
-        self.drafter.record_use()
+        self.drafter.running.record_use()
         for each, size in zip(sequences, sizes, strict=True):
             each.tokens, each.has_draft = each.tokens[size:], True
 
     def _offered(self, sequence_id: int) -> int:
-        return int(self.drafter.offered_to([sequence_id])[0])
+        return int(self.drafter.running.offered_to([sequence_id])[0])
 
 
 class TimeBudget:

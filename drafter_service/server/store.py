@@ -35,8 +35,6 @@ class Description(BaseModel):
     duplicates: int = 0
     log_position: str | None = None
     """Position in the shared log that had been read before the corpus was saved."""
-    saved_at: float = 0.0
-    """Seconds since 1970."""
     history: list[tuple[float, ...]] = []
 
     def samples(self) -> list[Sample]:

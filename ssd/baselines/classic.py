@@ -58,7 +58,7 @@ class ClassicDrafter(CorpusDrafter):
         self._most = most
 
     def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
-        progress.check(self.offered())
+        progress.check(self.running.offered())
         offsets, limits = progress.offsets.tolist(), progress.max_draft.tolist()
         steps = [1] * len(limits) if progress.steps is None else progress.steps.tolist()
         paths = []

@@ -171,7 +171,7 @@ class Corpus:
 
     @property
     def times(self) -> MergeTimes:
-        """Counts and durations of the maintainer's work."""
+        """Counts of the maintainer's work."""
         return self._index.times
 
     def append(
@@ -267,7 +267,7 @@ class Corpus:
                 clear_frames(problem.__traceback__)
                 raise
             self._has_failed = False
-            self.times.add(time.perf_counter() - began)
+            self.times.on_refresh(time.perf_counter() - began)
 
     def state(self) -> State:
         """Return the index's finished requests. Nothing in it is overwritten while the state is held."""

@@ -42,7 +42,7 @@ END = np.array([SEPARATOR], np.uint32)
 
 @dataclass
 class MergeTimes:
-    """Counts and durations of the maintainer's work."""
+    """Counts of the maintainer's work."""
 
     merges: int = 0
     """Updates that added finished requests to the index."""
@@ -52,17 +52,8 @@ class MergeTimes:
     """Sorts of the whole corpus."""
     forgotten: int = 0
     """Requests that were forgotten, or pieces of long ones."""
-    last_s: float = 0.0
-    """Duration of the last refresh that changed something, in seconds."""
-    longest_s: float = 0.0
-    """Duration of the longest such refresh, in seconds."""
     on_refresh: Callable[[float], object] = lambda _: None
-    """Function that is called with the duration of each refresh, in seconds."""
-
-    def add(self, seconds: float) -> None:
-        """Add the duration of a refresh."""
-        self.last_s, self.longest_s = seconds, max(self.longest_s, seconds)
-        self.on_refresh(seconds)
+    """Function that is called with the duration of each refresh that changed something, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,29 +20,26 @@ class Match(NamedTuple):
 
     length: int
     """Number of the context's last tokens that were found."""
-    occurrences: int
-    """Number of occurrences, counted up to some hundreds in each tier."""
     age: int
-    """Number of tokens remembered after the newest of them, or of a sample if there are many; -1 if all occurrences are
-    in running requests."""
+    """Number of tokens remembered after its newest occurrence, or the newest of a sample if there are many; -1 if all
+    occurrences are in running requests."""
 
 
-@kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
+@kernel(LongRows, Longs, Tokens, Int, returns=types.UniTuple(Int, 2))
 def _search(tiers, ring, context, depth):  # type: ignore[no-untyped-def]
     spans = np.empty((len(tiers), SPAN_COLUMNS), np.int64)
     end, address = len(context), context.ctypes.data
     place_spans(tiers, spans, address, end, min(depth, end))
     length = widen(tiers, spans, address, end)
-    occurrences, age = 0, -1
+    age = -1
     for tier in range(len(tiers)):
         found = spans[tier, END] - spans[tier, FIRST]
-        occurrences += found
         if found > 0 and tier != LIVE:
             for place in range(spans[tier, FIRST], spans[tier, END], 1 + found // MAX_COMPARED):
                 slot = np.int64(peek(tiers[tier, TIER_SUFFIXES], place))
                 own = (ring[RING_HEAD] - slot) % ring[RING_SLOTS]
                 age = own if age < 0 else min(age, own)
-    return length, occurrences, age
+    return length, age
 
 
 def longest_match(view: View, context: np.ndarray, depth: int) -> Match:

@@ -98,7 +98,7 @@ def test_a_large_batch_has_the_right_draft_for_each_sequence(drafter):
     assert drafter.stats.accepted == 3 * len(many)
     for number in many:
         drafter.finish(number, array([]))
-    assert drafter.offered() == {}
+    assert drafter.running.offered() == {}
     drafter.corpus.refresh()
     assert drafter.corpus.tokens == len(many) * (6 + 3 + 1)
 
@@ -108,7 +108,7 @@ def test_the_last_draft_is_kept_when_the_tables_grow(drafter):
     assert draft(drafter, 0, limit=3) == [1, 2, 1]
     for number in range(1, 3 * MIN_ROWS):
         drafter.start(number, array([5]))
-    assert drafter.offered()[0] == 3
+    assert drafter.running.offered()[0] == 3
     draft(drafter, 0, [1, 2, 3], verified=3)
     assert (drafter.stats.verified, drafter.stats.accepted) == (3, 2)
 

@@ -61,7 +61,7 @@ def send(session, *, may_learn=True, **fields):
 def sizes_of(session):
     """Return the number of tokens of each sequence."""
     drafter, shadow, indexing = session._drafter, session._shadow, session._indexing
-    sizes = {sequence_id: drafter.size_of(sequence_id) for sequence_id in drafter.sequence_ids}
+    sizes = {sequence_id: drafter.running.size_of(sequence_id) for sequence_id in drafter.running.ids}
     sizes |= {sequence_id: each.size for sequence_id, each in indexing.items()}
     sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld - indexing.keys()}
     assert session._tokens == sum(sizes.values())

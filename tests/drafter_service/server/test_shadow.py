@@ -133,7 +133,7 @@ def test_many_tokens_at_once_are_steps_without_drafts():
         shadow = ShadowDrafter(drafter)
         shadow.begin(1, drafter.prepare(array(range(10))))
         shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
-        offered = drafter.offered()[1]
+        offered = drafter.running.offered()[1]
         shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
         assert drafter.stats.committed == MAX_WAITING + 1
         assert drafter.stats.accepted == offered > 0
@@ -233,7 +233,7 @@ def test_sequences_beyond_the_limits_are_dropped(namespace):
     """Those that were not used for longest, whether their drafts are withheld or not."""
     session = Session(namespace, Limits(sequences=3))
     send(session, starts=[start(number, range(10), shadow=number % 2 == 0) for number in range(6)])
-    assert (session._drafter.sequence_ids, session._withheld) == ({3, 5}, {4})
+    assert (session._drafter.running.ids, session._withheld) == ({3, 5}, {4})
     session.close()
 
 

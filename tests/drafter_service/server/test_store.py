@@ -23,7 +23,6 @@ def description(name="a", **changes):
         "clients": ClientTotals(timeouts=7),
         "duplicates": 3,
         "log_position": "1-2",
-        "saved_at": 100.0,
         "history": [tuple(SAMPLE)],
     }
     return Description(name=name, **(parts | changes))

@@ -132,7 +132,7 @@ def test_memory_of_a_longer_text_is_released():
 
 
 def index_in(drafter, sequence_id):
-    return drafter._sequences.local(drafter._running[sequence_id].row)
+    return drafter._sequences.local(drafter.running.rows_of([sequence_id])[0])
 
 
 @given(

@@ -1,0 +1,115 @@
+"""The running sequences of a drafter by id: their rows in the tables, and what their last drafts offered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, KeysView
+
+import numpy as np
+
+from ssd.sequences.prepared import Running
+from ssd.sequences.tables import NODES, SIZE, Sequences
+
+NO_ROWS = np.empty(0, np.int64)
+
+
+class RunningById:
+    """Running sequences by id, in the order of their starts."""
+
+    def __init__(self, tables: Sequences) -> None:
+        self._tables = tables
+        self._records: dict[int, Running] = {}
+        self._row_of: dict[int, int] = {}
+        """Rows of the sequences. Reading them from `_records` would take three times as long for a batch."""
+        self._last_ids: list[int] = []
+        self._last_rows = NO_ROWS
+        """Ids and rows of the last batch: most steps have the same sequences as the step before."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Running]:
+        return iter(self._records.values())
+
+    @property
+    def ids(self) -> KeysView[int]:
+        """Ids of the sequences."""
+        return self._records.keys()
+
+    def get(self, sequence_id: int) -> Running | None:
+        """Return a sequence; None if it is not running."""
+        return self._records.get(sequence_id)
+
+    def check_is_new(self, sequence_id: int) -> None:
+        """Raise ValueError for a sequence that is running."""
+        if sequence_id in self._records:
+            raise ValueError(f"sequence {sequence_id} is already running")
+
+    def add(self, sequence_id: int, running: Running) -> None:
+        """Add a sequence that has its row in the tables."""
+        self._records[sequence_id], self._row_of[sequence_id] = running, running.row
+
+    def remove(self, sequence_id: int) -> Running:
+        """Remove a sequence, and return it; its row remains in the tables."""
+        del self._row_of[sequence_id]
+        self._last_ids, self._last_rows = [], NO_ROWS
+        return self._records.pop(sequence_id)
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        self._records.clear()
+        self._row_of.clear()
+        self._last_ids, self._last_rows = [], NO_ROWS
+
+    def rows_of(self, sequence_ids: list[int]) -> np.ndarray:
+        """Return the rows of a batch, int64 [B].
+
+        Raises ValueError for a sequence that is not running or that appears twice.
+        """
+        if sequence_ids == self._last_ids:
+            return self._last_rows
+        count = len(sequence_ids)
+        try:
+            rows = np.fromiter(map(self._row_of.__getitem__, sequence_ids), np.int64, count)
+        except KeyError as missing:
+            raise ValueError(f"sequence {missing.args[0]} was not started") from None
+        if count > 1 and len({*sequence_ids}) != count:
+            twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
+            raise ValueError(f"sequence {twice} appears twice in the batch")
+        self._last_ids, self._last_rows = sequence_ids, rows
+        return rows
+
+    def size_of(self, sequence_id: int) -> int:
+        """Return the number of tokens of a sequence, prompt included."""
+        return int(self._tables.state[self._row_of[sequence_id], SIZE])
+
+    def accepted(self, sequence_id: int, tokens: np.ndarray, verified: int) -> int:
+        """Return how many of the committed `tokens`, uint32 [n], a sequence's last draft contained.
+
+        verified: as in `Progress`. Returns 0 for a sequence that is not running.
+        """
+        row = self._row_of.get(sequence_id)
+        return 0 if row is None else self._tables.accepted(row, tokens, verified)
+
+    def offered(self) -> dict[int, int]:
+        """Return the number of tokens in the last draft of each sequence, by sequence id."""
+        nodes = self._tables.state[:, NODES]
+        return {sequence_id: max(0, int(nodes[row]) - 1) for sequence_id, row in self._row_of.items()}
+
+    def offered_to(self, sequence_ids: list[int]) -> np.ndarray:
+        """Return the number of tokens in the last draft of each sequence, int64 [n]; -1 for one that is not running."""
+        nodes = self._tables.state[:, NODES]
+        at = np.array([self._row_of.get(sequence_id, -1) for sequence_id in sequence_ids], np.int64)
+        return np.where(at < 0, -1, np.maximum(0, nodes[at] - 1))
+
+    def record_use(self) -> None:
+        """Record that the sequences of the last batch were used now."""
+        self._tables.used[self._last_rows] = time.monotonic_ns()
+
+    def last_uses(self) -> tuple[list[int], np.ndarray]:
+        """Return the sequences, and when each was last used, int64 [n], in ns of a monotonic clock.
+
+        A sequence was used when it began, and when `record_use` recorded a batch with it.
+        """
+        rows = np.fromiter(self._row_of.values(), np.int64, len(self._row_of))
+        return list(self._row_of), self._tables.used[rows]
