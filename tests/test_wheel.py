@@ -139,6 +139,15 @@ def test_the_metadata_names_version_licenses_and_extras_but_no_torch_in_the_base
     }
 
 
+def test_the_changelog_has_the_usual_form_and_a_section_for_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    unreleased, newest, *_ = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert unreleased == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(PROJECT['version'])}\] - \d{{4}}-\d\d-\d\d", newest)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)", text, re.MULTILINE)) <= kinds
+
+
 def test_the_base_install_is_small_and_has_no_torch(environment):
     names = {found.name.lower() for found in distributions(path=[str(environment.packages)])}
     assert not names & {"torch", "triton", "safetensors", "transformers"}
