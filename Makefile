@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence dist lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -163,6 +163,13 @@ peers: $(READY) ## install the other drafters that benchmarks/replay.py compares
 evidence: $(READY) ## replay build/traces with drafters that need no model, and write the tables of README.md and docs/drafting.md
 	@$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
+DIST := build/dist
+
+dist: $(READY) ## build sdist and wheel into build/dist, and test them in empty environments of all Pythons found here (about 10 minutes)
+	@rm -rf $(DIST)
+	@$(BIN)/python -m build --outdir $(DIST)
+	@DIST=$(DIST) $(BIN)/python -m pytest tests/test_wheel.py
+
 lint: $(READY) ## check style, types, and that the protocol is compatible with its baseline
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -182,4 +189,4 @@ protos: $(READY) ## generate the Python stubs from protos/
 		--python_out=. --pyi_out=. --grpc_python_out=. drafter_service/stubs/drafter.proto
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

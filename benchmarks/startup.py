@@ -19,7 +19,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,25 +33,33 @@ SHOWN_MB = 2.0
 TIMEOUT_S = 600.0
 
 
-class Environment:
-    """An empty virtual environment with the base install, in `folder`."""
+def build(folder: Path) -> None:
+    """Build the sdist, and the wheel from it. Raises subprocess.CalledProcessError if that fails."""
+    _run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT))
 
-    def __init__(self, folder: Path) -> None:
-        """Build and install the wheel. Raises subprocess.CalledProcessError with pip's stderr if that fails."""
-        wheels, self.folder = folder / "wheels", folder / "environment"
-        _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
-        (self.wheel,) = wheels.iterdir()
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)], check=True)
-        constraints = folder / "constraints.txt"
-        others = [found for found in distributions() if found.name != NAME and "+" not in found.version]
-        constraints.write_text("".join(f"{found.name}=={found.version}\n" for found in others))
-        arguments = ["--no-compile", "--constraint", str(constraints), str(self.wheel)]
-        _pip("install", *arguments, python=self.folder / "bin" / "python")
+
+class Environment:
+    """An empty virtual environment with a wheel of this distribution, in `folder`."""
+
+    def __init__(self, folder: Path, wheel: Path, python: str = sys.executable) -> None:
+        """Install the wheel with what it needs. Raises subprocess.CalledProcessError if that fails."""
+        self.folder = folder
+        _run(python, "-m", "venv", "--without-pip", str(folder))
+        self._constraints = folder / "constraints.txt"
+        versions = {found.name: found.version.split("+")[0] for found in distributions() if found.name != NAME}
+        self._constraints.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()))
+        self.install(str(wheel))
+
+    def install(self, *arguments: str) -> None:
+        """Install further packages, in the versions of the running environment. Raises as the constructor."""
+        install = ["install", "--no-compile", "--constraint", str(self._constraints)]
+        _pip(*install, *arguments, python=self.folder / "bin" / "python")
 
     @property
     def packages(self) -> Path:
         """Folder that packages are installed in."""
-        return Path(sysconfig.get_path("purelib", vars={"base": str(self.folder)}))
+        (folder,) = self.folder.glob("lib/python3.*/site-packages")
+        return folder
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command line of a program of the environment."""
@@ -93,7 +100,10 @@ def can_install() -> bool:
 
 def _pip(*arguments: str, python: Path | None = None) -> None:
     target = ["--python", str(python)] if python else []
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *target, *arguments]
+    _run(sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *target, *arguments)
+
+
+def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
@@ -103,7 +113,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        environment = Environment(Path(folder))
+        build(Path(folder) / "dist")
+        environment = Environment(Path(folder) / "environment", *Path(folder).glob("dist/*.whl"))
         subprocess.run(
             [environment.command("python")[0], "-m", "compileall", "-q", str(environment.packages)],
             stdout=subprocess.DEVNULL,

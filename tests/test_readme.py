@@ -50,8 +50,8 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
-    imports, drafting, client, engine, adapters, drafter = examples((ROOT / "docs" / "api.md").read_text())
-    for example in (imports, drafting, client):
+    imports, drafting, client, engine, adapters, drafter, interface = examples((ROOT / "docs" / "api.md").read_text())
+    for example in (imports, drafting, client, interface):
         exec(example, {})
     assert capsys.readouterr().out == "[4 5]\n"
     (tmp_path / "documented_drafter.py").write_text(drafter)

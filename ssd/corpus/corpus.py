@@ -180,13 +180,15 @@ class Corpus:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
         request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by
-        the clock; None: now. Raises ValueError for another dtype or shape, for the separator's id, and for a time that
-        is not finite, and UserError as `maintain`.
+        the clock; None: now. Raises ValueError for another dtype or shape, for the separator's id, for a tag of more
+        than 16 bits, and for a time that is not finite, and UserError as `maintain`.
         """
         self._check_process()
         check_tokens(tokens)
         if time is not None and not math.isfinite(time):
             raise ValueError(f"time must be a finite number of seconds, not {time}")
+        if not 0 <= tag < 1 << 16:
+            raise ValueError(f"tag must have 16 bits, not be {tag}")
         if len(tokens):
             with self._count_lock:
                 self._appended += len(tokens)

@@ -27,7 +27,11 @@ class Rollout:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        size = len(self.group.encode(errors="surrogatepass"))
+        try:
+            size = len(self.group.encode())
+        except UnicodeEncodeError:
+            # It could not be sent to a service.
+            raise ValueError("group must be text that has an encoding in UTF-8") from None
         if not 0 < size <= MAX_GROUP_BYTES:
             raise ValueError(f"group must have 1 to {MAX_GROUP_BYTES} bytes, not {size}")
         if not 0 <= self.version <= MAX_VERSION:

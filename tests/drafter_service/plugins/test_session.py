@@ -302,6 +302,7 @@ def test_rollouts_without_a_group_have_one_of_their_prompt():
         {"hints": "text"},
         {"hints": [1.0]},
         {"ssd_group": 10_240 * "a"},
+        {"ssd_group": "\ud800"},
         {"ssd_version": -1, "ssd_group": "a"},
         {"ssd_version": "3", "ssd_group": "a"},
     ],

@@ -70,6 +70,19 @@ def test_the_possible_types_of_a_message_are_named(http, content):
     assert error["param"] == "messages.0.content"
 
 
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"group": "a" * 10_240}, "rollout: group must have 1 to 512 bytes, not 10240"),
+        ({"group": "a", "version": -1}, "rollout: version must be 0 to 4294967295, not -1"),
+    ],
+)
+def test_rollouts_out_of_range_are_refused(http, rollout, message):
+    payload = {"model": "stdlib-7m", "prompt": "x", "rollout": rollout}
+    answer = http.post("/v1/completions", json=payload)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_more_output_than_the_context_window_holds_is_refused(http, field):
     window = http.get("/v1/models").json()["data"][0]["max_model_len"]

@@ -210,6 +210,12 @@ def test_a_time_that_is_not_finite_is_refused(time):
     assert corpus.appended == corpus.tokens == 0
 
 
+@pytest.mark.parametrize("tag", [-1, 1 << 16])
+def test_a_tag_of_more_than_16_bits_is_refused(tag):
+    with pytest.raises(ValueError, match="tag must have 16 bits"):
+        Corpus(4096).append(array([1, 2]), tag=tag)
+
+
 KINDS = 3
 WORDS = 1000
 

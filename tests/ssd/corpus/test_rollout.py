@@ -17,6 +17,7 @@ from tests.strategies import examples
     [
         ("", 0, "group must have 1 to 512 bytes, not 0"),
         ("é" * MAX_GROUP_BYTES, 0, "group must have 1 to 512 bytes, not 1024"),
+        ("a\ud800", 0, "group must be text that has an encoding in UTF-8"),
         ("a", -1, "version must be 0 to 4294967295, not -1"),
         ("a", MAX_VERSION + 1, "version must be 0 to 4294967295"),
     ],
