@@ -1,5 +1,6 @@
-"""The examples in other languages are built, and follow the protocol."""
+"""The examples run: programs in Python, and a client in C++ that follows the protocol."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -8,8 +9,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.api.serving import serving
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CONFORMANCE = (sys.executable, "-m", "drafter_service.commands.main", "conformance")
+
+
+def figures(example, *arguments):
+    """Run an example in Python; return its output and the numbers with a decimal point that it prints."""
+    command = [sys.executable, EXAMPLES / f"{example}.py", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [float(number) for number in re.findall(r"\d+\.\d+", done.stdout)]
+
+
+@pytest.mark.parametrize("example", ["own_drafter", "rollouts", "transformers_generate"])
+def test_the_second_run_has_more_tokens_per_step(example):
+    _, (first, second) = figures(example)
+    assert second > first >= 1
+
+
+def test_the_client_of_openai_is_drafted_from_its_own_output():
+    with serving() as server:
+        output, tokens_per_step = figures("openai_client", f"{server.url}/v1")
+    assert "items" in output
+    assert len(tokens_per_step) == 2
+    assert min(tokens_per_step) > 2
 
 
 @pytest.fixture(scope="module")

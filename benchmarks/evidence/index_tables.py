@@ -15,7 +15,7 @@ FILES = {
 }
 """Results by number of tokens in the corpus."""
 SIZE = "16 M"
-"""Size of the summary, and of the targets."""
+"""Size of the targets."""
 
 Figures = dict[str, Any]
 
@@ -45,20 +45,6 @@ def index_table() -> str:
     made = ", ".join(f"`{name}.json`" for name in FILES.values())
     notes = "Median / 99th percentile. 256 M were measured beside other work on the same cores (load 6 to 9)."
     return f"{table(head, lines)}\n{notes} `benchmarks/results/`: {made}.\n"
-
-
-def index_summary() -> str:
-    """Return the figures of one size for the README."""
-    it = _figures(SIZE)
-    lines = (
-        (
-            f"time to draft a path of 6 tokens from a corpus of {SIZE} tokens: median / 99th percentile",
-            _pair(it, "path"),
-        ),
-        ("memory per remembered token", f"{it['bytes_per_token']:.1f} bytes"),
-        ("delay until new text is draftable, at 50k tokens/s: 99th percentile", f"{it['freshness_ms_p99']:.0f} ms"),
-    )
-    return table(("`benchmarks.index`", ""), lines)
 
 
 def _figures(size: str) -> Figures:

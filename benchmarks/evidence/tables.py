@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.evidence.index_tables import index_summary, index_table
+from benchmarks.evidence.index_tables import index_table
 from benchmarks.evidence.markdown import ROOT, table
 from benchmarks.evidence.results import Document
 from benchmarks.support.scores import Row
@@ -106,7 +106,6 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     "by_trace": by_trace,
     "known": known,
     "index": lambda _document: index_table(),
-    "index_summary": lambda _document: index_summary(),
 }
 
 

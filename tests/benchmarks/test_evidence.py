@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.evidence import measure, results, tables
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.index_tables import index_summary, index_table
+from benchmarks.evidence.index_tables import index_table
 from benchmarks.support.peers import PEERS
 
 
@@ -105,7 +105,6 @@ def test_every_drafter_has_a_name_in_the_tables():
 def test_figures_of_the_index_come_from_its_results():
     assert "| bytes per token at rest | 14.1 | 8.7 | 8.3 | 8.1 | 12 |" in index_table()
     assert "| saving a snapshot / copying the file |  |  |  | 4.5 s / 1.9 s |  |" in index_table()
-    assert "| memory per remembered token | 8.7 bytes |" in index_summary()
 
 
 def test_results_are_read_as_they_were_written(document, tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.drafter_service.plugins.vllm import fake_vllm
+from tests.servers import served
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make hosts` runs these tests", allow_module_level=True)
@@ -148,6 +150,17 @@ def test_another_tokenizer_costs_drafts_only(plain, folder):
     assert result["outputs"] == [plain["outputs"][:5]] * 2
     (line,) = result["log"]
     assert "another tokenizer" in line
+
+
+def test_the_example_accepts_drafts(socket_address):
+    command = [sys.executable, ROOT / "examples" / "vllm_offline.py", socket_address]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    with served("--listen", socket_address, "--capacity", "200k", "--refresh-interval", "0.01"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    accepted = [int(number) for number in re.findall(r"pass \d: (\d+) of", done.stdout)]
+    assert len(accepted) == 3
+    assert sum(accepted) > 50
 
 
 def test_the_fake_has_the_signatures_and_names_of_vllm():
