@@ -180,7 +180,7 @@ def test_the_installed_sidecar_drafts(environment, socket_address, transport):
             server.communicate(timeout=30)
 
 
-@pytest.mark.skipif(not BUILT, reason="`make dist` installs PyTorch into an empty environment, which takes minutes")
+@pytest.mark.skipif(not BUILT, reason="only `make dist` installs PyTorch into an empty environment")
 def test_the_installed_engine_generates(wheel, tmp_path):
     environment = Environment(tmp_path / "environment", wheel)
     environment.copy_kernels()
