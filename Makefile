@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence dist lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence dist docs lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -169,6 +169,15 @@ dist: $(READY) ## build sdist and wheel into build/dist, and test them in empty 
 	@rm -rf $(DIST)
 	@$(BIN)/python -m build --outdir $(DIST)
 	@DIST=$(DIST) $(BIN)/python -m pytest tests/test_wheel.py
+
+# The site has these files at their places in the source tree, so that the links between them work in both.
+DOCS := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs deploy examples protos benchmarks/results \
+	drafter_service/plugins/session.py engine/models/assets/stdlib-7m/README.md
+
+docs: $(READY) ## build a site from the Markdown files and docstrings into build/site, and check its links (seconds)
+	@test -x $(BIN)/mkdocs || $(PIP) --editable '.[docs]'
+	@rm -rf build/docs && mkdir -p build/docs && cp -R --parents $(DOCS) build/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY) ## check style, types, and that the protocol is compatible with its baseline
 	@$(BIN)/ruff check .
