@@ -172,7 +172,7 @@ dist: $(READY) ## build sdist and wheel into build/dist, and test them in empty 
 
 # The site has these files at their places in the source tree, so that the links between them work in both.
 DOCS := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs deploy examples protos benchmarks/results \
-	drafter_service/plugins/session.py engine/models/assets/stdlib-7m/README.md
+	drafter_service/plugins/session.py engine/models/assets/stdlib-7m/README.md tests/public_api.txt
 
 docs: $(READY) ## build a site from the Markdown files and docstrings into build/site, and check its links (seconds)
 	@test -x $(BIN)/mkdocs || $(PIP) --editable '.[docs]'
