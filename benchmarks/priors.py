@@ -29,7 +29,6 @@ from rich.table import Table
 
 from benchmarks.replay import list_of, positive
 from benchmarks.support.drafters import own_candidates
-from benchmarks.support.replaying import replay
 from benchmarks.support.scores import figures
 from benchmarks.traces import Trace, load_trace
 
@@ -98,6 +97,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 def replayed(task: Task) -> tuple[Any, Any]:
     """Replay the first tokens of a recording, from a fraction of its requests on; return the drafter and the tally."""
+    from benchmarks.support.replaying import replay
     from ssd.kernels.learned import start_values
 
     trace = load_trace(task.trace)

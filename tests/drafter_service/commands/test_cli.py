@@ -218,7 +218,7 @@ def test_usage_errors_are_explained(run, arguments, error):
         (["--listen", "unix:{new}", "--set", "namespaces.capacities={'a/b' = 5000}"], "a namespace cannot be called"),
         (
             ["--listen", "unix:{new}", "--set", "namespaces.capacities={a = '200M', b = '200M'}"],
-            "namespaces.capacities: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the limit",
+            "namespaces: namespace 'b' needs up to 3,025,000,000 bytes; 3,025,000,000 of the limit",
         ),
         (["--listen", "unix:{new}", "--snapshot-folder", "{file}/x"], "snapshots.folder: cannot write to"),
         (

@@ -318,11 +318,18 @@ def test_requests_are_answered_while_the_model_is_loaded(folder):
 def test_an_interruption_while_the_model_is_loaded_is_one_line(folder):
     command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(folder), "--port", "0", *NO_DRAFTS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, process_group=0) as process:
+    # Programs that run in the background ignore SIGINT, and so would the server.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, **pipes, text=True, process_group=0)
+    signal.signal(signal.SIGINT, before)
+    with process:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         httpx.get(url, timeout=TIMEOUT_S)  # The engine's process has been started.
         os.killpg(process.pid, signal.SIGINT)
-        assert process.communicate(timeout=TIMEOUT_S)[1] == "interrupted\n"
+        try:
+            assert process.communicate(timeout=TIMEOUT_S)[1] == "interrupted\n"
+        finally:
+            process.kill()
     assert process.returncode == 130
 
 
