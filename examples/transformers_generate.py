@@ -11,6 +11,7 @@ the one without drafts.
 import sys
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter_service.plugins.transformers import SsdGenerate
@@ -20,7 +21,9 @@ PROMPTS = ("def quicksort(items):", "class Server:", "import unittest\n\n\nclass
 
 
 def main(sidecar="embedded"):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+    # A pass over several tokens rounds differently than one over one token: in float32 that can decide a near tie.
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompts = [tokenizer(prompt, return_tensors="pt") for prompt in PROMPTS]
     settings = {"max_new_tokens": 64, "do_sample": False}
     plain = [model.generate(**prompt, **settings).tolist() for prompt in prompts]
