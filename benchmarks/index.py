@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -217,27 +218,29 @@ def time_merges(corpus: ssd.Corpus, additions: dict[str, list[list[np.ndarray]]]
     return merge_ms
 
 
-def time_snapshot(corpus: ssd.Corpus) -> dict[str, float]:
-    """Return the size of a snapshot in the folder for temporary files, and the times of saving and restoring it.
-
-    copy: copying the file until it is safe on disk, as saving does. read: reading it into memory; it is cached, as when
-    it is restored.
-    """
-    from ssd.corpus.snapshot import load, save
+def time_saving(corpus: ssd.Corpus, path: Path) -> dict[str, float]:
+    """Return the size of a snapshot, the time of saving it, and that of copying the file until it is safe on disk."""
+    from ssd.corpus.snapshot import save
 
     def copy_safely() -> None:
-        with Path(shutil.copyfile(path, f"{path}-copy")).open("rb") as file:
-            os.fsync(file)
+        with copy.open("wb") as target, path.open("rb") as file:
+            shutil.copyfileobj(file, target, 1 << 24)
+            os.fsync(target)
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "corpus.ssd")
-        result = timed("snapshot", lambda: save(corpus, path)) | timed("copy", copy_safely)
-        size = path.stat().st_size
-        # A virtual machine takes longer for memory that it has not used before.
-        np.ones(size, np.uint8)
-        result |= timed("read", lambda: np.fromfile(path, np.uint8))
-        result |= timed("restore", lambda: load(path).corpus.refresh())
-    return {"snapshot_bytes": size, **result}
+    copy = path.with_suffix(".copy")
+    result = timed("snapshot", lambda: save(corpus, path)) | timed("copy", copy_safely)
+    copy.unlink()
+    return {"snapshot_bytes": path.stat().st_size, **result}
+
+
+def time_restoring(path: Path) -> dict[str, float]:
+    """Return the times of reading a snapshot into memory and of restoring it; the file is cached."""
+    from ssd.corpus.snapshot import load
+
+    # A virtual machine takes longer for memory that it has not used before.
+    np.ones(path.stat().st_size, np.uint8)
+    result = timed("read", lambda: np.fromfile(path, np.uint8))
+    return result | timed("restore", lambda: load(path).corpus.refresh())
 
 
 class Feed(threading.Thread):
@@ -295,18 +298,19 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     for module in ("ssd.drafter", "ssd.corpus.search"):
         import_module(module)
     writer = Writer(seed=1)
-    say(f"writing {tokens:,} tokens")
-    requests, additions = writer.take(tokens), write_additions(writer, tokens)
+    additions = write_additions(writer, tokens)
     gc.collect()
     trim_heap()
     before = resident_bytes()
     corpus = ssd.Corpus.from_config(DrafterConfig(capacity=tokens))
-    say("building the index")
-    for request in requests:
+    say(f"writing {tokens:,} tokens")
+    for request in islice(writer.requests(), tokens // (REQUEST_TOKENS + 1)):
         corpus.append(request)
+    say("building the index")
     result: dict[str, object] = {**timed("build", corpus.refresh), "tokens": corpus.tokens}
     settle(corpus)
     gc.collect()
+    trim_heap()
     at_rest = resident_bytes() - before
     result["bytes_per_token"] = round(at_rest / corpus.tokens, 2)
     fresh = Writer(seed=2).take((contexts // 20 + 400) * REQUEST_TOKENS)
@@ -327,10 +331,15 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
     forget_peak()
     result["merge_ms"] = time_merges(corpus, additions)
     result["peak_bytes_per_token_merging"] = round((peak_bytes() - held) / corpus.tokens, 2)
-    say("saving and restoring")
-    result |= time_snapshot(corpus)
     say(f"feeding {FEED_TOKENS_PER_S:,} tokens a second for {FEED_S:.0f} s")
-    return result | time_feed(corpus, writer, Writer(seed=7).take(4_000 * REQUEST_TOKENS))
+    result |= time_feed(corpus, writer, Writer(seed=7).take(4_000 * REQUEST_TOKENS))
+    say("saving and restoring")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "corpus.ssd")
+        result |= time_saving(corpus, path)
+        # The largest corpus that fits into memory fits only once.
+        del corpus
+        return result | time_restoring(path)
 
 
 def main() -> None:
