@@ -7,12 +7,7 @@ from typing import Any
 
 from benchmarks.evidence.markdown import RESULTS, table
 
-FILES = {
-    "1 M": "index-1M-2026-11-23",
-    "16 M": "index-16M-2026-11-23",
-    "64 M": "index-64M-2026-11-23",
-    "256 M": "index-256M-2026-11-26",
-}
+FILES = {size: f"index-{size.replace(' ', '')}-2026-11-26" for size in ("16 M", "64 M", "256 M", "1 G")}
 """Results by number of tokens in the corpus."""
 SIZE = "16 M"
 """Size of the targets."""
@@ -28,7 +23,7 @@ def index_table() -> str:
         for label, form, target in (
             ("bytes per token at rest", lambda it: f"{it['bytes_per_token']:.1f}", "12"),
             ("bytes per token at the peak of a merge", lambda it: f"{it['peak_bytes_per_token_merging']:.1f}", "16"),
-            ("building from scratch", _build, ""),
+            ("building from scratch, wall / processor time", lambda it: _seconds(it, "build", "build_cpu"), ""),
             ("longest-match search", lambda it: _pair(it, "search"), "4 / 15 us"),
             ("path of 6 tokens", lambda it: _pair(it, "path"), "10 / 60 us"),
             ("tree of 16 tokens", lambda it: _pair(it, "tree16"), "40 / 150 us"),
@@ -43,8 +38,7 @@ def index_table() -> str:
     ]
     head = ("tokens in the corpus", *FILES, f"target, {SIZE}")
     made = ", ".join(f"`{name}.json`" for name in FILES.values())
-    notes = "Median / 99th percentile. 256 M were measured beside other work on the same cores (load 6 to 9)."
-    return f"{table(head, lines)}\n{notes} `benchmarks/results/`: {made}.\n"
+    return f"{table(head, lines)}\nMedian / 99th percentile. `benchmarks/results/`: {made}.\n"
 
 
 def _figures(size: str) -> Figures:
@@ -56,15 +50,9 @@ def _pair(figures: Figures, name: str) -> str:
     return f"{median:.1f} / {tail:.1f} us" if tail < 10 else f"{median:.0f} / {tail:.0f} us"
 
 
-def _build(figures: Figures) -> str:
-    """Return the time, and the processor time where it was recorded."""
-    cpu = f", of a core {figures['build_cpu_s']:.0f} s" if "build_cpu_s" in figures else ""
-    return f"{figures['build_s']:.1f} s{cpu}"
-
-
 def _seconds(figures: Figures, *names: str) -> str:
-    """Return several times; "" where they were not recorded."""
-    return " / ".join(f"{figures[f'{name}_s']:.1f} s" for name in names if f"{name}_s" in figures)
+    seconds = (figures[f"{name}_s"] for name in names)
+    return " / ".join(f"{second:.2g}" if second < 10 else f"{second:.0f}" for second in seconds) + " s"
 
 
 def _delays(figures: Figures) -> str:
