@@ -8,7 +8,7 @@ for the host between steps. Depth 0 is chosen if the host's part of a step costs
 from __future__ import annotations
 
 LATE_LOSS = 0.45
-"""Fraction of accepted tokens that is lost with a step in flight, see docs/experiments.md, 2026-11-22."""
+"""Fraction of accepted tokens that is lost with a step in flight (docs/experiments.md, Drafts for a step in flight)."""
 DECAY = 0.95
 """Decay per step of the sums below: an effective window of about 20 steps."""
 
