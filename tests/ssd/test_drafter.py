@@ -183,15 +183,6 @@ def test_drafts_respect_both_limits():
             assert len(draft(drafter, 1, limit=limit)) == size
 
 
-def test_a_step_may_have_its_own_cost(drafter):
-    drafter.start(1, array([1, 2, 3, 4, 5, 6, 1, 2]))
-    configured = draft(drafter, 1, limit=32)
-    assert len(draft(drafter, 1, limit=32, cost=0.0001)) > len(configured)
-    assert draft(drafter, 1, limit=32, cost=0.02) == configured
-    assert draft(drafter, 1, limit=32, cost=1.0) == []
-    assert draft(drafter, 1, limit=32) == configured
-
-
 # Sessions
 
 
@@ -411,15 +402,6 @@ def test_a_refused_finish_has_no_effect(drafter):
     assert drafter.stats.steps == 0
     drafter.finish(1, array([6, 5, 1]), verified=2)
     assert (drafter.stats.steps, drafter.stats.accepted) == (1, 2)
-
-
-@pytest.mark.parametrize("learn", [True, False])
-def test_the_last_step_of_a_sequence_is_counted(drafter, learn):
-    drafter.start(1, array([5, 6, 5]))
-    assert draft(drafter, 1, limit=2) == [6, 5]
-    drafter.finish(1, array([6, 5, 8]), verified=2, learn=learn)
-    stats = drafter.stats
-    assert (stats.steps, stats.committed, stats.verified, stats.accepted) == (1, 3, 2, 2)
 
 
 def test_a_drafter_maintains_its_own_corpus():

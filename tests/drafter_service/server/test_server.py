@@ -77,18 +77,6 @@ def test_health_and_reflection(service):
     assert pb.DESCRIPTOR.serialized_pb in contract.file_descriptor_response.file_descriptor_proto
 
 
-def test_after_a_crash_of_the_service_only_drafts_are_missing(server, socket_address):
-    with DrafterClient(socket_address, deadline_s=10) as client:
-        client.start(1, array([1, 2, 1]))
-        assert client.draft(progress_of({1: []}, limit=1)).tokens.tolist() == [2]
-        server.kill()
-        server.wait()
-        eventually(lambda: client.lost is not None or len(client.draft(progress_of({1: []}, limit=1)).tokens) == 0)
-        client.start(2, array([1]))
-        assert len(client.draft(progress_of({1: [], 2: []}, limit=1))) == 2
-        client.finish(1, array([]))
-
-
 def test_text_committed_while_the_service_was_late_is_learned(service, client):
     client._deadline_s = 0.0
     with suspended(service.process):
