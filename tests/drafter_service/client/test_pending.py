@@ -1,6 +1,6 @@
 """Pending requests of services that answer late or never."""
 
-from tests.drafter_service.client_wire import connected, counting, finish, start
+from tests.drafter_service.client_wire import connected, counting, start
 from tests.replay import progress_of
 
 
