@@ -99,6 +99,23 @@ def test_no_more_sequences_are_registered_than_the_service_keeps():
         assert np.diff(drafts.offsets).tolist() == [1, 1, 1, 0, 0]
 
 
+def test_after_a_restart_the_sequences_that_fit_are_registered():
+    wire = connected(counting)
+    for number in range(15):
+        start(wire.client, number, [number] * 100)
+    wire.settle()
+    assert len(wire.service.texts()) == 15
+    wire.cut()
+    wire.service.max_tokens = 1000
+    before = len(wire.service.requests)
+    wire.connect()
+    wire.settle()
+    for step in range(5):
+        wire.draft(crowd(range(15), step))
+    assert sum(len(request.starts) for request in wire.service.requests[before:]) == 9
+    assert wire.service.evicted == 0
+
+
 def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     monkeypatch.setattr("drafter_service.client.registration.MAX_TEXT_BYTES", 4 * 10)
     wire = connected(counting)
