@@ -109,6 +109,39 @@ def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
     assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
 
 
+def test_a_step_that_did_not_end_verified_nothing():
+    host = SimulatedHost()
+    host.add("a", LOOP, RequestOptions())
+    host.draft(["a"])
+    host.session.schedule({"a": host.requests["a"].draft})
+    host.session.finish("a", LOOP)
+    [told] = host.drafters["", ""].learned
+    assert (told.offered > 0, told.verified, told.steps) == (True, 0, 0)
+    host.session.close()
+
+
+def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported():
+    host = SimulatedHost()
+    host.add("a", LOOP, RequestOptions())
+    host.session.draft([("a", [*LOOP, 4, 5, 6])])
+    host.session.finish("a", [*LOOP, 4])
+    assert [(told.prompt, told.output) for told in host.drafters["", ""].learned] == [(LOOP, [4, 5, 6])]
+    host.session.close()
+
+
+def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
+    host = SimulatedHost()
+    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
+    host.draft(["a"])
+    draft = host.requests["a"].draft
+    host.session.schedule({"a": draft})
+    host.draft(["a"])
+    assert host.requests["a"].draft == draft != []
+    host.step(["a"], "none")
+    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
+    host.session.close()
+
+
 def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
     draft = first_draft(session)
     session.schedule({"a": draft[:2]}, {"a": 2})

@@ -233,6 +233,18 @@ def test_the_engine_that_was_disconnected_for_longest_is_dropped_first(namespace
     assert namespace.stats.committed == 2, "statistics of a dropped engine are kept"
 
 
+def test_steps_of_sequences_are_counted(namespace, session):
+    send(session, starts=[start(1, [5, 6, 5]), start(2, [1])], batch=batch({1: ()}, limit=2))
+    send(session, finishes=[finish(1, [6, 5, 8], verified=2)])
+    assert (namespace.stats.steps, namespace.stats.committed, namespace.stats.accepted) == (1, 3, 2)
+    several = batch({2: [1, 1]})
+    several.steps = pack(array([2]), "u4")
+    send(session, batch=several)
+    assert (namespace.stats.steps, namespace.stats.committed) == (3, 5)
+    send(session, finishes=[finish(2, [1, 1, 1], steps=3)])
+    assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
+
+
 @pytest.mark.parametrize(
     ("fields", "learn", "may_at_first", "may_at_last"),
     [
