@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
 )
-@click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(
     "--shadow", is_flag=True, help="Let the service score each request first: `ssd-drafter report` shows the gain."
 )
@@ -45,7 +44,6 @@ def warm(
     namespace: str | None,
     tokenizer: Path | None,
     fields: tuple[str, ...],
-    whole_prompts: bool,
     shadow: bool,
     link: Link,
 ) -> None:
@@ -55,9 +53,9 @@ def warm(
 
     files = find_sources((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts or shadow)
-    if shadow and (whole_prompts or snapshot is not None):
-        raise UserError("--shadow is for a running service, which learns the ends of prompts; remove the other option")
+    reading = Reading(vocabulary, fields, whole_prompts=shadow)
+    if shadow and snapshot is not None:
+        raise UserError("--shadow is for a running service; remove --snapshot")
     if snapshot is not None and namespace is not None:
         raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
     if snapshot is None and namespace is None and tokenizer is None:

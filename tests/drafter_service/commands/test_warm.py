@@ -200,8 +200,7 @@ def test_a_service_scores_requests_in_shadow_mode(tmp_path):
     assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
 
 
-@pytest.mark.parametrize("other", [["--whole-prompts", "--namespace", "n"], ["--snapshot", "c"]])
-def test_options_that_shadow_mode_excludes(tmp_path, other):
+def test_a_snapshot_has_no_shadow_mode(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     with pytest.raises(UserError, match="--shadow is for a running service"):
-        invoke("--from", tmp_path / "a.jsonl", "--shadow", *other)
+        invoke("--from", tmp_path / "a.jsonl", "--shadow", "--snapshot", "c")
