@@ -31,7 +31,7 @@ def socket_address():
 @pytest.fixture
 def server(socket_address):
     """Yield a running sidecar at `socket_address`."""
-    with served("--listen", socket_address, "--capacity", "100k", "--refresh-interval", "0.01") as process:
+    with served("--listen", socket_address, "--capacity", "100k") as process:
         yield process
 
 

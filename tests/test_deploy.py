@@ -81,7 +81,7 @@ def check_expression(expression):
     """Check that an expression is PromQL with existing metrics and labels; return its metrics and its labels."""
     parsed = import_or_skip("promql_parser").parse(without_variables(expression))
     selectors = re.findall(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}", parsed.prettify())
-    unselected = re.findall(r"\b(?:ssd_drafter|vllm:|process_)[\w:]*\b", expression)
+    unselected = re.findall(r"\b(?:ssd_drafter|process_)\w*\b", expression)
     metrics = {name for name, _ in selectors} | set(unselected)
     assert metrics, expression
     assert metrics <= exported().keys(), metrics - exported().keys()
@@ -106,7 +106,7 @@ def test_panels_use_existing_metrics_and_labels(panel, target):
 
 def test_every_metric_is_on_the_dashboard():
     shown = set().union(*(check_expression(target["expr"])[0] for _, target in TARGETS))
-    names = {name for name in exported() if name.startswith(("ssd_drafter", "vllm"))}
+    names = {name for name in exported() if name.startswith("ssd_drafter")}
     names = {name for name in names if not name.endswith(("_count", "_sum"))}
     assert names - shown == set()
 
@@ -166,8 +166,8 @@ MINUTES = 240
 CASES = {
     "SsdDrafterDown": ([series("up", f"0x{MINUTES}")], [series("up", f"1x{MINUTES}")]),
     "SsdDrafterRestarts": (
-        [series("ssd_drafter_start_time_seconds", f"0+600x{MINUTES}")],
-        [series("ssd_drafter_start_time_seconds", f"600x{MINUTES}")],
+        [series("process_start_time_seconds", f"0+600x{MINUTES}")],
+        [series("process_start_time_seconds", f"600x{MINUTES}")],
     ),
     "SsdDrafterLateSteps": tuple(
         [
@@ -211,34 +211,11 @@ CASES = {
     "SsdDrafterMemoryNearLimit": tuple(
         [
             series("ssd_drafter_unevictable_memory_bytes", f"{bound}x{MINUTES}"),
-            series("ssd_drafter_resident_memory_bytes", f"{resident}x{MINUTES}"),
+            series("process_resident_memory_bytes", f"{resident}x{MINUTES}"),
             series("ssd_drafter_memory_limit_bytes", f"4000000000x{MINUTES}"),
             series("ssd_drafter_namespaces", f"{namespaces}x{MINUTES}"),
         ]
         for bound, namespaces, resident in ((3_700_000_000, 2, 1_000_000_000), (3_700_000_000, 1, 4_500_000_000))
-    ),
-    "SsdDrafterMiscalibrated": tuple(
-        [
-            series(
-                "ssd_drafter_predicted_tokens_by_path_prob_total",
-                f"0+500x{MINUTES}",
-                namespace="main",
-                path_prob="0.4-0.6",
-            ),
-            series(
-                "ssd_drafter_accepted_tokens_by_path_prob_total",
-                f"0+{kept}x{MINUTES}",
-                namespace="main",
-                path_prob="0.4-0.6",
-            ),
-            series(
-                "ssd_drafter_verified_tokens_by_path_prob_total",
-                f"0+1000x{MINUTES}",
-                namespace="main",
-                path_prob="0.4-0.6",
-            ),
-        ]
-        for kept in (300, 480)
     ),
     "SsdDrafterNotMerging": tuple(
         [

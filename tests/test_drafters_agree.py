@@ -24,7 +24,7 @@ def addresses():
     """Yield the addresses of one service, by the transport that a client uses there."""
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         path = Path(folder)
-        with served("--listen", f"unix:{path}/drafter.sock", "--capacity", "100k", "--refresh-interval", "0.01"):
+        with served("--listen", f"unix:{path}/drafter.sock", "--capacity", "100k"):
             # There is no step socket with this name.
             (path / "grpc.sock").symlink_to(path / "drafter.sock")
             yield {"socket": f"unix:{path}/drafter.sock", "grpc": f"unix:{path}/grpc.sock"}

@@ -73,9 +73,9 @@ class Node:
         """Address of the sidecar's metrics."""
         command = [sys.executable, "-m", "drafter_service.commands.main", "serve", "--log-level", "warning"]
         command += ["--listen", self.address, "--capacity", str(settings.capacity), "--metrics", self.metrics]
-        command += ["--snapshot-folder", str(self.snapshots), "--snapshot-interval", str(SNAPSHOT_S)]
+        command += ["--snapshot-folder", str(self.snapshots), "--set", f"snapshots.interval_s={SNAPSHOT_S}"]
         command += ["--log", f"redis://{HOST}:{self.link.port}"]
-        command += [] if settings.cost is None else ["--cost", str(settings.cost)]
+        command += [] if settings.cost is None else ["--set", f"drafting.cost={settings.cost}"]
         self.sidecar = ManagedProcess(
             f"sidecar {name}",
             command,

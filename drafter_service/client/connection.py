@@ -8,8 +8,7 @@ from random import Random
 import grpc
 
 from drafter_service.client.messages import RefusedError
-from drafter_service.transport.absence import absence, start_one, system_error
-from drafter_service.transport.readiness import NOT_READY
+from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 

@@ -18,15 +18,8 @@ FLAGS = {
     "listen": "listen",
     "capacity": "drafting.capacity",
     "max_draft": "drafting.max_draft",
-    "draft_shape": "drafting.draft_shape",
-    "cost": "drafting.cost",
-    "cost_profile": "steps.cost_profile",
-    "gpu": "steps.gpu",
-    "model_size": "steps.model_size",
-    "refresh_interval": "drafting.refresh_interval_s",
     "memory_limit": "namespaces.memory_limit",
     "snapshot_folder": "snapshots.folder",
-    "snapshot_interval": "snapshots.interval_s",
     "log": "log.url",
     "metrics": "reports.metrics",
     "certificate": "access.certificate",
@@ -38,7 +31,7 @@ FLAGS = {
     "log_level": "reports.log_level",
     "log_format": "reports.log_format",
 }
-"""Setting of each flag. The value of a flag that is not given is None."""
+"""Setting of each flag; the other settings have none. The value of a flag that is not given is None."""
 
 
 @click.command()
@@ -50,30 +43,10 @@ FLAGS = {
     type=int,
     help=f"Maximum number of tokens in a draft; the drafters support up to {MAX_DRAFT}.  [default: 32]",
 )
-@click.option(
-    "--draft-shape",
-    type=click.Choice(["path", "tree"]),
-    help="Shape of drafts for engines that do not report which shape they verify.  [default: path]",
-)
-@click.option(
-    "--cost",
-    type=float,
-    help="Fixed cost of verifying one more token of each sequence, as a fraction of a step.  [default: learned from "
-    "the durations of steps that engines report]",
-)
-@click.option(
-    "--cost-profile", type=_FILE, help="Durations of steps until engines report them, by `ssd-engine profile`."
-)
-@click.option("--gpu", help="Without --cost-profile: estimate these durations for this GPU, such as h100.")
-@click.option("--model-size", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.  [default: 8b]")
-@click.option(
-    "--refresh-interval", type=float, metavar="SECONDS", help="Interval between index updates.  [default: 0.01]"
-)
 @click.option("--memory-limit", type=Quantity(), help="Maximum bytes of all loaded namespaces.  [default: 4G]")
 @click.option(
     "--snapshot-folder", type=click.Path(file_okay=False, path_type=Path), help="Folder that stores the namespaces."
 )
-@click.option("--snapshot-interval", type=float, metavar="SECONDS", help="Interval between snapshots.  [default: 300]")
 @click.option("--log", metavar="URL", help="Address of the log that replicas share, redis://...")
 @click.option("--metrics", metavar="HOST:PORT", help="Address of the metrics for Prometheus.")
 @click.option("--certificate", type=_FILE, help="The service's certificate; enables TLS.")

@@ -24,7 +24,7 @@ def source_options(command: F) -> F:
             multiple=True,
             metavar="PATH_OR_URL...",
             help="Files, folders, globs or URLs (s3://, gs://, https://): JSON lines and Parquet logs, plain text and "
-            "source trees, token arrays (.npy, .npz, .bin), snapshots; .gz, .zst, .bz2 and .xz too.",
+            "source trees, token arrays (.npy, .npz), snapshots; .gz and .zst, too.",
         ),
         click.argument("more_sources", nargs=-1, metavar=""),
         click.option(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from drafter_service.ingest.files import File
     from drafter_service.ingest.pipeline import Summary
     from drafter_service.ingest.reading import Reading
-    from drafter_service.ingest.resume import Resume
 
 
 @click.command()
@@ -33,15 +32,8 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Learn into this namespace of the running service.  [default: that of engines with the model in --tokenizer]",
 )
-@click.option("--whole-prompts", is_flag=True, help="Learn whole prompts instead of their ends.")
 @click.option(
     "--shadow", is_flag=True, help="Let the service score each request first: `ssd-drafter report` shows the gain."
-)
-@click.option(
-    "--resume",
-    "resume_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Store the progress in this file; the same command continues from there.",
 )
 @connection_options
 def warm(
@@ -52,9 +44,7 @@ def warm(
     namespace: str | None,
     tokenizer: Path | None,
     fields: tuple[str, ...],
-    whole_prompts: bool,
     shadow: bool,
-    resume_path: Path | None,
     link: Link,
 ) -> None:
     """Learn from logs and text before the first requests."""
@@ -63,45 +53,31 @@ def warm(
 
     files = find_sources((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts or shadow)
-    if shadow and (whole_prompts or snapshot is not None):
-        raise UserError("--shadow is for a running service, which learns the ends of prompts; remove the other option")
+    reading = Reading(vocabulary, fields, whole_prompts=shadow)
+    if shadow and snapshot is not None:
+        raise UserError("--shadow is for a running service; remove --snapshot")
     if snapshot is not None and namespace is not None:
         raise UserError("give --snapshot FILE or --namespace NAME of a running service, not both")
     if snapshot is None and namespace is None and tokenizer is None:
         raise UserError("give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the target")
-    if snapshot is not None:
-        sink, resume = _into_snapshot(snapshot, capacity, resume_path)
-    elif capacity is not None:
+    if capacity is not None and snapshot is None:
         raise UserError("--capacity applies to --snapshot; a service has its own setting")
+    if snapshot is not None:
+        from drafter_service.ingest.sinks import OfflineSink
+
+        sink: Sink = OfflineSink(snapshot, capacity)
     else:
-        sink, resume = _into_service(link, namespace, tokenizer, resume_path, shadow=shadow)
+        sink = _into_service(link, namespace, tokenizer, shadow=shadow)
     try:
-        summary = _load(files, reading, sink, resume)
+        summary = _load(files, reading, sink)
     except KeyboardInterrupt:
-        raise UserError(
-            "interrupted; the same command continues from the last commit"
-            if resume.is_kept
-            else "interrupted; with --resume FILE a load can be continued"
-        ) from None
+        kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
+        raise UserError(f"interrupted; {kept}") from None
     _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
 
 
-def _into_snapshot(snapshot: Path, capacity: int | None, resume_path: Path | None) -> tuple[Sink, Resume]:
-    from drafter_service.ingest.resume import Resume
-    from drafter_service.ingest.sinks import OfflineSink
-
-    resume = Resume(resume_path, str(snapshot.absolute()))
-    if not resume.is_new and not snapshot.exists():
-        raise UserError(f"--resume: {resume_path} continues {snapshot}, which does not exist; remove it to start again")
-    return OfflineSink(snapshot, capacity), resume
-
-
-def _into_service(
-    link: Link, namespace: str | None, tokenizer: Path | None, resume_path: Path | None, *, shadow: bool
-) -> tuple[Sink, Resume]:
+def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:
     from drafter_service.client.identity import fingerprint, model_identity
-    from drafter_service.ingest.resume import Resume
     from drafter_service.ingest.sinks import RemoteSink
     from drafter_service.observability.facts import ModelIdentity
     from drafter_service.server.requests import default_namespace
@@ -113,11 +89,10 @@ def _into_service(
     else:
         model = ModelIdentity(tokenizer=fingerprint(tokenizer) if tokenizer else "")
     click.echo(f"learning into the namespace {namespace}", err=True)
-    resume = Resume(resume_path, f"the namespace {namespace} at {link.address}")
-    return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow), resume
+    return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow)
 
 
-def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Summary:
+def _load(files: list[File], reading: Reading, sink: Sink) -> Summary:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -134,7 +109,7 @@ def _load(files: list[File], reading: Reading, sink: Sink, resume: Resume) -> Su
             stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
             progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
 
-        return pipeline.load(files, reading, sink, resume, watch)
+        return pipeline.load(files, reading, sink, watch)
 
 
 def _show(summary: Summary, note: str | None) -> None:
@@ -148,7 +123,7 @@ def _show(summary: Summary, note: str | None) -> None:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary.kinds.most_common())
     learned = summary.learned
     table = Table("learned", "", show_lines=False)
-    table.add_row("files", kinds or "no new ones")
+    table.add_row("files", kinds)
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
     table.add_row("documents already known", f"{learned.duplicates:,}")

@@ -8,18 +8,17 @@ from typing import Literal, NamedTuple
 
 import orjson
 
-from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
+from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.lines import read_jsonl, read_plain
 from drafter_service.ingest.parquet import read_parquet
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.resume import Resume
 from drafter_service.ingest.snapshots import read_snapshot
-from drafter_service.ingest.token_arrays import read_npy, read_npz, read_raw
+from drafter_service.ingest.token_arrays import read_npy, read_npz
 from ssd.corpus.sections import MAGIC
 from ssd.errors import UserError
 
-Kind = Literal["JSONL", "Parquet", "npy", "npz", "raw tokens", "snapshot", "text", "binary"]
+Kind = Literal["JSONL", "Parquet", "npy", "npz", "snapshot", "text", "binary"]
 
 BY_SUFFIX: dict[str, Kind] = {
     ".jsonl": "JSONL",
@@ -27,7 +26,6 @@ BY_SUFFIX: dict[str, Kind] = {
     ".parquet": "Parquet",
     ".npy": "npy",
     ".npz": "npz",
-    ".bin": "raw tokens",
 }
 BY_MAGIC: dict[bytes, Kind] = {MAGIC: "snapshot", b"PAR1": "Parquet", b"\x93NUMPY": "npy"}
 NOT_LINES = {
@@ -42,79 +40,61 @@ READERS = {
     "Parquet": read_parquet,
     "npy": read_npy,
     "npz": read_npz,
-    "raw tokens": read_raw,
     "text": read_plain,
 }
 HEAD_BYTES = 8192
 BINARY = "a file that is neither text nor of a known format"
 
 
-class Mark(NamedTuple):
-    """Progress in a file."""
-
-    file: File
-    position: Position
-    is_done: bool
-
-
 class Batch(NamedTuple):
     """Items of one or more files, in order."""
 
     items: list[Item]
-    marks: list[Mark]
     bytes_read: int
-    """Bytes of all files so far, including those read by an earlier load."""
+    """Bytes of all files so far."""
 
 
-def read_batches(files: Sequence[File], resume: Resume, reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
-    """Yield the items that earlier loads have not read, and count files by format in `kinds`. Raises only UserError."""
-    return _grouped(_read_files(files, resume, reading, kinds), reading.block_bytes)
+def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
+    """Yield the items of all files, and count files by format in `kinds`. Raises only UserError."""
+    return _grouped(_read_files(files, reading, kinds), reading.block_bytes)
 
 
-def _read_files(files: Sequence[File], resume: Resume, reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
+def _read_files(files: Sequence[File], reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
     before = 0
     for file in files:
-        start = resume.start_of(file)
-        if start is not None:
-            yield from _read_file(file, start, before, reading, kinds)
+        yield from _read_file(file, before, reading, kinds)
         before += file.size
 
 
-def _read_file(file: File, position: Position, before: int, reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
+def _read_file(file: File, before: int, reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
     try:
         kind = kind_of(file)
         kinds[kind] += 1
         if kind == "binary":
             reading.faults.record(BINARY, file.name)
-        for chunk in read_as(kind, file, position, reading):
-            position = chunk.position
-            yield Batch(chunk.items, [Mark(file, position, False)], before + min(chunk.bytes_read, file.size))
+        for chunk in read_as(kind, file, reading):
+            yield Batch(chunk.items, before + min(chunk.bytes_read, file.size))
     except UserError:
         raise
     except RecordError as problem:
         reading.faults.record(str(problem), file.name)
     except Exception as problem:  # File systems, codecs and pyarrow raise many types.
-        # Not marked as done: the next load may succeed, for example after a network error.
         reading.faults.record(f"a file that cannot be read ({type(problem).__name__})", file.name)
-        return
-    yield Batch([], [Mark(file, position, True)], before + file.size)
+    yield Batch([], before + file.size)
 
 
 def _grouped(batches: Iterable[Batch], nbytes: int) -> Iterator[Batch]:
-    """Combine batches up to a size. The boundaries depend only on the position at which reading started."""
+    """Combine batches up to a size."""
     items: list[Item] = []
-    marks: dict[str, Mark] = {}
     bytes_read = size = 0
     for batch in batches:
         items += batch.items
         size += sum(item.nbytes for item in batch.items)
-        marks |= {mark.file.name: mark for mark in batch.marks}
         bytes_read = batch.bytes_read
         if size >= nbytes:
-            yield Batch(items, list(marks.values()), bytes_read)
-            items, marks, size = [], {}, 0
-    if marks:
-        yield Batch(items, list(marks.values()), bytes_read)
+            yield Batch(items, bytes_read)
+            items, size = [], 0
+    yield Batch(items, bytes_read)
 
 
 # --- Formats
@@ -135,13 +115,13 @@ def kind_of(file: File) -> Kind:
     return kind
 
 
-def read_as(kind: Kind, file: File, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of a file from a position on. Raises RecordError and the errors of the libraries used."""
+def read_as(kind: Kind, file: File, reading: Reading) -> Iterator[Chunk]:
+    """Yield chunks of a file. Raises RecordError and the errors of the libraries used."""
     if kind == "snapshot":
-        yield from read_snapshot(file, start, reading)
+        yield from read_snapshot(file, reading)
     elif kind != "binary":
         with Opened(file) as opened:
-            yield from READERS[kind](opened, start, reading)
+            yield from READERS[kind](opened, reading)
 
 
 def _by_head(head: bytes) -> Kind:

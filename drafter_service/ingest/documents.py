@@ -35,21 +35,10 @@ class Item(NamedTuple):
         return prompt + _size(self.output)
 
 
-class Position(NamedTuple):
-    """A position from which reading a file can continue."""
-
-    offset: int = 0
-    """Bytes of the uncompressed content, rows or tokens, depending on the format."""
-    item: int = 0
-    """Number of lines, rows or documents before it."""
-
-
 class Chunk(NamedTuple):
     """A part of a file."""
 
     items: list[Item]
-    position: Position
-    """Position after the items."""
     bytes_read: int
     """Bytes of the file read so far, relative to `File.size`."""
 
@@ -74,11 +63,6 @@ class Documents:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def room(self) -> int:
-        """Number of tokens in a corpus, including separators."""
-        return len(self.tokens) + len(self)
-
 
 class Totals(NamedTuple):
     """Totals of the documents of a load."""
@@ -92,17 +76,11 @@ class Totals(NamedTuple):
 class Sink(Protocol):
     """A corpus that learns the documents of a load, local or of a running service."""
 
-    window: int
-    """The sink recognizes the names of the newest documents up to this total number of tokens with separators."""
-
     def accept(self, documents: Documents) -> None:
         """Learn documents. Blocks while the sink is busy."""
 
-    def commit(self) -> None:
-        """Wait until all accepted documents are stored, so that an interrupted load continues after them."""
-
     def finish(self) -> Totals:
-        """Commit for the last time."""
+        """Wait until all accepted documents are stored."""
 
 
 # --- Faults

@@ -15,13 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ssd.errors import UserError
 
-CODECS = {"gz": "gzip", "zst": "zstd", "bz2": "bz2", "xz": "xz", "lz4": "lz4"}
+CODECS = {"gz": "gzip", "zst": "zstd"}
 """Compression by suffix, with the names of fsspec."""
-PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
-"""Packages for the compressions that Python's standard library lacks."""
-VERSIONS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "updated", "md5Hash")
-"""Metadata of file systems that change when a file changes; the first available one is used."""
-SKIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,6 @@ class File:
     """Absolute path or URL, for messages."""
     size: int
     """Bytes; 0 if not known."""
-    version: str
-    """A string that changes whenever the file does."""
 
     @property
     def codec(self) -> str | None:
@@ -72,14 +65,6 @@ class Opened:
         """Bytes read so far, relative to `File.size`."""
         return int(self._raw.tell())
 
-    def skip(self, size: int) -> None:
-        """Skip the first `size` bytes of the content, before anything is read."""
-        if size and self.data.seekable():
-            self.data.seek(size)
-            return
-        while size > 0 and (part := self.data.read(min(size, SKIP_BYTES))):
-            size -= len(part)
-
     def __enter__(self) -> Self:
         return self
 
@@ -102,9 +87,7 @@ def check_codecs(files: Iterable[File]) -> None:
     """Raise UserError with the package to install if a file cannot be decompressed."""
     for file in files:
         if file.codec and file.codec not in compr:
-            raise UserError(
-                f"{file.name} is compressed with {file.codec}; run: pip install {PACKAGES.get(file.codec, file.codec)}"
-            )
+            raise UserError(f"{file.name} is compressed with {file.codec}; run: pip install zstandard")
 
 
 def _files_of(source: str) -> list[File]:
@@ -145,5 +128,4 @@ def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
 def _file(fs: Any, info: dict[str, Any]) -> File:
     path = str(info["name"])
     name = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
-    version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
-    return File(fs, path, name, int(info.get("size") or 0), version)
+    return File(fs, path, name, int(info.get("size") or 0))

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import orjson
 
-from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
+from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 
@@ -28,15 +28,13 @@ VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 
 
-def read_jsonl(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield a chunk for each block; positions count bytes and lines."""
-    opened.skip(start.offset)
-    offset, lines = start
+def read_jsonl(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    """Yield a chunk for each block."""
+    lines = 0
     while True:
         block, skipped, ended = read_lines(opened.data, reading.block_bytes, MAX_JSON_LINE)
-        if block.startswith(BYTE_ORDER_MARK) and offset == 0:
-            block, offset = block[len(BYTE_ORDER_MARK) :], len(BYTE_ORDER_MARK)
-        offset += len(block) + skipped
+        if lines == 0:
+            block = block.removeprefix(BYTE_ORDER_MARK)
         items: list[Item] = []
         for line in block.removesuffix(b"\n").split(b"\n") if block else ():
             lines += 1
@@ -44,7 +42,7 @@ def read_jsonl(opened: Opened, start: Position, reading: Reading) -> Iterator[Ch
         if skipped:
             lines += 1
             reading.faults.record(JSON_TOO_LONG, f"{opened.file.name}:{lines}")
-        yield Chunk(items, Position(offset, lines), opened.bytes_read)
+        yield Chunk(items, opened.bytes_read)
         if ended:
             return
 
@@ -81,19 +79,17 @@ def _json_items(line: bytes, opened: Opened, number: int, reading: Reading) -> l
     return reading.items_of(record, opened.file, number)
 
 
-def read_plain(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield a chunk with one document for each piece; positions count bytes and lines.
+def read_plain(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    """Yield a chunk with one document for each piece.
 
     Names of documents end with the number of their first line. Raises RecordError for a log of vLLM.
     """
-    opened.skip(start.offset)
-    offset, lines = start
+    lines = 0
     while True:
         piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
-        if offset == 0 and VLLM_LINE.search(piece):
+        if lines == 0 and VLLM_LINE.search(piece):
             raise RecordError(VLLM_LOG)
         place = f"{opened.file.name}:{lines + 1}"
-        offset += len(piece) + skipped
         lines += piece.count(b"\n") + (1 if skipped else 0)
         if skipped:
             reading.faults.record(TEXT_TOO_LONG, f"{opened.file.name}:{lines}")
@@ -105,6 +101,6 @@ def read_plain(opened: Opened, start: Position, reading: Reading) -> Iterator[Ch
             text = ""
         if text.strip() and (item := reading.text_item(text, place)):
             items.append(item)
-        yield Chunk(items, Position(offset, lines), opened.bytes_read)
+        yield Chunk(items, opened.bytes_read)
         if ended:
             return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from drafter_service.ingest.documents import Chunk, Position, RecordError
+from drafter_service.ingest.documents import Chunk, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import KNOWN
@@ -24,8 +24,8 @@ def check_parquet() -> None:
         raise missing_extra("Parquet files need pyarrow", "parquet") from None
 
 
-def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of rows; positions count rows. Raises RecordError if there is no known column."""
+def read_parquet(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    """Yield chunks of rows. Raises RecordError if there is no known column."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(opened.data, pre_buffer=False, buffer_size=reading.block_bytes)
@@ -36,19 +36,14 @@ def read_parquet(opened: Opened, start: Position, reading: Reading) -> Iterator[
     row, rows = 0, max(1, file.metadata.num_rows)
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
-        if row + group.num_rows <= start.offset:
-            row += group.num_rows
-            continue
         row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
         at_once = min(MAX_ROWS, max(1, reading.block_bytes // row_bytes))
         for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
             first, row = row, row + batch.num_rows
-            if row <= start.offset:
-                continue
             items = []
             for number, values in enumerate(zip(*map(_values, batch.columns), strict=True), first + 1):
                 items += reading.items_of(dict(zip(columns, values, strict=True)), opened.file, number)
-            yield Chunk(items, Position(row, row), opened.file.size * row // rows)
+            yield Chunk(items, opened.file.size * row // rows)
 
 
 def _values(column: Any) -> list[Any]:

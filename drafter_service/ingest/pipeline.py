@@ -15,7 +15,6 @@ from drafter_service.ingest.batches import Batch, read_batches
 from drafter_service.ingest.documents import NO_TOKENIZER, Faults, Item, Sink, Totals
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading, encode
-from drafter_service.ingest.resume import Resume
 from ssd.errors import UserError
 
 A = TypeVar("A")
@@ -52,57 +51,40 @@ class Summary(NamedTuple):
     seconds: float
 
 
-def load(
-    files: Sequence[File], reading: Reading, sink: Sink, resume: Resume, watch: Callable[[LoadProgress], None]
-) -> Summary:
+def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[LoadProgress], None]) -> Summary:
     """Learn all files. `watch` is called after each batch.
 
-    Raises UserError, also if there are files that no earlier load has read, but no documents in them. Documents that
-    were committed before an error stay learned.
+    Raises UserError, also if the files contain no documents.
     """
     began = time.perf_counter()
     kinds: Counter[str] = Counter()
-    documents = tokens = uncommitted = 0
-    with closing(read_all(files, resume, reading, kinds, encode)) as encoded:
-        for batch, batch_documents in encoded:
-            if resume.is_kept and uncommitted and uncommitted + batch_documents.room > sink.window:
-                sink.commit()
-                resume.write()
-                uncommitted = 0
-            if len(batch_documents):
-                sink.accept(batch_documents)
-            for mark in batch.marks:
-                resume.record(*mark)
-            documents += len(batch_documents)
-            tokens += len(batch_documents.tokens)
-            uncommitted += batch_documents.room
+    documents = tokens = 0
+    with closing(read_all(files, reading, kinds, encode)) as encoded:
+        for bytes_read, batch in encoded:
+            if len(batch):
+                sink.accept(batch)
+            documents += len(batch)
+            tokens += len(batch.tokens)
             if documents == 0:
                 check_readable(reading, MAX_UNREADABLE)
-            watch(LoadProgress(batch.bytes_read, documents, tokens))
+            watch(LoadProgress(bytes_read, documents, tokens))
     if documents == 0:
         check_readable(reading, 1)
-        if kinds or reading.faults.count:
-            reasons = reading.faults.summary or "the files contain no documents"
-            raise UserError(f"nothing was learned: {reasons}; docs/operations.md lists the accepted formats")
-    learned = sink.finish()
-    resume.write()
-    return Summary(learned, kinds, reading.faults, time.perf_counter() - began)
+        reasons = reading.faults.summary or "the files contain no documents"
+        raise UserError(f"nothing was learned: {reasons}; docs/operations.md lists the accepted formats")
+    return Summary(sink.finish(), kinds, reading.faults, time.perf_counter() - began)
 
 
 def read_all(
-    files: Sequence[File],
-    resume: Resume,
-    reading: Reading,
-    kinds: Counter[str],
-    convert: Callable[[list[Item], Reading], A],
-) -> Generator[tuple[Batch, A], None, None]:
-    """Yield batches without their items, and what `convert` makes of the items, in threads."""
+    files: Sequence[File], reading: Reading, kinds: Counter[str], convert: Callable[[list[Item], Reading], A]
+) -> Generator[tuple[int, A], None, None]:
+    """Yield, for each batch, the bytes read so far and what `convert` makes of its items, in threads."""
 
-    def converted(batch: Batch) -> tuple[Batch, A]:
-        return batch._replace(items=[]), convert(batch.items, reading)
+    def converted(batch: Batch) -> tuple[int, A]:
+        return batch.bytes_read, convert(batch.items, reading)
 
     with (
-        closing(prefetched(read_batches(files, resume, reading, kinds), BATCHES_READ)) as batches,
+        closing(prefetched(read_batches(files, reading, kinds), BATCHES_READ)) as batches,
         closing(mapped(converted, batches, TOKENIZERS)) as encoded,
     ):
         yield from prefetched(encoded, BATCHES_ENCODED)

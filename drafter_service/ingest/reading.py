@@ -30,7 +30,7 @@ class Reading:
     fields: tuple[str, ...] = ()
     """Fields to read in a record, the output last; empty: the known fields."""
     whole_prompts: bool = False
-    """Whether whole prompts are learned instead of their ends."""
+    """Whether documents have whole prompts instead of their ends, with which they are scored."""
     has_origins: bool = False
     """Whether times, users and sessions are read."""
     block_bytes: int = BLOCK_BYTES

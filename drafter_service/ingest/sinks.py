@@ -27,14 +27,10 @@ from ssd.stats import Stats
 
 MAX_UNANSWERED = 4
 """Requests in flight: enough to keep the service busy, and a few megabytes."""
-NAMES_KNOWN = 100_000
-"""Minimum number of document names that a service remembers; the shortest document has a token and a separator."""
 
 
 class RemoteSink:
     """Learns into a namespace of a running service, over one stream."""
-
-    window = 2 * NAMES_KNOWN
 
     def __init__(
         self,
@@ -62,7 +58,7 @@ class RemoteSink:
         self._reader = threading.Thread(target=self._read, args=(stream,), name="ssd-warm", daemon=True)
         self._reader.start()
         self._send(pb.WarmRequest(namespace=namespace, model=pb.Model(**vars(model))))
-        self.commit()
+        self._wait_for_answers()
 
     def accept(self, documents: Documents) -> None:
         """Send documents. Blocks while the service is busy. Raises UserError if the service fails."""
@@ -76,15 +72,9 @@ class RemoteSink:
         )
         self._send(pb.WarmRequest(texts=texts))
 
-    def commit(self) -> None:
-        """Wait until the service has learned everything sent. Raises UserError if it fails."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._sent == self._answered or self._problem)
-        self._check()
-
     def finish(self) -> Totals:
-        """Commit for the last time and close the connection."""
-        self.commit()
+        """Wait until the service has learned everything sent, and close the connection. Raises UserError."""
+        self._wait_for_answers()
         self._requests.put(None)
         self._reader.join()
         self._channel.close()
@@ -94,6 +84,11 @@ class RemoteSink:
         self._check()
         self._sent += 1
         self._requests.put(request)
+
+    def _wait_for_answers(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._sent == self._answered or self._problem)
+        self._check()
 
     def _check(self) -> None:
         if self._problem is not None:
@@ -143,46 +138,33 @@ class OfflineSink:
                 self._corpus, self._stats = Corpus(capacity, DrafterConfig.match_depth), Stats()
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
-        self.window = self._corpus.capacity
         self._known = set(self._corpus.request_times())
         self._waiting: deque[_New] = deque()
         self._room = 0
         self._documents = self._tokens = self._duplicates = 0
 
-    @property
-    def corpus(self) -> Corpus:
-        """The corpus as of the last commit."""
-        return self._corpus
-
     def accept(self, documents: Documents) -> None:
-        """Keep documents for the next commit, without those that newer ones will have overwritten by then."""
+        """Keep documents, without those that newer ones will have overwritten."""
         new = self._take_new(documents)
         self._waiting.append(new)
         self._room += new.room
-        while self._room - self._waiting[0].room >= self.window:
+        while self._room - self._waiting[0].room >= self._corpus.capacity:
             old = self._waiting.popleft()
             self._room -= old.room
             self._known.difference_update(old.names)
 
-    def commit(self) -> None:
+    def finish(self) -> Totals:
         """Sort and save. Raises SnapshotError, a UserError, if it cannot be written."""
         corpus = self._corpus
         for new in self._waiting:
             tokens, offsets, names = new.documents.tokens, new.documents.offsets.tolist(), new.documents.names
             for index in new.indexes:
                 corpus.append(tokens[offsets[index] : offsets[index + 1]], names[index])
-        self._waiting.clear()
-        self._room = 0
         corpus.refresh()
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:
             corpus.refresh()
-        self._known = set(corpus.request_times())
         snapshot.save(corpus, self._path, self._stats)
-
-    def finish(self) -> Totals:
-        """Commit for the last time."""
-        self.commit()
         return Totals(self._documents, self._tokens, self._duplicates)
 
     def _take_new(self, documents: Documents) -> _New:

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
-from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
+from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading
 from ssd.corpus.ring import SEPARATOR
@@ -17,15 +17,15 @@ from ssd.corpus.sections import SnapshotError, read_sections
 DAMAGED = "a snapshot that is damaged or incomplete"
 
 
-def read_snapshot(file: File, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of requests; positions count tokens and requests. Raises RecordError for a damaged snapshot."""
+def read_snapshot(file: File, reading: Reading) -> Iterator[Chunk]:
+    """Yield chunks of requests. Raises RecordError for a damaged snapshot."""
     path = file.path if file.is_local else fsspec.open_local(f"simplecache::{file.name}")
     try:
         sections = read_sections(Path(path))
         text, firsts, names = (sections[name] for name in ("text", "requests.first", "requests.name"))
     except (SnapshotError, KeyError):
         raise RecordError(DAMAGED) from None
-    offset, number = start
+    offset = number = 0
     while offset < len(text):
         end = _chunk_end(text, offset, reading.block_bytes // text.itemsize)
         items = []
@@ -33,7 +33,7 @@ def read_snapshot(file: File, start: Position, reading: Reading) -> Iterator[Chu
             number += 1
             items.append(Item(_name(file, number, int(first), firsts, names), None, text[first:last].copy()))
         offset = end
-        yield Chunk(items, Position(offset, number), file.size * offset // len(text))
+        yield Chunk(items, file.size * offset // len(text))
 
 
 def _chunk_end(text: np.ndarray, first: int, size: int) -> int:

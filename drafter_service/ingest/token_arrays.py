@@ -1,4 +1,4 @@
-"""Token ids in files of numpy, or raw, read as a stream.
+"""Token ids in files of numpy, read as a stream.
 
 Each row of a 2-D array is a document. An .npz file has `tokens`, and may have `offsets` [D + 1], or `prompt_len` and
 `output_len` [D]. Longer documents are split into pieces.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import repeat
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.lib import format as npy
 
-from drafter_service.ingest.documents import Chunk, Item, Position, RecordError
+from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
-MAX_UPPER_HALF = 64
-"""Bound on the upper 16 bits of 32-bit ids: vocabularies have less than 4 million tokens."""
-HEAD_BYTES = 1 << 16
-"""Bytes examined to distinguish 16 and 32 bits."""
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
 NO_TOKENS = "no array `tokens` of integers with one or two dimensions"
 BAD_LENGTHS = "lengths of documents that do not match the tokens"
@@ -34,17 +29,13 @@ Lengths = Iterable[tuple[int, int]]
 """Number of tokens of the prompt and of the output, for each document."""
 
 
-class _CutOffError(RecordError):
-    """The file has fewer tokens than its documents."""
-
-
-def read_npy(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of an .npy file; positions count tokens and documents. Raises RecordError for other contents."""
+def read_npy(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    """Yield chunks of an .npy file. Raises RecordError for other contents."""
     shape, dtype = _header(opened.data)
-    yield from _read(opened, opened.data, dtype, _rows(shape), start, reading)
+    yield from _read(opened, opened.data, dtype, _rows(shape), reading)
 
 
-def read_npz(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
+def read_npz(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of an .npz file, like `read_npy`."""
     with zipfile.ZipFile(opened.data) as archive:
         names = set(archive.namelist())
@@ -55,17 +46,7 @@ def read_npz(opened: Opened, start: Position, reading: Reading) -> Iterator[Chun
             shape, dtype = _header(stream)
             has_lengths = len(shape) == 1 and (OFFSETS in names or {PROMPTS, OUTPUTS} <= names)
             lengths = _lengths(archive, names, shape[0]) if has_lengths else _rows(shape)
-            yield from _read(opened, stream, dtype, lengths, start, reading)
-
-
-def read_raw(opened: Opened, start: Position, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of raw little-endian token ids of 16 or 32 bits. The upper halves of 32-bit ids are small."""
-    data = opened.data.read(HEAD_BYTES)
-    head = np.frombuffer(data[: len(data) // 4 * 4], "<u2")
-    dtype = np.dtype("<u4" if len(head) and head[1::2].max() < MAX_UPPER_HALF else "<u2")
-    opened.data.seek(0)
-    with suppress(_CutOffError):
-        yield from _read(opened, opened.data, dtype, repeat((0, PIECE_TOKENS)), start, reading)
+            yield from _read(opened, stream, dtype, lengths, reading)
 
 
 def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -113,27 +94,22 @@ def _in_pieces(lengths: Lengths) -> Lengths:
 
 
 def _read(
-    opened: Opened, stream: BinaryIO, dtype: np.dtype[Any], lengths: Lengths, start: Position, reading: Reading
+    opened: Opened, stream: BinaryIO, dtype: np.dtype[Any], lengths: Lengths, reading: Reading
 ) -> Iterator[Chunk]:
-    offset, number = start
-    _skip(stream, offset * dtype.itemsize)
     items: list[Item] = []
     nbytes = 0
-    for index, (prompt, output) in enumerate(_in_pieces(lengths)):
-        if index < start.item:
-            continue
+    for number, (prompt, output) in enumerate(_in_pieces(lengths), 1):
         data = stream.read((prompt + output) * dtype.itemsize)
         values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
-        offset, number = offset + len(values), number + 1
         items += _items(values, prompt, f"{opened.file.name}:{number}", reading)
         nbytes += values.nbytes
         is_cut_off = len(values) < prompt + output
         if is_cut_off or nbytes >= reading.block_bytes:
-            yield Chunk(items, Position(offset, number), opened.bytes_read)
+            yield Chunk(items, opened.bytes_read)
             items, nbytes = [], 0
         if is_cut_off:
-            raise _CutOffError(CUT_OFF)
-    yield Chunk(items, Position(offset, number), opened.bytes_read)
+            raise RecordError(CUT_OFF)
+    yield Chunk(items, opened.bytes_read)
 
 
 def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> list[Item]:
@@ -148,8 +124,3 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
         return [Item(place, None, tokens)]
     # A copy, which does not keep the prompt in memory.
     return [Item(place, reading.prefix_of(tokens[:prompt]), tokens[prompt:].copy())]
-
-
-def _skip(stream: BinaryIO, size: int) -> None:
-    while size > 0 and (part := stream.read(min(size, HEAD_BYTES))):
-        size -= len(part)

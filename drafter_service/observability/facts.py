@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_ENGINES = 64
 """Maximum number of engines that a namespace, and the metrics, tell apart. A sidecar serves the engines of one machine,
 seldom more than 8, and each restart of an engine without a name of its own adds one. Each takes 4 kB of memory in a
-namespace, and 8 series of metrics."""
+namespace, and 5 series of metrics."""
 MAX_SAMPLES = 512
 BOUNDS_S = tuple(1e-5 * 2 ** (step / 2) for step in range(41))
 """Upper bounds of the bins of `Latency` in seconds, 10 us to 10 s, each 1.41 times the previous one; a last bin has no

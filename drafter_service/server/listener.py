@@ -15,8 +15,8 @@ from drafter_service.auth.listening import listen
 from drafter_service.observability.process import allow_files
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.absence import NOT_READY, STATE
 from drafter_service.transport.address import Address
-from drafter_service.transport.readiness import NOT_READY, STATE
 from drafter_service.transport.wire import MESSAGE_SIZES
 
 logger = structlog.get_logger(__name__)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from drafter_service.atomic import write_atomically
 from drafter_service.observability.facts import ModelIdentity, Sample
 from drafter_service.observability.report.schema import ClientTotals
 from ssd.errors import UserError
@@ -100,7 +99,7 @@ class Store:
 
     def write_description(self, description: Description) -> None:
         """Replace the description atomically. Raises OSError, after which the old file remains."""
-        write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
+        _write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def move_refused(self, name: str) -> Path:
         """Rename an unusable corpus, so that it can be examined; return its new path."""
@@ -114,3 +113,17 @@ class Store:
         """Remove a namespace. Raises OSError if files cannot be removed."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace a file, with permissions for its owner only. After an OSError the previous contents remain."""
+    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise

@@ -1,10 +1,14 @@
-"""Messages about an address at which no drafter answers."""
+"""Messages about an address at which no drafter answers, or one that is not ready to serve."""
 
 from __future__ import annotations
 
+STATE = "ssd-drafter-state"
+"""Metadata of responses to health checks, such as "compiling kernels, 40 %"."""
+NOT_READY = "not ready: "
+"""Start of the details of calls that are refused with UNAVAILABLE while a service is not ready; its state follows."""
+
 CLOSED = ("Socket closed", "Connection reset by peer")
 """Errors of a connection that was accepted and then closed, as a server with TLS does without a handshake."""
-
 
 UNRESOLVED = ("Domain name not found", "DNS server", "Name or service not known", "name resolution")
 """Parts of the errors for names of hosts that do not resolve, by c-ares and by the operating system."""

@@ -73,7 +73,7 @@ def address(tmp_path):
 
 @contextmanager
 def sidecar(address):
-    with served("--listen", address, "--capacity", "200k", "--refresh-interval", "0.01") as process:
+    with served("--listen", address, "--capacity", "200k") as process:
         yield process
 
 

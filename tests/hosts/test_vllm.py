@@ -155,7 +155,7 @@ def test_another_tokenizer_costs_drafts_only(plain, folder):
 def test_the_example_accepts_drafts(socket_address):
     command = [sys.executable, ROOT / "examples" / "vllm_offline.py", socket_address]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    with served("--listen", socket_address, "--capacity", "200k", "--refresh-interval", "0.01"):
+    with served("--listen", socket_address, "--capacity", "200k"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert done.returncode == 0, done.stderr
     accepted = [int(number) for number in re.findall(r"pass \d: (\d+) of", done.stdout)]

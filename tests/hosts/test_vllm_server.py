@@ -92,9 +92,7 @@ def servers(folder, address):
     with ExitStack() as stack:
 
         def start_sidecar():
-            return stack.enter_context(
-                served("--listen", address, "--capacity", "200k", "--refresh-interval", "0.01", "--max-draft", "16")
-            )
+            return stack.enter_context(served("--listen", address, "--capacity", "200k", "--max-draft", "16"))
 
         plain = stack.enter_context(vllm_server(folder, *flags, **environment))
         drafting = stack.enter_context(vllm_server(folder, *flags, sidecar=address, **environment))

@@ -36,9 +36,7 @@ def sidecar(address, max_draft=16):
     """Run a sidecar; yield its process."""
     from tests.servers import served
 
-    with served(
-        "--listen", address, "--capacity", "200k", "--refresh-interval", "0.01", "--max-draft", str(max_draft)
-    ) as process:
+    with served("--listen", address, "--capacity", "200k", "--max-draft", str(max_draft)) as process:
         yield process
 
 

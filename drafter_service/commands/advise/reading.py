@@ -19,7 +19,6 @@ from drafter_service.ingest.files import File
 from drafter_service.ingest.origins import Origin
 from drafter_service.ingest.pipeline import LoadProgress, check_readable, read_all
 from drafter_service.ingest.reading import Reading, tokenize
-from drafter_service.ingest.resume import Resume
 from ssd.errors import UserError
 
 FORMATS = (
@@ -109,12 +108,12 @@ def read_traffic(
     writer = TrafficWriter(path)
     writer.facts.faults = reading.faults
     tokens = 0
-    with closing(read_all(files, Resume(None, ""), reading, writer.facts.files, _named)) as batches:
-        for batch, requests in batches:
+    with closing(read_all(files, reading, writer.facts.files, _named)) as batches:
+        for bytes_read, requests in batches:
             for request in requests:
                 writer.add(request)
                 tokens += len(request.prompt) + len(request.output)
-            watch(LoadProgress(batch.bytes_read, len(writer), tokens))
+            watch(LoadProgress(bytes_read, len(writer), tokens))
     if not len(writer):
         check_readable(reading, 1)
         reasons = reading.faults.summary

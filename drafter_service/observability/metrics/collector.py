@@ -25,7 +25,6 @@ from drafter_service.observability.metrics.catalogue import (
     GAUGES,
     INFO,
     INFO_HELP,
-    LABELS,
     LOG_METRICS,
     SERVICE_METRICS,
     Counter,
@@ -42,7 +41,7 @@ percentile) with pauses and by 9 ms without."""
 
 OTHER = "other"
 """Label of the row that sums the remaining namespaces. A namespace of this name is always part of it."""
-ENGINE = "ssd"
+LABEL = "namespace"
 MAX_UNLOADED = 1024
 """Number of namespaces whose last counters are kept after they were unloaded, 2 kB each."""
 
@@ -77,9 +76,9 @@ class DrafterCollector(Collector):
             else:
                 yield _counter_family(counter, columns, rows)
         for column, gauge in enumerate(GAUGES):
-            family = GaugeMetricFamily(gauge.name, gauge.help, labels=LABELS)
+            family = GaugeMetricFamily(gauge.name, gauge.help, labels=(LABEL,))
             for row in rows:
-                family.add_metric(_label_values(row, LABELS), row.gauges[column])
+                family.add_metric([row.namespace], row.gauges[column])
             yield family
         yield from engines
 
@@ -91,8 +90,8 @@ class DrafterCollector(Collector):
 class Row:
     """Numbers of one namespace, or sums over the rest."""
 
-    labels: dict[str, str]
-    """Values of all labels that a metric may have."""
+    namespace: str
+    """Value of the label."""
     counters: np.ndarray
     """float64 [sum of the widths of COUNTERS]."""
     gauges: np.ndarray
@@ -125,7 +124,7 @@ class NamespaceRows:
             last = self._last.pop(name, np.zeros_like(counters))
             self._last[name] = counters
             if name in self._own:
-                rows.append(Row(_labels(name, facts.model.name), counters, gauges))
+                rows.append(Row(name, counters, gauges))
             else:
                 growth = np.where(counters >= last, counters - last, counters)
                 self._rest = growth if self._rest is None else self._rest + growth
@@ -133,7 +132,7 @@ class NamespaceRows:
         for name in list(self._last)[: -max(len(present), MAX_UNLOADED)]:
             del self._last[name]
         if self._rest is not None:
-            rows.append(Row(_labels(OTHER, OTHER), self._rest, rest_gauges))
+            rows.append(Row(OTHER, self._rest, rest_gauges))
         return rows
 
     def _assign(self, present: dict[str, NamespaceFacts]) -> None:
@@ -148,31 +147,24 @@ def _counters_of(facts: NamespaceFacts) -> np.ndarray:
     return np.concatenate([np.atleast_1d(counter.read(facts)) for counter in COUNTERS]).astype(np.float64)
 
 
-def _labels(namespace: str, model: str) -> dict[str, str]:
-    return {"engine": ENGINE, "model_name": model, "namespace": namespace}
-
-
 # --- Families
 
 
 def _counter_family(counter: Counter, columns: slice, rows: list[Row]) -> Metric:
-    labels = (*counter.labels, counter.label) if counter.label else counter.labels
+    labels = (LABEL, counter.label) if counter.label else (LABEL,)
     family = CounterMetricFamily(counter.name, counter.help, labels=labels)
     for row in rows:
-        numbers = row.counters[columns].tolist()
-        used = 1 + int(np.max(np.flatnonzero(numbers), initial=0)) if counter.is_cut else len(numbers)
-        values = _label_values(row, counter.labels)
-        for value, number in zip(counter.values[:used], numbers, strict=False):
-            family.add_metric([*values, value] if counter.label else values, number)
+        for value, number in zip(counter.values, row.counters[columns].tolist(), strict=True):
+            family.add_metric([row.namespace, value][: len(labels)], number)
     return family
 
 
 def _histogram_family(histogram: Histogram, columns: slice, rows: list[Row]) -> Metric:
-    family = HistogramMetricFamily(histogram.name, histogram.help, labels=histogram.labels)
+    family = HistogramMetricFamily(histogram.name, histogram.help, labels=(LABEL,))
     for row in rows:
         *counts, total_s = row.counters[columns].tolist()
         buckets = list(zip(BUCKETS, accumulate(counts), strict=True))
-        family.add_metric(_label_values(row, histogram.labels), buckets, total_s)
+        family.add_metric([row.namespace], buckets, total_s)
     return family
 
 
@@ -184,7 +176,3 @@ def _service_families(facts: ServiceFacts) -> Iterator[Metric]:
     for name, text, number in numbers:
         family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         yield family(name, text, number)
-
-
-def _label_values(row: Row, labels: tuple[str, ...]) -> list[str]:
-    return [row.labels[label] for label in labels]

@@ -1,4 +1,4 @@
-"""Metrics by engine, over all namespaces: whether it is connected, its late steps, and what drafts give it."""
+"""Metrics by engine, over all namespaces: whether it is connected, its late steps, and its tokens per step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ KEPT_S = 3600.0
 probably stopped."""
 LABELS = ("host", "engine")
 
-CONNECTED = (
-    "ssd_drafter_engine_connected",
-    "1 while the engine is connected, 0 for an hour after it was.",
-)
+CONNECTED = "ssd_drafter_engine_connected", "1 while the engine is connected, 0 for an hour after it was."
 COUNTERS = (
     (
         "ssd_drafter_engine_steps_total",
@@ -33,9 +30,6 @@ COUNTERS = (
         "ssd_drafter_engine_committed_tokens_total",
         "Tokens that the target produced: accepted draft tokens and bonus tokens.",
     ),
-    ("ssd_drafter_engine_offered_tokens_total", "Draft tokens that were sent to the engine."),
-    ("ssd_drafter_engine_verified_tokens_total", "Draft tokens that the engine verified."),
-    ("ssd_drafter_engine_accepted_tokens_total", "Draft tokens that the engine accepted."),
 )
 
 Labels = tuple[str, str]
@@ -135,6 +129,4 @@ class EngineRows:
 
 def _counters_of(use: EngineUse) -> np.ndarray:
     """Return the numbers of `COUNTERS`, float64."""
-    stats = use.stats
-    own = use.engine_steps, use.late_steps, stats.steps, stats.committed, use.offered, stats.verified, stats.accepted
-    return np.array(own, np.float64)
+    return np.array([use.engine_steps, use.late_steps, use.stats.steps, use.stats.committed], np.float64)

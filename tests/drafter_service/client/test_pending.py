@@ -1,25 +1,7 @@
 """Pending requests of services that answer late or never."""
 
-from tests.drafter_service.client_wire import connected, counting, finish, start
+from tests.drafter_service.client_wire import connected, counting, start
 from tests.replay import progress_of
-
-
-def test_a_late_response_is_dropped_and_nothing_is_sent_before_it():
-    wire = connected(counting)
-    start(wire.client, 1, [5])
-    wire.settle()
-    assert not len(wire.draft(progress_of({1: []}, limit=1), in_time=False).tokens)
-    sent = len(wire.requests)
-    start(wire.client, 2, [20])
-    assert not len(wire.draft(progress_of({1: [6], 2: []}, limit=1), in_time=False).tokens)
-    finish(wire.client, 2, [21])
-    wire.flush()
-    assert len(wire.requests) == sent
-    wire.settle()
-    assert (wire.client.counters.timeouts, wire.client.counters.dropped) == (2, 1)
-    assert list(wire.service.learned.values()) == [[20, 21]]
-    assert wire.draft(progress_of({1: [7]}, limit=1)).tokens.tolist() == [8]
-    assert wire.service.texts() == [[5, 6, 7]]
 
 
 def test_a_service_that_is_always_late_is_called_less_often():
@@ -49,19 +31,6 @@ def test_a_late_response_behind_much_text_does_not_count():
         wire.settle()
     assert wire.client.counters.timeouts == 18
     assert wire.draft(progress_of({1: [1]}, limit=1)).tokens.tolist() == [2]
-
-
-def test_silence_is_measured_from_the_oldest_pending_request():
-    wire = connected()
-    wire.now = 10.0
-    assert wire.client.pending.oldest_wait_s == 0.0
-    start(wire.client, 1, [5])
-    wire.now = 12.0
-    start(wire.client, 2, [5])
-    wire.now = 15.0
-    assert wire.client.pending.oldest_wait_s == 5.0
-    wire.settle()
-    assert wire.client.pending.oldest_wait_s == 0.0
 
 
 def test_counters_are_sent_periodically():

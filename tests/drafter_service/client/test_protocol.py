@@ -190,19 +190,6 @@ def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
     ]
 
 
-def test_verified_counts_of_an_earlier_registration_are_not_sent():
-    wire = connected(counting)
-    start(wire.client, 1, [5])
-    assert len(wire.draft(progress_of({1: []}, limit=2)).tokens) == 2
-    wire.cut()
-    wire.connect()
-    wire.settle()
-    assert len(wire.draft(progress_of({1: [6]}, limit=2, verified=2)).tokens) == 2
-    assert wire.service.drafted == 0
-    assert len(wire.draft(progress_of({1: [7, 8]}, limit=2, verified=2)).tokens) == 2
-    assert wire.service.drafted == 2
-
-
 def test_durations_are_sent_with_the_next_request():
     wire = connected(counting)
     start(wire.client, 1, [5])

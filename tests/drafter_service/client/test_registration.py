@@ -9,20 +9,6 @@ from tests.replay import progress_of
 from tests.strategies import array
 
 
-def test_running_sequences_are_registered_again_after_a_lost_connection():
-    wire = connected(counting)
-    for number in (1, 2):
-        start(wire.client, number, [10 * number])
-    wire.draft(progress_of({1: [11], 2: [21]}, limit=1))
-    wire.cut()
-    assert not len(wire.draft(progress_of({2: [22]}, limit=1)).tokens)
-    wire.connect()
-    wire.settle()
-    assert wire.service.texts() == [[10, 11], [20, 21, 22]]
-    assert wire.draft(progress_of({2: [23], 1: []}, limit=1)).tokens.tolist() == [24, 12]
-    assert (wire.client.counters.reconnects, wire.client.counters.resyncs) == (1, 2)
-
-
 def test_a_sequence_that_the_service_dropped_is_registered_again():
     wire = connected(counting)
     for number in (1, 2):
@@ -52,19 +38,6 @@ def reconnected(numbers, size=100) -> Wire:
     wire.cut()
     wire.connect()
     return wire
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_lost_sequences_are_registered_in_parts():
-    """Each part is sent when the previous part is answered, without any step in between."""
-    wire = reconnected(range(1, 9))
-    before = len(wire.service.requests) + 1
-    wire.settle()
-    parts = wire.service.requests[before:]
-    assert [len(part.starts) for part in parts] == [2, 2, 2, 2]
-    drafts = wire.draft(progress_of({number: [number] for number in range(1, 9)}, limit=1))
-    assert len(drafts.tokens) == 8
-    assert sorted(wire.service.texts()) == [[number] * 101 for number in range(1, 9)]
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -150,44 +123,6 @@ def test_a_sequence_longer_than_a_message_has_no_drafts(monkeypatch):
     start(wire.client, 2, [1] * 10)
     drafts = wire.draft(progress_of({1: [], 2: []}, limit=1))
     assert [drafts.tokens_of(index).tolist() for index in (0, 1)] == [[], [2]]
-
-
-def test_the_end_of_a_dropped_sequence_is_sent_with_its_whole_text():
-    wire = connected(counting)
-    for number in (1, 2, 3):
-        start(wire.client, number, [10 * number], learn=number != 3)
-        wire.draft(progress_of({number: [10 * number + 1]}, limit=1))
-        wire.service.sequences.clear()
-        finish(wire.client, number, [10 * number + 2], learn=number != 2)
-    wire.settle()
-    assert list(wire.service.learned.values()) == [[10, 11, 12]]
-    assert wire.service.texts() == []
-    assert sum(len(request.starts) for request in wire.service.requests) == 4  # Only the one that is learned again.
-
-
-def test_a_private_sequence_is_not_learned():
-    wire = connected()
-    start(wire.client, 1, [5], learn=False)
-    finish(wire.client, 1, [6], learn=True)
-    wire.settle()
-    [end] = wire.service.requests[-1].finishes
-    assert not end.learn
-
-
-@pytest.mark.parametrize("is_applied", [False, True])
-def test_an_unanswered_end_is_sent_again_and_learned_once(is_applied):
-    wire = connected(counting)
-    start(wire.client, 1, [5])
-    wire.settle()
-    finish(wire.client, 1, [6, 7])
-    wire.flush()
-    if is_applied:
-        wire.serve()  # Only the response is lost.
-    wire.cut()
-    wire.connect()
-    wire.settle()
-    assert list(wire.service.learned.values()) == [[5, 6, 7]]
-    assert wire.service.texts() == []
 
 
 def test_unanswered_ends_are_sent_again_in_order_if_they_are_to_be_learned():
@@ -293,14 +228,3 @@ def test_forget_applies_to_unsent_sequences():
     wire.settle()
     assert wire.service.learned == {"other": [2, 10]}
     assert wire.service.texts() == []
-
-
-def test_close_sends_all_ends_and_the_counters():
-    wire = connected()
-    start(wire.client, 1, [5])
-    start(wire.client, 2, [6])
-    finish(wire.client, 2, [7])
-    wire.client.close()
-    wire.settle()
-    assert list(wire.service.learned.values()) == [[6, 7]]
-    assert wire.service.counters is not None

@@ -14,7 +14,6 @@ from drafter_service.commands.warm import warm
 from drafter_service.ingest import pipeline, sinks
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.resume import Resume
 from drafter_service.ingest.sinks import OfflineSink
 from drafter_service.server.requests import default_namespace
 from ssd.config import DrafterConfig
@@ -76,10 +75,12 @@ def test_larger_snapshot_keeps_its_size_by_default(tmp_path, monkeypatch):
     for index in range(200):
         corpus.append(np.full(999, index, np.uint32))
     snapshot.save(corpus, tmp_path / "c.ssd")
+    write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}])
     monkeypatch.setattr(DrafterConfig, "capacity", 5000)
-    assert OfflineSink(tmp_path / "c.ssd").corpus.tokens == 200_000
-    assert OfflineSink(tmp_path / "c.ssd", 50_000).corpus.tokens < 200_000
-    assert OfflineSink(tmp_path / "new.ssd").window == 5000
+    invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd")
+    assert len(text_of(tmp_path / "c.ssd")) == 201
+    invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c.ssd", "--capacity", "50k")
+    assert len(text_of(tmp_path / "c.ssd")) < 60
 
 
 def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
 
     sink.accept = watched
     files, reading = list_files([str(tmp_path / "a.jsonl")]), Reading(block_bytes=2000)
-    pipeline.load(files, reading, sink, Resume(None, ""), lambda _: None)
+    pipeline.load(files, reading, sink, lambda _: None)
     assert 5000 <= max(held) < 5000 + 2 * 2000
     assert appended[-50:] == list(range(350, 400))
     assert len(appended) < 100
@@ -138,8 +139,7 @@ def test_loads_that_learn_nothing_fail(tmp_path):
 def test_loads_without_new_text_succeed(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
-    invoke(*arguments, "--resume", tmp_path / "r")
-    assert "no new ones" in invoke(*arguments, "--resume", tmp_path / "r")
+    invoke(*arguments)
     assert re.search("documents already known *│ 1 ", invoke(*arguments))
 
 
@@ -154,7 +154,6 @@ def test_loads_without_new_text_succeed(tmp_path):
         (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
         (["--from", "{}/text", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
-        (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--resume", "{}/a.jsonl"], "is not a progress file"),
     ],
 )
 def test_user_errors_are_one_line(tmp_path, arguments, message):
@@ -166,15 +165,6 @@ def test_user_errors_are_one_line(tmp_path, arguments, message):
     assert not (tmp_path / "c").exists()
 
 
-def test_progress_without_its_snapshot_is_refused(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--resume", tmp_path / "r")
-    invoke(*arguments, "--capacity", "1M")
-    (tmp_path / "c").unlink()
-    with pytest.raises(UserError, match="which does not exist"):
-        invoke(*arguments)
-
-
 def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -182,18 +172,19 @@ def test_missing_pyarrow_is_reported(tmp_path, monkeypatch):
         invoke("--from", tmp_path, "--snapshot", tmp_path / "c")
 
 
-def test_interruption_says_whether_the_load_can_continue(tmp_path, monkeypatch):
+def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sinks.OfflineSink, "accept", interrupted)
-    arguments = ("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c", "--capacity", "1M")
-    with pytest.raises(UserError, match="with --resume FILE"):
-        invoke(*arguments)
-    with pytest.raises(UserError, match="continues from the last commit"):
-        invoke(*arguments, "--resume", tmp_path / "r")
+    monkeypatch.setattr(Collected, "accept", interrupted)
+    monkeypatch.setattr(sinks, "OfflineSink", lambda *_: Collected())
+    monkeypatch.setattr(sinks, "RemoteSink", lambda *_, **__: Collected())
+    with pytest.raises(UserError, match="interrupted; nothing was saved"):
+        invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
+    with pytest.raises(UserError, match="skips what the service has learned"):
+        invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
 def test_a_service_scores_requests_in_shadow_mode(tmp_path):
@@ -209,8 +200,7 @@ def test_a_service_scores_requests_in_shadow_mode(tmp_path):
     assert namespace["corpus"]["learned_tokens"] == 2 * (32 + 40), "of a prompt, the end is learned"
 
 
-@pytest.mark.parametrize("other", [["--whole-prompts", "--namespace", "n"], ["--snapshot", "c"]])
-def test_options_that_shadow_mode_excludes(tmp_path, other):
+def test_a_snapshot_has_no_shadow_mode(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
     with pytest.raises(UserError, match="--shadow is for a running service"):
-        invoke("--from", tmp_path / "a.jsonl", "--shadow", *other)
+        invoke("--from", tmp_path / "a.jsonl", "--shadow", "--snapshot", "c")

@@ -14,7 +14,6 @@ from drafter_service.ingest.batches import read_batches
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading, encode
-from drafter_service.ingest.resume import Resume
 from drafter_service.ingest.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
@@ -25,10 +24,10 @@ TEMPLATE = (
 )
 
 
-def documents_in(*paths, reading=None, resume=None):
+def documents_in(*paths, reading=None):
     """Return all documents of files, {name: token ids}, and the reading with its faults."""
     reading = reading or Reading()
-    batches = read_batches(list_files(map(str, paths)), resume or Resume(None, ""), reading, Counter())
+    batches = read_batches(list_files(map(str, paths)), reading, Counter())
     return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
 
 
@@ -76,17 +75,11 @@ def tokenized(text):
 class Collected:
     """A sink that keeps all documents."""
 
-    def __init__(self, window=1 << 30):
-        self.window = window
+    def __init__(self):
         self.pairs = []
-        self.commits = 0
 
     def accept(self, documents):
         self.pairs += pairs_of(documents)
 
-    def commit(self):
-        self.commits += 1
-
     def finish(self):
-        self.commit()
         return Totals(len(self.pairs), sum(len(tokens) for _, tokens in self.pairs), 0)

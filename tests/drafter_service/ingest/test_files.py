@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from drafter_service.ingest.files import Opened, check_codecs, list_files
+from drafter_service.ingest.files import check_codecs, list_files
 from ssd.errors import UserError
 
 
@@ -43,14 +43,6 @@ def test_relative_paths_have_absolute_names(tree, monkeypatch):
     assert names(tree, ".") == ["b/1.jsonl", "b/2.jsonl"]
 
 
-def test_changed_files_have_another_version(tree):
-    (before,) = list_files([f"{tree}/a.txt"])
-    (same,) = list_files([f"{tree}/a.txt"])
-    (tree / "a.txt").write_text("[]")
-    (after,) = list_files([f"{tree}/a.txt"])
-    assert before.version == same.version != after.version
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -74,23 +66,3 @@ def test_missing_codecs_are_reported_with_the_package(tree, monkeypatch):
     monkeypatch.setattr("drafter_service.ingest.files.compr", {})
     with pytest.raises(UserError, match="pip install zstandard"):
         check_codecs(list_files([f"{tree}/a.jsonl.zst"]))
-
-
-def test_streams_without_seek_are_skipped_by_reading(tree):
-    (file,) = list_files([f"{tree}/a.txt"])
-    (tree / "a.txt").write_bytes(b"0123456789")
-    with Opened(file) as opened:
-        opened.data = OneWay(opened.data)
-        opened.skip(4)
-        assert opened.data.read(3) == b"456"
-
-
-class OneWay:
-    """A stream that cannot seek and returns at most 3 bytes at a time."""
-
-    def __init__(self, stream):
-        self.read = lambda size: stream.read(min(size, 3))
-        self.close = stream.close
-
-    def seekable(self):
-        return False

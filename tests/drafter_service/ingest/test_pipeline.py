@@ -11,7 +11,6 @@ from drafter_service.ingest.documents import NO_TOKENIZER
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS, mapped, prefetched
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.resume import Resume
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import Collected, counts_of, model_folder, tokenized, write_jsonl
 
@@ -21,7 +20,7 @@ MAX_IN_FLIGHT = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
 
 
 def load(sources, sink, reading=None, watch=lambda _: None):
-    return pipeline.load(list_files(map(str, sources)), reading or Reading(), sink, Resume(None, ""), watch)
+    return pipeline.load(list_files(map(str, sources)), reading or Reading(), sink, watch)
 
 
 def threads_of_loads():
@@ -82,9 +81,7 @@ def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
 
 def test_whole_prompts_are_not_kept_in_memory(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt_token_ids": list(range(10_000)), "token_ids": [1]}])
-    ((item,), *_) = next(
-        iter(pipeline.read_batches(list_files([str(tmp_path)]), Resume(None, ""), Reading(), {"JSONL": 0}))
-    )
+    ((item,), *_) = next(iter(pipeline.read_batches(list_files([str(tmp_path)]), Reading(), {"JSONL": 0})))
     assert item.prompt.base is None
 
 

@@ -143,7 +143,7 @@ def test_reasoning_is_part_of_the_output():
     assert seen({"choices": [{"message": message}]}) == [(None, "Hm.\n\nYes.")]
 
 
-FILE = File(None, "a.jsonl", "a.jsonl", 0, "")
+FILE = File(None, "a.jsonl", "a.jsonl", 0)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 INNER = {"role", "content", "message", "function", "arguments", "name", "tool_calls", "index", "from", "value"}
 NAMES = st.sampled_from(sorted(KNOWN | INNER))

@@ -44,12 +44,6 @@ def session():
     assert not reports
 
 
-def test_drafts_are_plain_ints(session):
-    draft = first_draft(session)
-    assert draft[:5] == [4, 5, 1, 2, 3]
-    assert {type(token) for token in draft} == {int}
-
-
 @pytest.mark.parametrize(
     ("limits", "options", "longest"),
     [
@@ -115,15 +109,6 @@ def test_a_host_that_verifies_nothing_in_a_step_gets_drafts_again(session):
     assert len(session.draft([("a", [*LOOP, draft[0]])])[0]) == 1
 
 
-def test_a_request_whose_text_grows_is_one_sequence():
-    host = SimulatedHost()
-    host.add("a", prompt := [*LOOP, 9, 8, 7], RequestOptions())
-    for text in (prompt, [*prompt, 9]):
-        host.session.draft([("a", text)])
-    assert [*host.drafters["", ""].running] == [0]
-    host.session.close()
-
-
 def test_a_step_that_did_not_end_verified_nothing():
     host = SimulatedHost()
     host.add("a", LOOP, RequestOptions())
@@ -144,6 +129,19 @@ def test_an_output_that_ends_before_its_last_draft_is_learned_as_it_was_reported
     host.session.close()
 
 
+def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
+    host = SimulatedHost()
+    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
+    host.draft(["a"])
+    draft = host.requests["a"].draft
+    host.session.schedule({"a": draft})
+    host.draft(["a"])
+    assert host.requests["a"].draft == draft != []
+    host.step(["a"], "none")
+    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
+    host.session.close()
+
+
 def test_what_the_plugin_itself_cut_does_not_limit_the_next_drafts(session):
     draft = first_draft(session)
     session.schedule({"a": draft[:2]}, {"a": 2})
@@ -158,29 +156,6 @@ def test_of_too_many_requests_the_least_recently_drafted_one_is_dropped():
     session.start("c", LOOP)
     assert [name in session for name in "abc"] == [True, False, True]
     session.close()
-
-
-def test_replaced_drafts_are_not_verified():
-    host = SimulatedHost()
-    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
-    host.draft(["a"])
-    assert host.requests["a"].draft
-    host.step(["a"], "padded")
-    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
-    host.session.close()
-
-
-def test_the_draft_of_a_discarded_step_is_offered_again_and_not_verified():
-    host = SimulatedHost()
-    host.add("a", [1, 2, 3, 1, 2, 3], RequestOptions())
-    host.draft(["a"])
-    draft = host.requests["a"].draft
-    host.session.schedule({"a": draft})
-    host.draft(["a"])
-    assert host.requests["a"].draft == draft != []
-    host.step(["a"], "none")
-    assert (host.told("a").verified, host.told("a").steps) == (0, 1)
-    host.session.close()
 
 
 def test_a_batch_is_one_call():

@@ -51,20 +51,16 @@ def test_replicas_learn_and_forget_together(replica):
     assert not drafts(two)
     eventually(lambda: not drafts(one))
     assert drafts(one, OTHER)
+    two.call("DropNamespace", namespace="shared")
+    eventually(lambda: not drafts(one, OTHER))
+    assert not drafts(two, OTHER)
 
 
-def test_new_replica_learns_earlier_requests(replica):
+def test_new_and_restarted_replicas_catch_up_without_duplicates(replica):
     one, _ = replica("one")
     one.observe("shared", TEXT, names=["first"])
     eventually(lambda: drafts(one))
-    two, _ = replica("two")
-    eventually(lambda: drafts(two))
-
-
-def test_restarted_replica_catches_up_without_duplicates(replica):
-    one, _ = replica("one")
     two, stop_two = replica("two")
-    one.observe("shared", TEXT, names=["first"])
     eventually(lambda: drafts(two))
     stop_two()
     one.observe("shared", OTHER, names=["second"])
@@ -72,25 +68,3 @@ def test_restarted_replica_catches_up_without_duplicates(replica):
     eventually(lambda: drafts(two, OTHER) and drafts(two))
     [namespace] = two.call("ListNamespaces").namespaces
     assert namespace.tokens == len(TEXT) + len(OTHER) + 2
-
-
-def test_replicas_continue_alone_without_redis_and_publish_later(replica, redis):
-    one, _ = replica("one")
-    two, _ = replica("two")
-    two.probe("shared", TEXT[:6])
-    redis.kill()
-    one.observe("shared", TEXT, names=["first"])
-    eventually(lambda: drafts(one))
-    assert not drafts(two)
-    redis.start()
-    eventually(lambda: drafts(two))
-
-
-def test_dropping_a_namespace_forgets_its_text_in_all_replicas(replica):
-    one, _ = replica("one")
-    two, _ = replica("two")
-    one.observe("shared", TEXT, names=["first"])
-    eventually(lambda: drafts(two))
-    two.call("DropNamespace", namespace="shared")
-    eventually(lambda: not drafts(one))
-    assert not drafts(two)

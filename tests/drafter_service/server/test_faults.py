@@ -378,28 +378,6 @@ def test_a_client_that_reads_no_responses_is_not_read_from(service, caller):
     assert len(drafted(stream.read(), 64)) == 32
 
 
-def test_idle_streams_beyond_the_limit_are_refused(service):
-    number = 10_000 if IS_SOAK else 150
-
-    async def test():
-        async with grpc.aio.insecure_channel(service.address) as channel, asyncio.timeout(2 * TIMEOUT_S):
-            method = channel.stream_stream(DRAFT)
-            calls, ends = [], []
-            for _ in range(0, number, 50):
-                calls += [method(wait_for_ready=True) for _ in range(50)]
-                ends += [asyncio.create_task(call.code()) for call in calls[-50:]]
-                # gRPC itself cancels calls that arrive faster than they are handled.
-                while sum(end.done() for end in ends) < len(ends) - STREAMS:
-                    await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
-            assert {end.result() for end in ends if end.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            for call in calls:
-                call.cancel()
-
-    asyncio.run(test())
-    with connected(service.address) as caller:
-        assert eventually(lambda: caller.opened("default"))
-
-
 # Certificates.
 
 

@@ -14,7 +14,7 @@ from drafter_service.server.requests import MAX_FIELDS
 from drafter_service.server.session import LONG_PROMPT, Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import pack, read_drafts
+from drafter_service.transport.wire import pack
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import run
@@ -79,15 +79,6 @@ def test_a_response_has_the_number_of_its_request_and_drafts(session):
     assert response.step == 7
     assert drafted(response) == [6, 5]
     assert lost(response) == []
-
-
-def test_the_cost_of_the_engine_is_used(session):
-    send(session, starts=[start(1, [*range(1, 7), *range(1, 5)])])
-    sizes = [
-        len(drafted(send(session, batch=batch({1: ()}, limit=32, cost=cost))))
-        for cost in (0.0001, None, CONFIG.cost, 0.4, 1.0)
-    ]
-    assert sizes[0] > sizes[1] == sizes[2] > sizes[3] >= sizes[4] == 0
 
 
 def test_refusals_name_the_field_and_have_no_effect(session):
@@ -252,24 +243,6 @@ def test_steps_of_sequences_are_counted(namespace, session):
     assert (namespace.stats.steps, namespace.stats.committed) == (3, 5)
     send(session, finishes=[finish(2, [1, 1, 1], steps=3)])
     assert (namespace.stats.steps, namespace.stats.committed) == (6, 8)
-
-
-def test_the_length_of_drafts_is_limited_by_the_request_and_the_configuration(session):
-    send(session, starts=[start(1, [*range(100), *range(50)])])
-    sizes = [
-        len(drafted(send(session, batch=batch({1: ()}, limit, cost=1e-30)))) for limit in (0, 4, 1000, 0xFFFF_FFFF)
-    ]
-    assert sizes == [0, 4, CONFIG.max_draft, CONFIG.max_draft]
-    assert session.max_draft == CONFIG.max_draft
-
-
-def test_streams_share_only_learned_text(namespace):
-    first, second = (Session(namespace, Limits()) for _ in range(2))
-    send(first, starts=[start(1, [1, 2, 3])])
-    send(first, finishes=[finish(1, [4, 5])])
-    namespace.corpus.refresh()
-    assert lost(send(second, finishes=[finish(1)])) == [1]
-    assert drafted(send(second, starts=[start(1, [2, 3])], batch=batch({1: ()}, limit=2))) == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -467,24 +440,6 @@ async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
     send(session, starts=[start(3, [1])])
     assert sizes_of(session) == {1: LONG_PROMPT, 3: 1}
     await indexed(session)
-
-
-def test_the_next_turn_of_a_conversation_uses_its_index(session):
-    turn = list(range(300))
-    send(session, starts=[start(1, turn, session_id="talk", learn=False)])
-    send(session, finishes=[finish(1, [400, 401], learn=False)])
-    response = send(
-        session,
-        starts=[start(2, [*turn, 400, 401, 298, 299], session_id="talk", learn=False)],
-        batch=batch({2: ()}, limit=2),
-    )
-    assert drafted(response) == [400, 401]
-
-
-def test_a_batch_of_any_size_is_answered_in_its_order(session):
-    starts = [start(number, [number, 10, number]) for number in range(100, 130)]
-    response = send(session, starts=starts, batch=batch(dict.fromkeys(range(129, 99, -1), ()), limit=1))
-    assert read_drafts(response.drafts, 30).tokens.tolist() == [10] * 30
 
 
 def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):

@@ -19,6 +19,7 @@ from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
 from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
 from ssd.errors import UserError
 from tests.certificates import Authority
+from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import TIMEOUT_S, connected, hello
 from tests.servers import served
 
@@ -115,28 +116,35 @@ def test_an_incomplete_frame_ends_the_stream(address):
         assert caller.stream("default").welcome.namespace == "default"
 
 
-def test_the_socket_has_the_mode_and_is_removed_with_the_service(socket_address):
+@run
+async def test_the_socket_has_the_mode_and_is_removed_with_the_service(socket_address):
     steps = steps_of(socket_address)
-    with served("--listen", socket_address) as process:
-        assert stat.S_IMODE(steps.stat().st_mode) == 0o600
-        process.terminate()
-        process.wait(TIMEOUT_S)
+    for mode in (0o600, 0o660):
+        listening = StepSocket(streams=None, max_connections=2)
+        listening.bind(Address(socket_address).steps, mode)
+        await listening.start()
+        assert stat.S_IMODE(steps.stat().st_mode) == mode
+        await listening.stop(TIMEOUT_S)
         assert not steps.exists()
+
+
+def test_the_service_sets_the_mode_of_its_sockets(socket_address):
     with served("--listen", socket_address, "--socket-mode", "0660"):
-        assert stat.S_IMODE(steps.stat().st_mode) == 0o660
+        for path in (steps_of(socket_address), Path(socket_address.removeprefix("unix:"))):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
 
 
-def test_a_stale_socket_is_replaced_and_other_files_are_not(socket_address):
+@run
+async def test_a_stale_socket_is_replaced_and_other_files_are_not(socket_address):
     steps = steps_of(socket_address)
-    with served("--listen", socket_address) as process:
-        process.kill()
-        process.wait(TIMEOUT_S)
-    assert steps.exists()
-    with served("--listen", socket_address), DrafterClient(socket_address) as client:
-        assert client.lost is None
+    listening = StepSocket(streams=None, max_connections=2)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(steps))
+    listening.bind(Address(socket_address).steps, 0o600)
+    await listening.stop(TIMEOUT_S)
     steps.write_text("mine")
-    with pytest.raises(AssertionError, match="exists and is not a socket"), served("--listen", socket_address):
-        pass
+    with pytest.raises(UserError, match="exists and is not a socket"):
+        listening.bind(Address(socket_address).steps, 0o600)
     assert steps.read_text() == "mine"
 
 

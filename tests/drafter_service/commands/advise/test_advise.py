@@ -21,13 +21,20 @@ from tests.drafter_service.ingest.loads import model_folder
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
-def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP):
-    def run_all(trials):
+def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP, sampled=None):
+    """Return the advice; sampled: another log with which settings are compared."""
+
+    def run_all(traffic, trials):
         return run_trials(traffic, tmp_path, profile, trials, lambda _tokens: None)
 
-    samples = run_all(plan_samples(traffic, profile, concurrency))
-    [whole] = run_all([plan_whole(traffic, concurrency, samples)])
+    sampled = sampled or traffic
+    samples = run_all(sampled, plan_samples(sampled, profile, concurrency))
+    [whole] = run_all(traffic, [plan_whole(traffic, concurrency, samples)])
     return advise(traffic, LogFacts(), profile, samples, whole, concurrency)
+
+
+def few_requests():
+    return traffic_of(repeated_requests(4, 20))
 
 
 def test_repeated_outputs_pay(tmp_path):
@@ -42,9 +49,10 @@ def test_repeated_outputs_pay(tmp_path):
 
 
 def test_verdicts_on_enough_text_have_no_caveat(tmp_path, monkeypatch):
-    monkeypatch.setattr("drafter_service.commands.advise.trials.INLINE_TOKENS", 10**9)
-    advice = advice_of(traffic_of(repeated_requests(40, 600)), tmp_path)
-    assert "not reliable" not in advice.verdict
+    traffic = few_requests()
+    for most, is_reliable in ((80, True), (81, False)):
+        monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
+        assert ("not reliable" not in advice_of(traffic, tmp_path).verdict) == is_reliable
 
 
 def test_random_outputs_do_not_pay(tmp_path):
@@ -55,16 +63,16 @@ def test_random_outputs_do_not_pay(tmp_path):
 
 def test_text_of_other_users_is_told_apart(tmp_path):
     requests = repeated_requests()
-    shared = advice_of(traffic_of(requests, users=[number % 5 for number in range(40)]), tmp_path)
-    separate = advice_of(traffic_of(requests, users=[number % 2 for number in range(40)]), tmp_path)
-    assert shared.other_users > 0.5
-    assert separate.other_users == 0
+    for users, most in ((5, 1.0), (2, 0.0)):
+        traffic = traffic_of(requests, users=[number % users for number in range(40)])
+        share = advice_of(traffic, tmp_path, sampled=few_requests()).other_users
+        assert most / 2 <= share <= most
 
 
 def test_capacity_covers_the_age_of_sources(tmp_path):
     """Outputs that repeat one from long ago need a corpus that still has it."""
     old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
-    advice = advice_of(traffic_of([*old, *noise, *old]), tmp_path)
+    advice = advice_of(traffic_of([*old, *noise, *old]), tmp_path, sampled=few_requests())
     ages = [age for age, share in advice.kept if share >= 0.98]
     assert ages[0] >= 60 * 200
 
@@ -185,8 +193,9 @@ def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated(tmp_path):
 
 
 def test_outputs_of_equal_length_are_one_group(tmp_path):
-    assert [group.name for group in advice_of(traffic_of(repeated_requests()), tmp_path).sizes] == ["60 output tokens"]
+    [size] = advice_of(few_requests(), tmp_path).sizes
+    assert size.name == "20 output tokens"
     requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
-    sizes = advice_of(traffic_of(requests), tmp_path).sizes
+    sizes = advice_of(traffic_of(requests), tmp_path, sampled=few_requests()).sizes
     assert sum(group.requests for group in sizes) == len(requests)
     assert [group.name for group in sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]

@@ -18,7 +18,7 @@ from tests.servers import served
 @pytest.fixture(scope="module")
 def address():
     """Yield the address of a service without a step socket."""
-    with served("--listen", "127.0.0.1:0", "--capacity", "100k", "--refresh-interval", "0.01") as process:
+    with served("--listen", "127.0.0.1:0", "--capacity", "100k") as process:
         yield process.greeting.split()[3].rstrip(",")
 
 

@@ -80,7 +80,9 @@ def short_run():
     """Probe with one request, and refresh the corpus at once: the run is shorter than the default interval."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "PROBE_REQUESTS", 1)
-        patch.setattr(command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--refresh-interval", "0.001"))
+        patch.setattr(
+            command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--set", "drafting.refresh_interval_s=0.001")
+        )
         yield
 
 
