@@ -123,7 +123,7 @@ class RedisStream:
 
     async def add(self, additions: Sequence[Addition]) -> None:
         """Add entries in order. After an error any subset of them may have been added."""
-        async with _redis_call():
+        async with _redis_call(TIMEOUT_S):
             pipeline = self._client.pipeline(transaction=False)
             for addition in additions:
                 fields: dict[Any, Any] = {**addition.fields}
@@ -139,14 +139,14 @@ class RedisStream:
     ) -> list[tuple[LogPosition, Mapping[bytes, bytes]]]:
         """Return the next entries, at most `most`. With `wait`, wait up to `BLOCK_S` if there are none."""
         block_ms = round(BLOCK_S * 1000) if wait else None
-        async with _redis_call():
+        async with _redis_call(TIMEOUT_S):
             after_it: dict[Any, Any] = {self._key: str(after)}
             answer: Any = await self._client.xread(after_it, count=most, block=block_ms)
             return [(_position(name), fields) for _key, entries in answer or () for name, fields in entries]
 
     async def extent(self) -> Extent:
         """Return the current extent of the log."""
-        async with _redis_call():
+        async with _redis_call(TIMEOUT_S):
             if not await self._client.exists(self._key):
                 return Extent(OLDEST, OLDEST, 0)
             info = await self._client.xinfo_stream(self._key)
@@ -156,7 +156,7 @@ class RedisStream:
 
     async def trim(self, max_bytes: int) -> None:
         """Remove the oldest entries while the log uses more than `max_bytes` of memory."""
-        async with _redis_call():
+        async with _redis_call(TIMEOUT_S):
             while (entries := await self._client.xlen(self._key)) > 1:
                 used = await self._client.memory_usage(self._key, samples=ALL_NODES)
                 if not used or used <= max_bytes:
@@ -178,7 +178,7 @@ def _oldest_kept(trim_before: float, position: LogPosition) -> LogPosition:
 
 
 @asynccontextmanager
-async def _redis_call(timeout_s: float = TIMEOUT_S) -> AsyncIterator[None]:
+async def _redis_call(timeout_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -170,7 +170,8 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         (["namespaces", "--address", "10.0.0.1:1", "--token-file", "{token}"], "the token would be sent to 10.0.0.1:1"),
     ],
 )
-def test_errors_are_one_line_with_exit_code_2(run, service, arguments, error):
+def test_errors_are_one_line_with_exit_code_2(run, service, monkeypatch, arguments, error):
+    monkeypatch.setattr("drafter_service.commands.admin.HEALTH_TIMEOUT_S", 0.1)
     names = {"{admin}": service.admin, "{reader}": service.reader, "{token}": service.admin[-1:]}
     names["{address}"] = [service.address]
     code, out, err = run(*(part for argument in arguments for part in names.get(argument, [argument])))

