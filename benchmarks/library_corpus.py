@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sysconfig
 from pathlib import Path
 
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from engine.training.sources import read_files, stdlib_root
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 
@@ -23,10 +23,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     path = parser.parse_args().file
-    trained_on = {*json.loads((SHIPPED_MODEL / "files.json").read_text())["train"]}
+    names = json.loads((SHIPPED_MODEL / "files.json").read_text())["train"]
+    paths = (Path(sysconfig.get_path("stdlib")) / name for name in names)
     tokenizer = Tokenizer(SHIPPED_MODEL)
-    texts = [file.text for file in read_files(stdlib_root()) if file.path in trained_on]
-    documents = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    # Other versions of Python have other files.
+    documents = [tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False) for path in paths if path.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     corpus = Corpus(sum(len(tokens) + 1 for tokens in documents))  # with a separator each
     for tokens in documents:

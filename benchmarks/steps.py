@@ -110,7 +110,7 @@ def measure_ranks(folder: Path, context: int, count: int) -> list[dict[str, floa
     model = load_ranks(folder, count, dtype=torch.float32, device="cpu", threads=1)
     torch.set_num_threads(1)
     assert isinstance(model.group, Ranks)
-    runner = open_runner(model, Cache("plain", context // PAGE_SIZE + 8, PAGE_SIZE, torch.float32))
+    runner = open_runner(model, Cache("plain", context // PAGE_SIZE + 8, PAGE_SIZE))
     parts = StepParts(model.group)
     results = []
     for tokens in STEP_TOKENS:

@@ -7,7 +7,6 @@ from typing import Literal
 
 from ssd.config import DraftShape
 
-KvDtype = Literal["auto", "fp8"]
 Verification = Literal["exact", "rejection"]
 
 
@@ -24,8 +23,6 @@ class EngineConfig:
     """Tokens in a page of KV cache."""
     kv_memory_mib: int = 256
     """Memory for the KV cache in MiB; less is allocated if `max_sequences` full context windows need less."""
-    kv_dtype: KvDtype = "auto"
-    """Dtype of the KV cache. `auto`: the model's. `fp8`: float8_e4m3fn without a scale; needs FlashInfer."""
     prefix_cache: bool = True
     """Whether requests reuse the keys and values of a prefix that they share with earlier ones."""
     watermark: float = 0.01
@@ -47,8 +44,6 @@ class EngineConfig:
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.kv_dtype not in ("auto", "fp8"):
-            raise ValueError(f"kv_dtype must be 'auto' or 'fp8', not {self.kv_dtype!r}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
         if self.verification not in ("exact", "rejection"):

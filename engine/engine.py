@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,8 +37,9 @@ from engine.models.decoder import Decoder
 from engine.models.detokenize import Decode
 from engine.models.lora.pool import AdapterPool
 from engine.models.weights import Source, check_weights, overwrite_weights
-from engine.sampling.grammar_state import GrammarCompiler, GrammarState
-from engine.sampling.stopping import Cut, Stopping
+from engine.sampling.grammar_state import GrammarCompiler
+from engine.sampling.stopping import Cut
+from engine.scheduling.intake import Intake
 from engine.scheduling.plan import SequenceResult, StepPlan
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -68,8 +69,6 @@ class StepReport:
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
-    restarted: list[int] = field(default_factory=list)
-    """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False
@@ -128,9 +127,11 @@ class Engine:
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
         self._adapters = adapters
-        self._decode = decode
         self._grammars = grammars
-        self._drafters = drafters
+        self._intake = Intake(
+            model, config, executors.pages, decode=decode, drafters=drafters, grammars=grammars,
+            adapters=() if adapters is None else adapters.names,
+        )  # fmt: skip
         self._in_flight: deque[InFlightStep] = deque()
         """Launched steps, the oldest first."""
         self._launched: list[StepPlan] = []
@@ -179,40 +180,19 @@ class Engine:
 
         Raises UserError for a request that cannot run.
         """
-        return self._checked(request)[0]
+        return self._intake.longest(request)
 
     def completed(self, request: Request, output: np.ndarray) -> Completion | None:
         """Return the completion of a request without running it, given the output of an equal request, uint32 [n].
 
         Returns None if the output does not end exactly there, or depends on drafts.
         """
-        sequence = self._new_sequence(self._next_id, request)
+        sequence = self._intake.sequence(self._next_id, request)
         cut = sequence.stopping.cut(output, sequence.room)
         if cut.reason is None or cut.length < len(output) or sequence.request.sampling.uses_rejection:
             return None
         sequence.commit(output)
         return replace(sequence.complete(cut), steps=0, is_repeat=True)
-
-    def _checked(self, request: Request) -> tuple[int, GrammarState | None]:
-        """Return what `check` does, and the grammar's state before the first token, if the request has one."""
-        request.check(self.model)
-        request.check_drafting(self._drafters, self._config.max_draft)
-        request.check_adapter(() if self._adapters is None else self._adapters.names)
-        if request.sampling.stop and self._decode is None:
-            raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
-        grammar, state = request.sampling.grammar, None
-        if grammar is not None:
-            if self._grammars is None:
-                raise UserError(f"{grammar.kind} needs the model's tokenizer, which this engine was not given")
-            state = self._grammars.start(grammar)
-        longest = min(len(request.prompt) + request.sampling.max_tokens, self.model.max_positions)
-        pages = self.scheduler.pages
-        if pages.pages_for(longest) > pages.count:
-            raise UserError(
-                f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
-                f"{pages.count * pages.page_size} tokens; request fewer tokens, or raise --kv-memory"
-            )
-        return longest, state
 
     def step(self) -> StepReport:
         """Run one step. Each running sequence advances by at least one token or by a chunk of its prompt."""
@@ -249,17 +229,16 @@ class Engine:
         source: Source,
         *,
         version: int | None = None,
-        running: Literal["finish", "restart"] = "finish",
         observe: Callable[[StepReport], None] | None = None,
     ) -> None:
-        """Replace the weights of the model between two steps; requests that begin later run with the new ones.
+        """Replace the weights of the model between two steps.
+
+        Requests that have begun end with the old weights; meanwhile no other begins.
 
         source: a state dict with the names of the checkpoint, float tensors of any float dtype on any device; or the
         path of a safetensors file, or of a folder of such files. Neither may change during the call. version: the new
-        `Engine.version`, an int >= 0; None: one more than before. running: what happens to requests that have begun.
-        `finish`: they end with the old weights, and meanwhile no other begins. `restart`: their output is dropped, and
-        they begin again. observe: called with the reports of the steps that this takes; by default the following calls
-        of `step` return them.
+        `Engine.version`, an int >= 0; None: one more than before. observe: called with the reports of the steps that
+        this takes; by default the following calls of `step` return them.
 
         Blocks until the new weights are in use, and may be called from another thread than `step`. The prefix cache is
         emptied; what drafters have learned from text stays. Draft heads and draft models keep their own weights; parts
@@ -267,29 +246,20 @@ class Engine:
         be idle and have no prefix cache. Raises UserError for weights that do not fit, before anything changes, and for
         a model that cannot change, see `check_weights`.
         """
-        if running not in ("finish", "restart"):
-            raise UserError(f"running must be 'finish' or 'restart', not {running!r}")
         if version is not None and version < 0:
             raise UserError(f"version must be at least 0, not {version}")
         weights = check_weights(self._models[0], source)
         with self._turns:
             if self.scheduler.is_draining:
                 raise UserError("another update of the weights is under way; wait until it is complete")
-            self._drain(running == "restart", observe or self._reports.append)
+            self._drain(observe or self._reports.append)
             self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
             self.version = self.version + 1 if version is None else version
 
-    def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
-        """End or restart all requests that have begun, so that no step is in flight and no page is in use."""
-        if restart and (begun := self.scheduler.begun):
-            for sequence in begun:
-                self._speculation.finish(sequence, learn=False)
-                self.scheduler.remove(sequence)
-                sequence.begin_again(self._new_sequence(sequence.sequence_id, sequence.request))
-                self.scheduler.add(sequence)
-            observe(StepReport(restarted=[sequence.sequence_id for sequence in begun]))
+    def _drain(self, observe: Callable[[StepReport], None]) -> None:
+        """End all requests that have begun, so that no step is in flight and no page is in use."""
         self.scheduler.is_draining = True
         try:
             while self.scheduler.begun:
@@ -342,17 +312,10 @@ class Engine:
 
     def _queue(self, request: Request) -> Sequence:
         with self._turns:
-            sequence = self._new_sequence(self._next_id, request)
+            sequence = self._intake.sequence(self._next_id, request)
             self.scheduler.add(sequence)
             self._next_id += 1
             return sequence
-
-    def _new_sequence(self, sequence_id: int, request: Request) -> Sequence:
-        longest, grammar = self._checked(request)
-        if request.sampling.verification is None and self._config.verification != "exact":
-            request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
-        stopping = Stopping(request, self.model.eos_token_ids, self._decode)
-        return Sequence(sequence_id, request, longest, stopping, grammar)
 
     @property
     def _can_run_ahead(self) -> bool:

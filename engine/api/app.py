@@ -46,13 +46,13 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, http: Request) -> dict[str, Any] | Response:
         """Complete prompts."""
-        with engine_errors(body.prompt_field, body.schema_field):
+        with engine_errors(body.prompt_field):
             return await complete(service, body, http)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, http: Request) -> dict[str, Any] | Response:
         """Answer a chat."""
-        with engine_errors(body.prompt_field, body.schema_field):
+        with engine_errors(body.prompt_field):
             return await chat(service, body, http)
 
     @app.get("/v1/models")
@@ -73,8 +73,8 @@ def _add_weights_route(app: FastAPI, service: Service, *, is_allowed: bool) -> N
         if not is_allowed:
             raise ApiError(403, "this server does not change its weights; start it with --allow-weight-updates")
         try:
-            with engine_errors("path", "path"):
-                return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
+            with engine_errors("path"):
+                return {"version": await service.engine.update_weights(body.path, body.version)}
         except EngineGoneError as problem:
             raise ApiError(503, f"the engine has stopped: {problem}") from None
 

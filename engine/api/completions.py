@@ -31,18 +31,13 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
         for request in service.requests(
             body,
             prompt,
-            _max_tokens(service, body, prompt),
+            service.output_limit(prompt, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens"),
             hints,
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
     ]
     return await respond(service, body, requests, _CompletionFormat(service, body, requests), http)
-
-
-def _max_tokens(service: Service, body: CompletionRequest, prompt: np.ndarray) -> int:
-    # The engine always produces at least one token; for max_tokens 0 it is dropped.
-    return max(1, service.output_limit(prompt, body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens"))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:

@@ -7,13 +7,12 @@ import itertools
 import multiprocessing
 import signal
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from engine.api.messages import (
     CancelRequest,
@@ -24,7 +23,6 @@ from engine.api.messages import (
     Event,
     OutputEvent,
     RequestRefused,
-    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 STOP_TIMEOUT_S = 10.0
-MAX_POINTS = 200
-"""Largest number of points of a `History`; when it is exceeded, the resolution is halved."""
 
 
 class EngineGoneError(Exception):
@@ -54,8 +50,6 @@ class EngineProcess:
         """`build` makes the engine in the other process, so it must be picklable."""
         self.stats = EngineStats()
         """Latest statistics of the engine."""
-        self.corpus_history = History()
-        """Tokens in the corpus over time (monotonic clock); for a remote drafter, tokens passed to it."""
         self.gone: str | None = None
         """Reason why the engine process has ended; None while it runs."""
         self._build = build
@@ -113,7 +107,7 @@ class EngineProcess:
                 self._commands.put(SubmitRequest(request_id, request))
                 while not has_ended:
                     event = await events.get()
-                    has_ended = not isinstance(event, TokensProduced | RequestRestarted)
+                    has_ended = not isinstance(event, TokensProduced)
                     _raise_failure(event)
                     assert isinstance(event, OutputEvent)
                     yield event
@@ -121,13 +115,13 @@ class EngineProcess:
                 if not has_ended and self.gone is None:
                     self._commands.put(CancelRequest(request_id))
 
-    async def update_weights(self, path: str, version: int | None, running: Literal["finish", "restart"]) -> int:
+    async def update_weights(self, path: str, version: int | None) -> int:
         """Replace the weights, see `Engine.update_weights`; return the new version.
 
         Raises UserError for weights that do not fit, and EngineGoneError.
         """
         with self._stream() as (request_id, events):
-            self._commands.put(UpdateWeights(request_id, path, version, running))
+            self._commands.put(UpdateWeights(request_id, path, version))
             event = await events.get()
             _raise_failure(event)
             assert isinstance(event, WeightsUpdated)
@@ -185,8 +179,6 @@ class EngineProcess:
         for event in events:
             if isinstance(event, EngineStats):
                 self.stats = event
-                total = event.learned_tokens if event.corpus is None else event.corpus.tokens
-                self.corpus_history.add(time.monotonic(), total)
             elif isinstance(event, OutputEvent | RequestRefused | WeightsUpdated):
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
@@ -204,33 +196,3 @@ def _raise_failure(event: Event) -> None:
         raise UserError(event.reason)
     if isinstance(event, EngineFailed):
         raise EngineGoneError(event.reason)
-
-
-class History:
-    """A total over time, in at most `MAX_POINTS` points. Beyond that, the minimum interval between points doubles."""
-
-    def __init__(self, interval_s: float = 1.0) -> None:
-        self._interval_s = interval_s
-        self._points: list[tuple[float, int]] = []
-        self._latest: tuple[float, int] | None = None
-
-    def add(self, at: float, total: int) -> None:
-        """Record the total at time `at`, in seconds; times must not decrease."""
-        self._latest = (at, total)
-        self._append(self._latest)
-        while len(self._points) > MAX_POINTS:
-            self._interval_s *= 2
-            before, self._points = self._points, []
-            for point in before:
-                self._append(point)
-
-    @property
-    def points(self) -> list[tuple[float, int]]:
-        """Times in seconds and totals, oldest first, including the most recent total."""
-        if self._latest is None or self._latest == self._points[-1]:
-            return self._points[:]
-        return [*self._points, self._latest]
-
-    def _append(self, point: tuple[float, int]) -> None:
-        if not self._points or point[0] >= self._points[-1][0] + self._interval_s:
-            self._points.append(point)

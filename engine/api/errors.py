@@ -28,7 +28,12 @@ HEADERS = {
 }
 LEADING_PARAM = re.compile(r"([a-z]+(?:_[a-z]+)*)(?::| must | holds | needs )")
 """Matches the parameter name at the start of an error message about a parameter."""
-ALIASES = {"prompt_logprobs": "logprobs", "regex": "structured_outputs.regex", "choice": "structured_outputs.choice"}
+ALIASES = {
+    "prompt_logprobs": "logprobs",
+    "json_schema": "response_format.json_schema",
+    "regex": "structured_outputs.regex",
+    "choice": "structured_outputs.choice",
+}
 """Maps the engine's parameter names to request fields where they differ."""
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 """Fields that only chats support. Errors of completions name the endpoint for chats rather than call them unknown."""
@@ -36,7 +41,6 @@ EITHER_TYPE = {
     "prompt": "a string or a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of the type text",
-    "json": "a JSON schema, as an object or as text",
     "tool_choice": "none, auto, required, or an object that names a function",
 }
 """Descriptions of fields that have several possible types."""
@@ -68,18 +72,15 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 @contextmanager
-def engine_errors(prompt_field: str, schema_field: str) -> Iterator[None]:
-    """Convert a UserError of the engine to an ApiError.
-
-    prompt_field, schema_field: names of the request fields with the prompt, and with a JSON schema for the output.
-    """
+def engine_errors(prompt_field: str) -> Iterator[None]:
+    """Convert a UserError of the engine to an ApiError. prompt_field: name of the request field with the prompt."""
     try:
         yield
     except UserError as problem:
-        raise _from_engine(str(problem), prompt_field, schema_field) from None
+        raise _from_engine(str(problem), prompt_field) from None
 
 
-def _from_engine(message: str, prompt_field: str, schema_field: str) -> ApiError:
+def _from_engine(message: str, prompt_field: str) -> ApiError:
     if message.startswith("the prompt"):
         code = "context_length_exceeded" if "shorten" in message else None
         return ApiError(400, message, param=prompt_field, code=code)
@@ -87,7 +88,7 @@ def _from_engine(message: str, prompt_field: str, schema_field: str) -> ApiError
         return ApiError(400, message, param="max_tokens")
     if (found := LEADING_PARAM.match(message)) is None:
         return ApiError(400, message)
-    param = {**ALIASES, "json_schema": schema_field}.get(found[1], found[1])
+    param = ALIASES.get(found[1], found[1])
     return ApiError(400, param + message[found.end(1) :], param=param)
 
 
@@ -113,8 +114,6 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         return ApiError(
             400, "send the header Content-Type: application/json" if is_unparsed else "the body must be a JSON object"
         )
-    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
-        return ApiError(400, f"{param} are not supported", param=param)
     if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
         return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
     if first["type"] == "extra_forbidden":

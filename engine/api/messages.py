@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, Request
-
-STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Bucket bounds of vLLM's histogram of tokens per step."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class UpdateWeights:
     request_id: int
     path: str
     version: int | None
-    running: Literal["finish", "restart"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,6 @@ class EngineReady:
     vocab_size: int
     max_tokens: int
     """Largest number of tokens of a prompt plus its output: the context window, or the KV cache if that is smaller."""
-    page_size: int
-    """Tokens per page of the KV cache."""
-    pages: int
     end_tokens: tuple[int, ...]
     """Ids of the model's tokens that end an output."""
 
@@ -71,13 +63,6 @@ class RequestRefused:
 
     request_id: int
     reason: str
-
-
-@dataclass(frozen=True)
-class RequestRestarted:
-    """Event: the output so far was dropped, because the weights changed."""
-
-    request_id: int
 
 
 @dataclass(frozen=True)
@@ -148,10 +133,6 @@ class EngineStats:
     skipped_steps: dict[str, int] = field(default_factory=dict)
     """By drafter of a combination: engine steps in which it was not called because the others offered more tokens per
     second."""
-    steps_by_tokens: tuple[int, ...] = ()
-    """Number of steps by the prompt and output tokens that they completed: one entry per bound in
-    `STEP_TOKEN_BOUNDS`, then one for all larger steps. Not cumulative."""
-    step_tokens_sum: int = 0
     prompt_tokens: int = 0
     """Prompt tokens of submitted requests."""
     cached_tokens: int = 0
@@ -182,11 +163,9 @@ class EngineStats:
     """Whether the remote drafter is connected; None without one."""
     kv_usage: float = 0.0
     """Fraction of the KV cache's pages in use, 0 to 1."""
-    pages: int = 0
-    """Pages of the KV cache."""
 
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
-OutputEvent = TokensProduced | RequestRestarted | RequestEnded
+OutputEvent = TokensProduced | RequestEnded
 """Events of a request that runs."""
 Event = EngineReady | EngineFailed | RequestRefused | OutputEvent | WeightsUpdated | EngineStats

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api.messages import STEP_TOKEN_BOUNDS, EngineStats, RequestTimes
+from engine.api.messages import EngineStats, RequestTimes
 from engine.api.outputs import Delta
 from engine.scheduling.request import Completion, FinishReason, Request
 
 ENGINE = "0"
 LABELS = ("model_name", "engine")
 
-# Bucket bounds, the same as vLLM's: in seconds, and OUTPUTS in outputs per prompt.
+# Bucket bounds in seconds, the same as vLLM's.
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 PHASE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, *REQUEST_S)
-OUTPUTS = (1, 2, 5, 10, 20)
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("Time from the request to its first token.", FIRST_TOKEN_S),
     "vllm:inter_token_latency_seconds": ("Time between tokens of one output.", PER_TOKEN_S),
-    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first, per output.", PER_TOKEN_S),
     "vllm:e2e_request_latency_seconds": ("Time from the request to its last token.", REQUEST_S),
     "vllm:request_queue_time_seconds": ("Time until the request was scheduled.", PHASE_S),
-    "vllm:request_inference_time_seconds": ("Time from scheduling to the last token.", PHASE_S),
     "vllm:request_prefill_time_seconds": ("Time from scheduling to the first token.", PHASE_S),
     "vllm:request_decode_time_seconds": ("Time from the first token to the last.", PHASE_S),
-    "vllm:request_params_n": ("Outputs requested per prompt.", OUTPUTS),
 }
 TOKEN_HISTOGRAMS = {
     "vllm:request_prompt_tokens": "Tokens of the prompt.",
-    "vllm:request_prefill_kv_computed_tokens": "Tokens of the prompt that were not in the prefix cache.",
     "vllm:request_generation_tokens": "Tokens of the output.",
-    "vllm:request_max_num_generation_tokens": "Tokens of the longest output of a prompt.",
-    "vllm:request_params_max_tokens": "Maximum number of output tokens requested.",
 }
 
 
@@ -75,23 +67,20 @@ class Metrics:
 class RequestRecorder:
     """Records latencies and token counts of one HTTP request; times start at its creation."""
 
-    def __init__(self, metrics: Metrics, requests: Sequence[Request], n: int) -> None:
-        """`requests`: `n` consecutive requests per prompt."""
+    def __init__(self, metrics: Metrics, requests: Sequence[Request]) -> None:
         self._metrics = metrics
         self._requests = requests
-        self._n = n
         self._began = time.perf_counter()
         self._last_token: dict[int, float] = {}
-        self._lengths: dict[int, int] = {}
-        """Tokens of the outputs that have ended."""
+        self._ended = 0
+        """Number of outputs that have ended."""
 
     def record(self, delta: Delta) -> None:
         """Record a delta that has just arrived."""
         now = time.perf_counter()
+        self._ended += delta.completion is not None
         if delta.completion is not None and delta.completion.is_repeat:
-            # The engine counts repeats; times and lengths describe requests that run.
-            self._lengths[delta.index] = len(delta.completion.tokens)
-            return
+            return  # The engine counts repeats; times and lengths describe requests that run.
         if len(delta.tokens):
             before = self._last_token.get(delta.index)
             if before is None:
@@ -106,47 +95,27 @@ class RequestRecorder:
 
     def record_abort(self) -> None:
         """Count all outputs that have not ended as aborted."""
-        for _ in range(len(self._requests) - len(self._lengths)):
+        for _ in range(len(self._requests) - self._ended):
             self._metrics.count_finished(FinishReason.ABORT)
 
     def _record_end(self, index: int, completion: Completion, times: RequestTimes | None) -> None:
-        observe, request, tokens = self._metrics.observe, self._requests[index], len(completion.tokens)
+        observe = self._metrics.observe
         self._metrics.count_finished(completion.finish_reason)
-        observe("request_prompt_tokens", len(request.prompt))
-        observe("request_generation_tokens", tokens)
-        observe("request_params_max_tokens", request.sampling.max_tokens)
+        observe("request_prompt_tokens", len(self._requests[index].prompt))
+        observe("request_generation_tokens", len(completion.tokens))
         if times is not None:
-            observe("request_prefill_kv_computed_tokens", len(request.prompt) - completion.cached_tokens)
             observe("request_queue_time_seconds", times.queue)
             observe("request_prefill_time_seconds", times.prefill)
             observe("request_decode_time_seconds", times.decode)
-            observe("request_inference_time_seconds", times.prefill + times.decode)
-            if tokens > 1:
-                observe("request_time_per_output_token_seconds", times.decode / (tokens - 1))
-        self._lengths[index] = tokens
-        self._record_prompt_end(index // self._n)
-
-    def _record_prompt_end(self, prompt: int) -> None:
-        """Record the metrics of a prompt once all its outputs have ended."""
-        outputs = range(prompt * self._n, (prompt + 1) * self._n)
-        if all(index in self._lengths for index in outputs):
-            self._metrics.observe("request_params_n", self._n)
-            self._metrics.observe("request_max_num_generation_tokens", max(self._lengths[index] for index in outputs))
 
 
 class EngineCollector(Collector):
     """Creates metrics from the engine's statistics at each scrape."""
 
-    def __init__(
-        self, model: str, stats: Callable[[], EngineStats], refused: Callable[[], int], kv_cache: Mapping[str, object]
-    ) -> None:
-        """stats: returns the latest statistics. refused: returns the number of requests refused because the server was
-        full. kv_cache: settings of the KV cache under vLLM's names.
-        """
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        """stats: returns the latest statistics."""
         self._labels = (model, ENGINE)
         self._stats = stats
-        self._refused = refused
-        self._kv_cache = {name: str(value) for name, value in kv_cache.items()}
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
@@ -171,7 +140,6 @@ class EngineCollector(Collector):
             "drafter",
             stats.skipped_steps,
         )
-        yield self._step_tokens(stats)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         gauges = [
@@ -180,10 +148,7 @@ class EngineCollector(Collector):
             ("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.", stats.kv_usage),
         ]
         if stats.corpus is not None:
-            gauges += [
-                ("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens),
-                ("ssd:corpus_capacity_tokens", "Capacity of the corpus in tokens.", stats.corpus.capacity),
-            ]
+            gauges.append(("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens))
         if stats.is_connected is not None:
             text = "1 if the remote drafter was connected after the last step, else 0."
             gauges.append(("ssd:drafter_connected", text, int(stats.is_connected)))
@@ -191,11 +156,6 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "Settings of the KV cache as labels; always 1.", labels=(*LABELS, *self._kv_cache)
-        )
-        info.add_metric((*self._labels, *self._kv_cache.values()), 1)
-        yield info
 
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, total in (
@@ -212,7 +172,6 @@ class EngineCollector(Collector):
             ("ssd:repeated_requests", "Requests answered from the corpus, not run.", stats.repeated_requests),
             ("ssd:repeated_tokens", "Output tokens of requests answered from the corpus.", stats.repeated_tokens),
             ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
-            ("ssd:refused_requests", "Requests refused because the server had too many.", self._refused()),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, total)
@@ -222,18 +181,6 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(name, text, labels=(*LABELS, label))
         for value, total in totals.items():
             family.add_metric((*self._labels, value), total)
-        return family
-
-    def _step_tokens(self, stats: EngineStats) -> Metric:
-        family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Prompt and output tokens completed per step.", labels=LABELS
-        )
-        # Empty until the engine has sent statistics.
-        counts = stats.steps_by_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
-        bounds = [*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf"]
-        family.add_metric(
-            self._labels, list(zip(bounds, accumulate(counts), strict=True)), sum_value=stats.step_tokens_sum
-        )
         return family
 
 

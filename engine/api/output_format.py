@@ -22,14 +22,6 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-def _text_of(schema: dict[str, Any] | str) -> str:
-    """Return a JSON schema as text. Raises UserError if it is nested too deeply."""
-    try:
-        return schema if isinstance(schema, str) else json.dumps(schema)
-    except RecursionError:
-        raise UserError("json_schema: it is nested too deeply") from None
-
-
 class OutputFormat(Body):
     """OpenAI's `response_format`."""
 
@@ -51,34 +43,28 @@ class OutputFormat(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """Grammar that outputs must match."""
-        if self.json_schema is not None:
-            return Grammar("json_schema", _text_of(self.json_schema.definition))
-        return Grammar("json_object") if self.type == "json_object" else None
+        """Grammar that outputs must match. Raises UserError for a schema that is nested too deeply."""
+        if self.json_schema is None:
+            return Grammar("json_object") if self.type == "json_object" else None
+        try:
+            return Grammar("json_schema", json.dumps(self.json_schema.definition))
+        except RecursionError:
+            raise UserError("json_schema: it is nested too deeply") from None
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: one of these. JSON is requested with `response_format`."""
 
-    definition: dict[str, Any] | str | None = Field(None, alias="json")
-    """JSON schema."""
-    json_object: Literal[True] | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> StructuredOutputs:
         if len(self.model_fields_set) != 1:
-            raise ValueError("needs exactly one of json, json_object, regex and choice")
+            raise ValueError("needs either regex or choice")
         return self
 
     @property
     def grammar(self) -> Grammar:
         """Grammar that outputs must match."""
-        if self.regex is not None:
-            return Grammar("regex", self.regex)
-        if self.choice is not None:
-            return choice_grammar(self.choice)
-        if self.definition is not None:
-            return Grammar("json_schema", _text_of(self.definition))
-        return Grammar("json_object")
+        return choice_grammar(self.choice) if self.choice is not None else Grammar("regex", self.regex or "")

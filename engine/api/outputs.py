@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
+from engine.api.messages import OutputEvent, RequestEnded, RequestTimes
 from engine.models.detokenize import Detokenizer
 from engine.sampling.logprobs import Logprobs
-from engine.scheduling.request import Completion, FinishReason, Request
+from engine.scheduling.request import Completion, Request
 
 NO_TOKENS = np.empty(0, np.uint32)
 
@@ -41,8 +41,6 @@ class Delta:
     """Set in the last delta of an output."""
     times: RequestTimes | None = None
     """Set in the last delta of an output that the engine ran."""
-    is_restarted: bool = False
-    """Whether the output begins again, so that all earlier deltas of it are void; this one is empty."""
 
     @property
     def text(self) -> str:
@@ -151,35 +149,8 @@ async def _run_one(
                     pieces = text.feed(completion.content, 0) if completion.is_repeat else []
                     pieces += text.finish(completion.text)
                     deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
-                elif isinstance(event, RequestRestarted):
-                    text = text_of(request)
-                    deltas.put_nowait(Delta(index, [], NO_TOKENS, is_restarted=True))
                 else:
                     pieces = text.feed(event.tokens[: event.visible], event.accepted)
                     deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))
     except Exception as problem:
         deltas.put_nowait(problem)
-
-
-def prompt_only(run: Run) -> Run:
-    """Wrap `run` for requests that only need prompt log-probabilities: drop the one generated token."""
-
-    async def run_prompt(request: Request) -> AsyncGenerator[OutputEvent, None]:
-        async with aclosing(run(request)) as events:
-            async for event in events:
-                if isinstance(event, RequestEnded):
-                    yield replace(event, completion=_without_output(event.completion))
-
-    return run_prompt
-
-
-def _without_output(completion: Completion) -> Completion:
-    return replace(
-        completion,
-        tokens=NO_TOKENS,
-        finish_reason=FinishReason.LENGTH,
-        steps=0,
-        stop_reason=None,
-        text=None,
-        logprobs=None if completion.logprobs is None else completion.logprobs.part(0, 0),
-    )

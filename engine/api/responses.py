@@ -66,12 +66,7 @@ class ResponseFormat(ABC):
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks for a delta: one, or none if nothing in it is visible.
-
-        Raises ApiError for an output that begins again, since its first chunks cannot be taken back.
-        """
-        if delta.is_restarted:
-            raise ApiError(503, "the weights of the model changed, and the output began again; send the request again")
+        """Return the chunks for a delta: one, or none if nothing in it is visible."""
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         elif not delta.pieces and delta.logprobs is None:
@@ -153,7 +148,7 @@ async def respond(
 
 async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
     """Admit requests and yield their deltas. Raises ApiError."""
-    recorder = RequestRecorder(service.metrics, requests, body.n)
+    recorder = RequestRecorder(service.metrics, requests)
     decode = service.served.tokenizer.decode
 
     def text_of(request: Request) -> OutputText:
@@ -161,8 +156,8 @@ async def _deltas(service: Service, body: SamplingFields, requests: Sequence[Req
 
     try:
         service.admission.admit(len(requests))
-        run, release = service.runner(body), service.admission.release
-        with engine_errors(body.prompt_field, body.schema_field):
+        run, release = service.run, service.admission.release
+        with engine_errors(body.prompt_field):
             async with aclosing(stream_deltas(run, requests, text_of, release)) as deltas:
                 async for delta in deltas:
                     recorder.record(delta)
@@ -180,7 +175,7 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
     completions: dict[int, Completion] = {}
     async with aclosing(_deltas(service, body, requests)) as deltas:
         async for delta in deltas:
-            pieces[delta.index] = [] if delta.is_restarted else pieces[delta.index] + delta.pieces
+            pieces[delta.index] += delta.pieces
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
     return [

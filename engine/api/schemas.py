@@ -1,7 +1,6 @@
 """Request bodies: OpenAI's fields, vLLM's additional sampling parameters, and our own for drafting.
 
-Fields of these APIs that the server does not implement are accepted only with values that change nothing, since common
-clients send them with their defaults. Any other value is an error, because ignoring a setting silently would be worse.
+Other fields of these APIs are errors, because ignoring a setting silently would be worse.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ MAX_TOOLS = 128
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-One = Annotated[float, Field(ge=1, le=1)]
-EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 class StreamOptions(Body):
@@ -33,27 +30,6 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Whether the last chunk contains the usage."""
-    include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
-
-
-class UnsupportedFields(Body):
-    """Fields of both endpoints that are accepted only where they change nothing."""
-
-    store: Literal[False] = False
-    metadata: dict[str, str] | None = None
-    """Only affects stored responses, which are not supported."""
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    """Routing hint; the prefix cache does not need it."""
-    use_beam_search: Literal[False] = False
-    length_penalty: One = 1.0
-    early_stopping: Literal[False] = False
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
-    include_stop_str_in_output: Literal[False] = False
-    priority: Literal[0] = 0
 
 
 class WeightsRequest(Body):
@@ -62,7 +38,6 @@ class WeightsRequest(Body):
     path: Annotated[str, Field(min_length=1)]
     """Safetensors file, or folder of such files, on the server's machine."""
     version: Annotated[int, Field(ge=0)] | None = None
-    running: Literal["finish", "restart"] = "finish"
 
 
 class ContentPart(Body):
@@ -101,7 +76,7 @@ class RolloutFields(Body):
         return Rollout(self.group, self.version)
 
 
-class SamplingFields(UnsupportedFields):
+class SamplingFields(Body):
     """Fields of both endpoints."""
 
     prompt_field: ClassVar[str]
@@ -142,9 +117,16 @@ class SamplingFields(UnsupportedFields):
     """How drafts are verified when sampling; None: the server's setting."""
     response_format: OutputFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    """What the output must match; an alternative to `response_format`."""
+    """What the output must match, if it is not JSON."""
     return_drafted: bool = False
     """Whether to return the text in pieces that are marked as drafted or not."""
+
+    # Accepted and not used, since they change no answer.
+    store: Literal[False] = False
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -169,11 +151,6 @@ class SamplingFields(UnsupportedFields):
         given = self.structured_outputs or self.response_format
         return None if given is None else given.grammar
 
-    @property
-    def schema_field(self) -> str:
-        """Name of the field with the JSON schema of `grammar`."""
-        return "structured_outputs.json" if self.structured_outputs is not None else "response_format.json_schema"
-
 
 class CompletionRequest(SamplingFields):
     """Body of `POST /v1/completions`."""
@@ -184,21 +161,8 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     """Whether the output includes the prompt: its text and, with `logprobs`, its log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 needs `echo`: it requests the log-probabilities of the prompt and no output."""
-
-    # Accepted only where they change nothing.
     best_of: Annotated[int, Field(ge=1)] | None = None
-    suffix: Literal[""] | None = None
-    add_special_tokens: Literal[True] = True
-
-    @model_validator(mode="after")
-    def _check_max_tokens(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: must be at least 1 unless echo is true")
-        if self.max_tokens == 0 and self.min_tokens:
-            raise ValueError("min_tokens: must be at most max_tokens (0)")
-        return self
+    """Only `n` is accepted, because common clients send it."""
 
     @model_validator(mode="after")
     def _check_unsupported(self) -> CompletionRequest:
@@ -222,7 +186,7 @@ class Message(Body):
     """Id of the tool call that a message with the role `tool` answers."""
     refusal: str | None = None
     """Sent by OpenAI's client with earlier answers; ignored, like `annotations`."""
-    annotations: EmptyList | None = None
+    annotations: list[Any] | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
@@ -247,16 +211,6 @@ class ChatRequest(SamplingFields):
     """Whether an output may have several calls."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    # Accepted only where they change nothing.
-    functions: EmptyList | None = None
-    function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: Literal["medium"] | None = None
-    echo: Literal[False] = False
-    add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

@@ -37,6 +37,8 @@ from ssd.errors import UserError
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+DRAIN_S = 30
+"""Seconds to wait for running requests after a signal to stop; a second signal aborts them. Kubernetes' default."""
 BIND_ADVICE = {
     errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
@@ -55,8 +57,6 @@ class ServerConfig:
     max_waiting: int = 256
     """Largest number of waiting requests; more are refused with status 429."""
     max_body_bytes: int = 4 << 20
-    drain_s: float = 30.0
-    """Seconds to wait for running requests after a signal to stop."""
     tool_call_parser: str | None = None
     """Format of tool calls, a name in `FORMATS`; None: that of the chat template, if it is recognized."""
     allow_weight_updates: bool = False
@@ -85,14 +85,13 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         defaults=load_generation_defaults(folder).sampling,
         created=int(time.time()),
         drafter=options.drafter,
-        prefix_cache=options.config.prefix_cache,
         adapters=tuple(options.loras),
         tool_format=form,
         answers_repeats=config.answer_repeats,
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
     loading = _LoadingApp()
-    server = _uvicorn_server(loading, config.drain_s)
+    server = _uvicorn_server(loading)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
@@ -103,7 +102,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
                 service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
-            _stop_on_signals(server, config.drain_s, notify)
+            _stop_on_signals(server, notify)
             notify(f"serving at {_url_of(bound)}")
             ended = asyncio.create_task(engine.wait_for_end())
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,15 +195,15 @@ class _LoadingApp:
         await app(scope, receive, send)
 
 
-def _uvicorn_server(app: ASGIApp, drain_s: float) -> uvicorn.Server:
+def _uvicorn_server(app: ASGIApp) -> uvicorn.Server:
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(drain_s), server_header=False,
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S, server_header=False,
         lifespan="off",
     )  # fmt: skip
     return _UvicornServer(settings)
 
 
-def _stop_on_signals(server: uvicorn.Server, drain_s: float, notify: Callable[[str], None]) -> None:
+def _stop_on_signals(server: uvicorn.Server, notify: Callable[[str], None]) -> None:
     """Let the first SIGINT or SIGTERM stop the server, and the second one abort its requests."""
 
     def stop() -> None:
@@ -213,7 +212,7 @@ def _stop_on_signals(server: uvicorn.Server, drain_s: float, notify: Callable[[s
         if server.force_exit:
             notify("stopping at once")
         elif server.server_state.tasks:
-            notify(f"waiting up to {drain_s:g} s for running requests")
+            notify(f"waiting up to {DRAIN_S} s for running requests")
         else:
             notify("stopping")
 

@@ -17,7 +17,7 @@ from engine.api.errors import ApiError
 from engine.api.grammar_checker import GrammarChecker
 from engine.api.messages import EngineReady
 from engine.api.metrics import EngineCollector, Metrics
-from engine.api.outputs import Run, prompt_only
+from engine.api.outputs import Run
 from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
 from engine.api.tools.formats import ToolFormat
@@ -54,7 +54,6 @@ class ServedModel:
     created: int
     """Unix time."""
     drafter: str
-    prefix_cache: bool
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters, which requests choose as their model."""
     tool_format: ToolFormat | None = None
@@ -72,7 +71,6 @@ class Admission:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.admitted = 0
-        self.refused = 0
 
     def admit(self, requests: int) -> None:
         """Add requests. Raises ApiError: 429 if they exceed the limit now, 400 if they always would."""
@@ -81,7 +79,6 @@ class Admission:
                 400, f"n: that is {requests} outputs, and the server takes {self.limit} at a time", param="n"
             )
         if self.admitted + requests > self.limit:
-            self.refused += requests
             raise ApiError(429, f"the server has {self.admitted} requests and takes {self.limit}; try again later")
         self.admitted += requests
 
@@ -97,12 +94,7 @@ class Service:
         self.engine = engine
         self.served = served
         self.admission = admission
-        kv_cache = {
-            "block_size": ready.page_size,
-            "num_gpu_blocks": ready.pages,
-            "enable_prefix_caching": served.prefix_cache,
-        }
-        collector = EngineCollector(served.name, lambda: engine.stats, lambda: admission.refused, kv_cache)
+        collector = EngineCollector(served.name, lambda: engine.stats)
         self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
         self._grammars = GrammarChecker(GrammarCompiler(served.tokenizer, ready.vocab_size, ready.end_tokens))
         self.max_tokens = ready.max_tokens
@@ -133,12 +125,12 @@ class Service:
     def figures(self) -> dict[str, Any]:
         """Return the data of the status page."""
         header = {"model": self.served.name, "drafter": self.served.drafter, "time": time.monotonic()}
-        return header | asdict(self.engine.stats) | {"corpus_history": self.engine.corpus_history.points}
+        return header | asdict(self.engine.stats)
 
-    def runner(self, body: SamplingFields) -> Run:
-        """Return the function that runs the requests of a body."""
-        run = partial(self._grammars.run, self.engine.run)
-        return prompt_only(run) if body.max_tokens == 0 else run
+    @property
+    def run(self) -> Run:
+        """The function that runs a request."""
+        return partial(self._grammars.run, self.engine.run)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for a model that is not served."""
@@ -192,7 +184,7 @@ class Service:
                     logit_bias=_logit_bias(body.logit_bias),
                     **shared,
                 ),
-                learn=body.learn and body.max_tokens != 0,
+                learn=body.learn,
                 salt=body.user or "",
                 drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,

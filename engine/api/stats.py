@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.api.messages import STEP_TOKEN_BOUNDS, CorpusSize, EngineStats, RequestTimes
+from engine.api.messages import CorpusSize, EngineStats, RequestTimes
 from engine.drafters.sources import SOURCE_NAMES, count_sources
 from engine.scheduling.request import Completion, FinishReason, Request
 
@@ -31,14 +30,10 @@ class EngineTotals:
         self._accepted_per_position = np.zeros(engine.max_draft, np.int64)
         self._drafted_by_source = np.zeros(len(SOURCE_NAMES), np.int64)
         self._accepted_by_source = np.zeros(len(SOURCE_NAMES), np.int64)
-        self._steps_by_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-        self._pending_prompts: dict[int, int] = {}
-        """Prompt lengths of requests that have not produced a token yet, by the engine's ids."""
 
-    def request_started(self, sequence_id: int, request: Request) -> None:
+    def request_started(self, request: Request) -> None:
         """Count a request that was added to the engine."""
         self._stats.prompt_tokens += len(request.prompt)
-        self._pending_prompts[sequence_id] = len(request.prompt)
 
     def request_repeated(self, completion: Completion) -> None:
         """Count a request that was answered from the corpus."""
@@ -49,23 +44,13 @@ class EngineTotals:
         """Count one engine step."""
         self._stats.steps += 1
         self._stats.backoff_steps += report.is_backing_off
-        step_tokens = 0
-        drafts: list[SequenceResult] = []
-        for result in report.results:
-            self._stats.sequence_steps += 1
-            step_tokens += len(result.tokens) + self._pending_prompts.pop(result.sequence_id, 0)
-            self._stats.generated_tokens += len(result.tokens)
-            if result.drafted:
-                drafts.append(result)
-        if step_tokens:
-            self._steps_by_tokens[bisect_left(STEP_TOKEN_BOUNDS, step_tokens)] += 1
-            self._stats.step_tokens_sum += step_tokens
-        if drafts:
+        self._stats.sequence_steps += len(report.results)
+        self._stats.generated_tokens += report.committed
+        if drafts := [result for result in report.results if result.drafted]:
             self._count_drafts(drafts)
 
-    def request_ended(self, sequence_id: int, request: Request, completion: Completion) -> None:
+    def request_ended(self, request: Request, completion: Completion) -> None:
         """Count a request that ended or was cancelled."""
-        self._pending_prompts.pop(sequence_id, None)
         self._stats.cached_tokens += completion.cached_tokens
         if request.learn and completion.finish_reason is not FinishReason.ABORT:
             self._stats.learned_tokens += len(completion.tokens)
@@ -78,7 +63,6 @@ class EngineTotals:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             preemptions=scheduler.preemptions,
-            steps_by_tokens=tuple(self._steps_by_tokens),
             drafted_per_position=tuple(self._drafted_per_position.tolist()),
             accepted_per_position=tuple(self._accepted_per_position.tolist()),
             drafted_by_source=dict(zip(SOURCE_NAMES, self._drafted_by_source.tolist(), strict=True)),
@@ -87,7 +71,6 @@ class EngineTotals:
             corpus=self._corpus_size(),
             is_connected=getattr(self._engine.drafter, "is_connected", None),
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
-            pages=scheduler.pages.count,
         )
 
     def _count_drafts(self, drafts: list[SequenceResult]) -> None:

@@ -18,7 +18,6 @@ from engine.api.messages import (
     Event,
     RequestEnded,
     RequestRefused,
-    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
@@ -78,8 +77,7 @@ class Worker:
         """Serve until a `Shutdown` arrives. Raises EOFError and BrokenPipeError if the other process has ended."""
         model, pages = self._engine.model, self._engine.scheduler.pages
         max_tokens = min(model.max_positions, pages.count * pages.page_size)
-        ready = EngineReady(model.vocab_size, max_tokens, pages.page_size, pages.count, model.eos_token_ids)
-        self._connection.send([ready])
+        self._connection.send([EngineReady(model.vocab_size, max_tokens, model.eos_token_ids)])
         while not self._is_stopping:
             self._receive_commands()
             if self._engine.scheduler.has_work:
@@ -120,7 +118,7 @@ class Worker:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
             return
         self._requests[sequence_id] = command
-        self._totals.request_started(sequence_id, command.request)
+        self._totals.request_started(command.request)
         self._timer.request_started(sequence_id)
 
     def _cancel(self, command: CancelRequest) -> None:
@@ -128,7 +126,7 @@ class Worker:
             if submitted.request_id == command.request_id:
                 completion = self._engine.cancel(sequence_id)
                 assert completion is not None
-                self._totals.request_ended(sequence_id, submitted.request, completion)
+                self._totals.request_ended(submitted.request, completion)
                 self._timer.request_cancelled(sequence_id)
                 del self._requests[sequence_id]
                 return
@@ -145,7 +143,7 @@ class Worker:
             began = time.monotonic()
 
         try:
-            self._engine.update_weights(command.path, version=command.version, running=command.running, observe=observe)
+            self._engine.update_weights(command.path, version=command.version, observe=observe)
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
         else:
@@ -160,7 +158,7 @@ class Worker:
         """Send the events of a step that began at a time on the monotonic clock."""
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.running, report)
-        events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
+        events: list[Event] = []
         for result in report.results:
             ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
@@ -168,7 +166,7 @@ class Worker:
             events.append(TokensProduced(request_id, result.tokens, result.accepted, visible, result.logprobs))
         for sequence_id, completion in report.finished.items():
             submitted = self._requests.pop(sequence_id)
-            self._totals.request_ended(sequence_id, submitted.request, completion)
+            self._totals.request_ended(submitted.request, completion)
             if sequence_id in report.refused:
                 self._timer.request_cancelled(sequence_id)
                 events.append(RequestRefused(submitted.request_id, report.refused[sequence_id]))

@@ -10,7 +10,6 @@ from engine.attention.base import Attention
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.latent import LatentPlainAttention
 from engine.attention.plain import PlainAttention
-from engine.config import KvDtype
 from engine.executor.optional import flashinfer, has_flashinfer
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedOps
@@ -40,17 +39,6 @@ def choose_backend(wanted: str, config: ModelConfig | None, dtype: torch.dtype, 
     return "flashinfer"
 
 
-def choose_kv_dtype(wanted: KvDtype, backend: Backend, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache for a model of `dtype`. Raises UserError if the backend does not support it."""
-    if wanted == "auto":
-        return dtype
-    if backend != "flashinfer":
-        raise UserError(
-            "--kv-dtype fp8 needs FlashInfer's kernels; give --attention flashinfer, or leave out --kv-dtype"
-        )
-    return torch.float8_e4m3fn
-
-
 def make_attention(
     backend: Backend,
     config: ModelConfig,
@@ -58,16 +46,17 @@ def make_attention(
     page_size: int,
     dtype: torch.dtype,
     device: str,
-    kv_dtype: torch.dtype | None = None,
     first_slot: int = 0,
 ) -> Attention:
     """Return an attention with an empty cache.
 
-    kv_dtype: dtype of the cache; None: `dtype`. first_slot: slots of a sequence before it are not attended to, and no
-    queries may be there; FlashInfer attends to them nevertheless. Raises UserError if FlashInfer cannot be imported.
+    first_slot: slots of a sequence before it are not attended to, and no queries may be there. FlashInfer attends to
+    them nevertheless, and so to what an earlier owner of the page left there: that changes drafts, but no outputs.
+
+    Raises UserError if FlashInfer cannot be imported.
     """
     if backend == "flashinfer":
-        return FlashInferAttention(config, pages, page_size, dtype, device, kv_dtype=kv_dtype)
+        return FlashInferAttention(config, pages, page_size, dtype, device)
     plain = PlainAttention if config.latent is None else LatentPlainAttention
     return plain(config, pages, page_size, dtype, device, first_slot=first_slot)
 

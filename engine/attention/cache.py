@@ -9,17 +9,6 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 
 
-def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert keys or values to the dtype of a cache.
-
-    Values beyond the range of an 8-bit dtype are clamped, because PyTorch may convert them to NaN.
-    """
-    if dtype.itemsize > 1:
-        return tensor.to(dtype)
-    largest = torch.finfo(dtype).max
-    return tensor.clamp(-largest, largest).to(dtype)
-
-
 class PagedCache:
     """Keys and values of all layers in one tensor, [layers, pages, 2, page_size, kv_heads, head_dim].
 
@@ -45,11 +34,9 @@ class PagedCache:
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy keys and values between slots; see `Attention.move`."""
-        # PyTorch does not support indexing for all 8-bit floating-point dtypes.
-        layers = self.layers.view(torch.uint8) if self.layers.itemsize == 1 else self.layers
         from_pages, from_offsets = self._pages_and_offsets(sources)
         to_pages, to_offsets = self._pages_and_offsets(targets)
-        layers[:, to_pages, :, to_offsets] = layers[:, from_pages, :, from_offsets]
+        self.layers[:, to_pages, :, to_offsets] = self.layers[:, from_pages, :, from_offsets]
 
     def _pages_and_offsets(self, slots: np.ndarray) -> tuple[Tensor, Tensor]:
         on_device = torch.from_numpy(slots).to(self.layers.device)

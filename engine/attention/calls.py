@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import layout
-from engine.attention.cache import PagedCache, as_stored
+from engine.attention.cache import PagedCache
 from engine.attention.layout import Segment
 from engine.executor.transfer import on_device
 
@@ -34,7 +34,6 @@ class KernelConfig:
     head_dim: int
     page_size: int
     dtype: torch.dtype
-    kv_dtype: torch.dtype
     device: str
 
 
@@ -77,14 +76,7 @@ class CacheWriter:
 
         def store(cache: Tensor, key: Tensor, value: Tensor) -> None:
             self._library.append_paged_kv_cache(
-                as_stored(key, cache.dtype),
-                as_stored(value, cache.dtype),
-                sequence,
-                slots,
-                cache,
-                self._pages,
-                self._indptr,
-                self._last,
+                key, value, sequence, slots, cache, self._pages, self._indptr, self._last
             )
 
         return store
@@ -183,6 +175,6 @@ def plan_paged(
         config.head_dim,
         config.page_size,
         q_data_type=config.dtype,
-        kv_data_type=config.kv_dtype,
+        kv_data_type=config.dtype,
         **options,
     )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import Attention, StepShape
-from engine.attention.cache import PagedCache, as_stored
+from engine.attention.cache import PagedCache
 from engine.attention.calls import WORKSPACE_BYTES, CacheWriter, Call, KernelConfig, PathCall, TreeCall
 from engine.attention.chunks import workspaces
 from engine.attention.flashinfer_fixed import FlashInferFixed, requests_of
@@ -22,26 +22,12 @@ from engine.models.self_attention import Attend
 class FlashInferAttention(Attention):
     """Attention on FlashInfer's kernels over a paged cache."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: str,
-        *,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
-        """dtype: dtype of queries, 16 bits. kv_dtype: dtype of the cache, the same or float8_e4m3fn, stored without a
-        scale.
-
-        Raises UserError where FlashInfer cannot be imported.
-        """
+    def __init__(self, config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: str) -> None:
+        """dtype: of queries and of the cache, 16 bits. Raises UserError where FlashInfer cannot be imported."""
         self._library = flashinfer()
-        kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self._cache = PagedCache(config, pages, page_size, kv_dtype, device)
+        self._cache = PagedCache(config, pages, page_size, dtype, device)
         self._config = KernelConfig(
-            config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, kv_dtype, str(device)
+            config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, str(device)
         )
         self._workspace = self._bytes(WORKSPACE_BYTES)
         self._calls: dict[type[Call], Call] = {}
@@ -66,9 +52,6 @@ class FlashInferAttention(Attention):
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             cache = self._cache.layers[layer]
             store(cache, key, value)
-            if cache.dtype != query.dtype:
-                # Round a tree's own keys and values to the cache's dtype, because later steps read the rounded ones.
-                key, value = (as_stored(part, cache.dtype).to(query.dtype) for part in (key, value))
             if len(prepared) == 1:
                 return prepared[0][1].run(query, key, value, cache)
             attended = query.new_empty(query.shape)

@@ -96,7 +96,7 @@ class FlashInferFixed(FixedAttention):
             config.page_size,
             causal=True,
             q_data_type=config.dtype,
-            kv_data_type=config.kv_dtype,
+            kv_data_type=config.dtype,
         )
 
     def begin(self, rows: RaggedRows) -> Attend:

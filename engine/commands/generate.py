@@ -21,7 +21,6 @@ from engine.commands.prompts import Prompt, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
 from engine.models.tokenizer import Tokenizer
-from engine.sampling.logprobs import Logprobs
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.draft_usage import draft_usage
 from engine.scheduling.request import Completion, Request, SamplingParams
@@ -55,9 +54,6 @@ class GenerateOptions:
 def run_generate(options: GenerateOptions) -> None:
     """Read the prompts, check all of them, complete them, and write the outputs. Raises UserError."""
     prompts = read_prompts(options)
-    sampling = options.sampling
-    if options.out is None and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
-        raise UserError("log-probabilities are written to --out; give a file, or - for stdout")
     tokenizer = Tokenizer(options.engine.model)
     requests = _requests(prompts, tokenizer, options)
     console = Console(stderr=True, highlight=False)
@@ -234,11 +230,6 @@ class CompletionWriter:
             "stop_reason": completion.stop_reason,
             "draft": draft_usage([completion]),
         }
-        if completion.logprobs is not None:
-            line["logprobs"] = _as_json(completion.logprobs)
-        if completion.prompt_logprobs is not None:
-            line["prompt_tokens"] = self._requests[index].prompt.tolist()
-            line["prompt_logprobs"] = [None, *_as_json(completion.prompt_logprobs)]
         try:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -268,17 +259,3 @@ class CompletionWriter:
 
 def _open(path: Path) -> TextIO:
     return sys.stdout if str(path) == "-" else path.open("w", encoding="utf-8")
-
-
-def _as_json(logprobs: Logprobs) -> list[dict[str, object]]:
-    """Return a record per token; `top` lists the most likely alternatives as (token id, log-probability)."""
-    return [
-        {"logprob": value, "rank": rank, "top": list(zip(top_ids, top, strict=True))}
-        for value, rank, top_ids, top in zip(
-            logprobs.tokens.tolist(),
-            logprobs.ranks.tolist(),
-            logprobs.top_ids.tolist(),
-            logprobs.top.tolist(),
-            strict=True,
-        )
-    ]

@@ -14,7 +14,6 @@ from engine.drafters.base import TargetInfo
 from engine.drafters.kinds import runs_model
 from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
 from engine.engine import COMMON_SAMPLING, Engine, build_engine
-from engine.executor.draft_shape import choose_draft_shape
 from engine.executor.ranks.load import load_ranks
 from engine.models.decoder import Decoder
 from engine.models.generation import load_generation_defaults
@@ -44,11 +43,6 @@ def load(options: EngineOptions) -> Decoder:
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
-    for flag, is_given in (("--lora", bool(options.loras)), ("--draft-shape tree", options.draft_shape == "tree")):
-        if is_given and options.config.in_flight:
-            raise UserError(
-                f"--in-flight 1 cannot be combined with {flag}, whose steps are not launched ahead; leave one out"
-            )
     count = options.tensor_parallel
     if count > 1:
         _refuse_divided(options, count)
@@ -61,8 +55,6 @@ def load(options: EngineOptions) -> Decoder:
 
 def _refuse_divided(options: EngineOptions, count: int) -> None:
     """Raise UserError for options that cannot be used with a model that is divided over `count` ranks."""
-    if options.config.in_flight:
-        raise UserError(f"--in-flight 1 cannot be combined with --tensor-parallel {count}; leave it out")
     if options.loras:
         raise UserError(f"--lora cannot be combined with --tensor-parallel {count} yet; leave one of them out")
     if "self-int8" in options.drafters:
@@ -112,13 +104,9 @@ def launch(
 
     `verifies_all`: verify all draft tokens, even if that takes more time than it saves. Raises UserError.
     """
-    may_draft = options.drafter != "none" and options.config.max_draft > 0
-    shape = options.draft_shape
-    if shape == "auto":
-        may_have_trees = may_draft and not options.config.in_flight
-        shape = choose_draft_shape(model, options.attention) if may_have_trees else "path"
-    config = replace(options.config, draft_shape=shape)
-    drafter_config = DrafterConfig(draft_shape=shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
+    config = options.config
+    may_draft = options.drafter != "none" and config.max_draft > 0
+    drafter_config = DrafterConfig(draft_shape=config.draft_shape, max_draft=min(2 * config.max_draft + 1, MAX_DRAFT))
     if (quantization := load_quantization(options.model)) is not None:
         for notice in quantization.notices:
             warn(notice)

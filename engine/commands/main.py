@@ -1,4 +1,4 @@
-"""`ssd-engine`: run targets, compare drafters, and train both. Each command imports the heavy modules that it needs."""
+"""`ssd-engine`: run targets, compare and train drafters. Each command imports the heavy modules that it needs."""
 
 from __future__ import annotations
 
@@ -128,14 +128,6 @@ def generate(
     type=click.Choice(list(FORMATS)),
     help="Format of tool calls.  [default: that of the chat template, if it is recognized]",
 )
-@click.option(
-    "--drain",
-    "drain_s",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    metavar="SECONDS",
-    help="Maximum time to wait for running requests after a signal to stop.",
-)
 def serve(name: str | None, **given: Any) -> None:
     """Serve a model with OpenAI's API and a status page."""
     import asyncio
@@ -259,7 +251,7 @@ def _take_rows(given: dict[str, Any]) -> tuple[EngineOptions, list[Row]]:
 
     rows = parse_rows(given.pop("drafters"), given.pop("depths"), given.pop("draft_shape"))
     kinds = dict.fromkeys(kind for row in rows for kind in row.kinds)
-    given |= {"drafter": "+".join(kinds), "drafter_options": {}, "draft_shape": "auto"}
+    given |= {"drafter": "+".join(kinds), "drafter_options": {}, "draft_shape": "path"}
     given |= {"max_sequences": max(given["concurrency"])}
     engine = EngineOptions.take(given)
     return replace(engine, drafter="none"), rows
@@ -267,32 +259,7 @@ def _take_rows(given: dict[str, Any]) -> tuple[EngineOptions, list[Row]]:
 
 @cli.group()
 def train() -> None:
-    """Train the small target, or a drafter for a target."""
-
-
-@train.command()
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("build/target"),
-    help="Folder for checkpoints; an interrupted run continues from there.",
-)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Model folder to write.")
-@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to train on.  [default: those of the recipe]")
-@click.option(
-    "--compile/--no-compile",
-    "compiled",
-    default=True,
-    help="Compile the training step: 1.5 times as fast, needs a C++ compiler.",
-)
-def target(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
-    """Train the small target on this Python's standard library.
-
-    It takes 80 minutes on two cores.
-    """
-    from engine.training.run import train_with_progress
-
-    train_with_progress(work, out, tokens, compiled)
+    """Train a drafter for a target."""
 
 
 def _add_head_command(kind: str, help_text: str) -> None:
@@ -328,7 +295,7 @@ def _add_head_command(kind: str, help_text: str) -> None:
         from rich.console import Console
 
         from engine.models.shipped import SHIPPED_MODEL
-        from engine.training.heads.command import TrainingOptions, train_head
+        from engine.training.command import TrainingOptions, train_head
 
         options = TrainingOptions(kind, target or SHIPPED_MODEL, out, work, data, prompts, tokens)
         train_head(options, Console())

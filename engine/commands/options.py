@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import click
 
-from engine.config import EngineConfig, KvDtype, Verification
+from engine.config import EngineConfig, Verification
 from engine.drafters.kinds import DEFAULT_ADDRESS, KINDS, describe_kinds
 from engine.drafters.registry import parse_kinds
 from engine.models.hub import HEAD_FILES, find_model
@@ -40,11 +40,9 @@ class EngineOptions:
     """Folders of weights, by the kind of drafter."""
     address: str
     """Address of a sidecar."""
-    draft_shape: DraftShape | Literal["auto"]
-    """`auto`: see `engine.executor.draft_shape`."""
     threads: int | None
     config: EngineConfig
-    """Other settings; its `draft_shape` is replaced by the field above."""
+    """Other settings."""
     require_sidecar: bool = True
     """Whether `ssd-remote` must find its sidecar at the start."""
     loras: Mapping[str, Path] = field(default_factory=dict)
@@ -152,12 +150,6 @@ MODEL_OPTIONS = (
         help="Memory for the KV cache.",
     ),
     click.option(
-        "--kv-dtype",
-        type=click.Choice(get_args(KvDtype)),
-        default="auto",
-        help="Type of the KV cache; auto: the model's; fp8: twice the tokens, less precise, needs flashinfer.",
-    ),
-    click.option(
         "--threads",
         type=click.IntRange(min=1),
         help="CPU threads, at most 4 per processor.  [default: PyTorch's choice]",
@@ -262,9 +254,9 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
         ),
         click.option(
             "--draft-shape",
-            type=click.Choice(("auto", *get_args(DraftShape))),
-            default="auto",
-            help="Shape of drafts: a path has no branches, a tree has. auto: the faster one, from measured step times. "
+            type=click.Choice(get_args(DraftShape)),
+            default="path",
+            help="Shape of drafts: a path has no branches, a tree has. "
             "A sidecar drafts in the shape that it was started with.",
         ),
         click.option(
@@ -295,75 +287,23 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             help="Maximum number of LoRA adapters in memory, hence of those that run at the same time.",
         ),
         click.option(
-            "--prefix-cache/--no-prefix-cache",
-            default=True,
-            help="Compute shared prefixes of prompts only once.",
-        ),
-        click.option(
             "--tensor-parallel",
             type=click.IntRange(min=1),
             default=1,
             metavar="N",
             help="Divide the model over N GPUs, or over N processes on a CPU.",
         ),
-        click.option(
-            "--in-flight",
-            type=click.IntRange(0, 1),
-            hidden=True,
-            help="Number of steps in flight while the next one is planned (default: chosen at run time).",
-        ),
     )
 
     return _adding(options)
 
 
-def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[int, float]:
-    """Parse each `TOKEN=BIAS`. Raises UserError."""
-    biases = {}
-    for text in given:
-        token, _, bias = text.partition("=")
-        try:
-            biases[int(token)] = float(bias)
-        except ValueError:
-            raise UserError(f"logit-bias must be a token id and a number, such as 42=-100, not {text!r}") from None
-    return biases
-
-
 SAMPLING_OPTIONS = (
     click.option("--max-tokens", type=int, default=128, help="Maximum number of output tokens."),
-    click.option("--min-tokens", type=int, default=0, help="Minimum number of output tokens."),
     click.option("--temperature", type=float, default=0.0, help="0 is greedy decoding."),
     click.option("--top-k", type=int, default=0, help="Sample from this number of most likely tokens; 0: from all."),
     click.option(
         "--top-p", type=float, default=1.0, help="Sample from the most likely tokens with this total probability."
-    ),
-    click.option(
-        "--min-p", type=float, default=0.0, help="Minimum probability, as a fraction of the most likely token's."
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="Values above 1 make tokens of the prompt and the output less likely.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="-2 to 2, subtracted from the logits of tokens in the output.",
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        help="-2 to 2, subtracted once for each occurrence in the output.",
-    ),
-    click.option(
-        "--logit-bias",
-        multiple=True,
-        metavar="TOKEN=BIAS",
-        callback=_biases,
-        help="Add -100 to 100 to the logits of a token id. Can be repeated.",
     ),
     click.option(
         "--seed",
@@ -372,16 +312,7 @@ SAMPLING_OPTIONS = (
         help="Seed of sampling; with exact verification, outputs do not depend on the drafter.",
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="End an output before this text. Can be repeated."),
-    click.option(
-        "--stop-token-id",
-        "stop_token_ids",
-        type=int,
-        multiple=True,
-        help="End an output at this token. Can be repeated.",
-    ),
     click.option("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
-    click.option("--logprobs", type=int, help="With --out: number of alternatives to report per token, 0 to 20."),
-    click.option("--prompt-logprobs", type=int, help="Like --logprobs, for the prompt's tokens after the first."),
 )
 """Options with the names of the fields of `SamplingParams`, which checks their ranges."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.attention.backend import choose_backend, make_attention, make_ops
 from engine.attention.base import StepShape
 from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
@@ -78,14 +78,13 @@ def build_executors(
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
-    kv_dtype = choose_kv_dtype(config.kv_dtype, backend, dtype)
     shapes = [attention_config(model), *(layers.config for layers in needs.layers)]
     state_bytes = sum(layers.state_size for layers in needs.layers) * dtype.itemsize
-    pages = PagePool(_page_count(shapes, config, kv_dtype, state_bytes), config.page_size)
+    pages = PagePool(_page_count(shapes, config, dtype, state_bytes), config.page_size)
     # One page beyond the pool's stores the keys and values of padding.
-    runner = open_runner(model, Cache(backend, pages.count + 1, config.page_size, kv_dtype), adapters)
+    runner = open_runner(model, Cache(backend, pages.count + 1, config.page_size), adapters)
     own = tuple(
-        make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, kv_dtype, first_slot)
+        make_attention(backend, shape, pages.count + 1, config.page_size, dtype, device, first_slot)
         for shape, first_slot, _ in needs.layers
     )
     draft_forward = DraftForward(own, runner.attention, pages, torch.device(device), make_ops(backend))

@@ -39,10 +39,6 @@ Their bytes are not bounded: the library does not tell them, and its `lexer_cost
 for such a grammar as for a choice among 5,000 strings, which takes a seventh of the memory)."""
 MAX_MASK_S, MAX_DELAY_S = 0.01, 0.25
 """Processor time in seconds that each mask of an output may take, and what all of its masks may take in addition."""
-MAX_REQUIRED = 1 << 12
-"""Largest number of bytes that an output may be required to contain in a row. The library splits them into tokens for
-each mask, in up to 0.4 us for each byte, and does not limit their number. With this limit that takes at most 1.6 ms,
-and so less than `MAX_MASK_S` on slow machines, too."""
 MAX_STATES = 50_000
 """Largest number of states of an automaton, of 1 to 2 KB each. A larger one is built again when it is needed."""
 NOTHING_ALLOWED = "NoExtensionBias"
@@ -134,7 +130,7 @@ class GrammarState:
     def allowed(self) -> np.ndarray:
         """Return which tokens may follow, bool [V]: at least one. End tokens may follow a complete output.
 
-        Raises GrammarError if no token may follow, if too much text must follow, or if the library has reached a limit.
+        Raises GrammarError if no token may follow, or if the library has reached a limit.
         """
         mask = self._mask()
         if mask is None:
@@ -142,11 +138,6 @@ class GrammarState:
             mask = self._mask()
         if mask is None:
             raise GrammarError(_cannot_continue(self._grammar, self._matcher.get_error()))
-        if np.count_nonzero(mask) == 1 and len(self._matcher.compute_ff_bytes()) > MAX_REQUIRED:
-            raise GrammarError(
-                f"{self._grammar.kind}: it requires more than {MAX_REQUIRED:,} bytes in a row, with repetitions "
-                "written out, which is the limit"
-            )
         return mask
 
     def allowed_along(

@@ -21,8 +21,6 @@ class Logprobs:
 
     tokens: np.ndarray
     """float32 [N]: log-probabilities of the tokens."""
-    ranks: np.ndarray
-    """int64 [N]: ranks of the tokens by probability; 1 is the most likely."""
     top_ids: np.ndarray
     """uint32 [N, n]: the n most likely tokens, in descending order."""
     top: np.ndarray
@@ -30,9 +28,7 @@ class Logprobs:
 
     def part(self, start: int, end: int, count: int | None = None) -> Logprobs:
         """Return the log-probabilities of tokens `start` to `end`, with `count` alternatives each (None: all)."""
-        return Logprobs(
-            self.tokens[start:end], self.ranks[start:end], self.top_ids[start:end, :count], self.top[start:end, :count]
-        )
+        return Logprobs(self.tokens[start:end], self.top_ids[start:end, :count], self.top[start:end, :count])
 
 
 def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs:
@@ -47,7 +43,6 @@ def compute_logprobs(logits: Tensor, tokens: np.ndarray, count: int) -> Logprobs
     best = logprobs.topk(min(count, logits.shape[1]), dim=-1)
     return Logprobs(
         tokens=own[:, 0].cpu().numpy(),
-        ranks=(1 + (logprobs > own).sum(dim=-1)).cpu().numpy(),
         top_ids=best.indices.cpu().numpy().astype(np.uint32),
         top=best.values.cpu().numpy(),
     )
@@ -80,14 +75,12 @@ def join_logprobs(parts: Sequence[Logprobs], count: int) -> Logprobs:
     """Concatenate log-probabilities; without parts, return an empty result with `count` alternatives."""
     nothing = Logprobs(
         np.empty(0, np.float32),
-        np.empty(0, np.int64),
         np.empty((0, count), np.uint32),
         np.empty((0, count), np.float32),
     )
     parts = parts or [nothing]
     return Logprobs(
         tokens=np.concatenate([part.tokens for part in parts]),
-        ranks=np.concatenate([part.ranks for part in parts]),
         top_ids=np.concatenate([part.top_ids for part in parts]),
         top=np.concatenate([part.top for part in parts]),
     )

@@ -1,1 +1,1 @@
-"""Training of the model that ships with the project."""
+"""Training of draft heads and draft models for a target."""

@@ -1,106 +1,115 @@
-"""Scores of the trained target and of an n-gram model for comparison, and the model card."""
+"""Card of a trained head: data, recipe, time and acceptance."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.commands.reports import cpu_name
-from engine.models.decoder import Decoder
-from engine.training.dataset import TrainingText
-from engine.training.kneser_ney import ORDER, KneserNey
-from engine.training.target import Recipe, held_out_loss
+from engine.models.shipped import SHIPPED_MODEL
+from engine.training.acceptance import MAX_TOKENS, TREE_NODES, Acceptance
+from engine.training.recipe import Recipe
+from engine.training.run import Run
 
 CARD_FILE = "README.md"
+LICENSE_FILE = "LICENSE.txt"
 
-
-@dataclass(frozen=True)
-class Score:
-    """Loss of a model on the held-out tokens."""
-
-    nats: float
-    """Mean loss per token."""
-    bytes_per_token: float
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity per token."""
-        return math.exp(self.nats)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Loss per byte of text, comparable across vocabularies."""
-        return self.nats / math.log(2) / self.bytes_per_token
-
-
-def score_model(model: Decoder, text: TrainingText) -> Score:
-    """Score the target on the held-out text in float32, with a context of 1,024 to 2,048 tokens where available."""
-    nats = held_out_loss(model, text.held_out, skip=ORDER - 1, context=model.config.max_positions, fast=False)
-    return Score(nats, text.held_out_bytes / len(text.held_out))
-
-
-def score_ngram(text: TrainingText, vocab_size: int) -> Score:
-    """Score an n-gram model of the training text on the same held-out tokens."""
-    probabilities = KneserNey(text.train, vocab_size).probabilities(text.held_out)
-    return Score(float(-np.log(probabilities).mean()), text.held_out_bytes / len(text.held_out))
+NETWORKS = {
+    "draft-model": "A copy of the target with {recipe.num_layers} of its layers; its embeddings are not trained",
+    "mtp": "A multi-token prediction layer in MiMo's form: one decoder layer over the last state and the next token",
+    "eagle": "An EAGLE head: one decoder layer over the last state and the next token",
+    "eagle3": "An EAGLE-3 head: one decoder layer over three of the target's states and the next token",
+    "medusa": "Medusa heads: {recipe.depth} residual blocks with output projections, on the last state",
+}
+FIRST_WEIGHTS = {
+    "draft-model": "the target's layers, evenly spaced",
+    "mtp": "the target's last layer, and a projection that estimates its input by least squares",
+    "eagle": "the target's last layer, and a projection that estimates its input by least squares",
+    "eagle3": "the target's last layer, with projections that estimate its input by least squares",
+    "medusa": "the target's output projection of a state that is estimated by least squares",
+}
 
 
 def write_card(
-    folder: Path, recipe: Recipe, text: TrainingText, model: Score, ngram: Score, *, parameters: int, seconds: float
+    folder: Path,
+    run: Run,
+    *,
+    target: Path,
+    data: str,
+    tokens: int,
+    results: Sequence[Acceptance],
+    prompts: int,
 ) -> None:
-    """Write the model card into `folder`."""
-    trained_on, held_out = (len(text.files[side]) for side in ("train", "held_out"))
+    """Write the card into `folder`, and the target's license file if it has one.
+
+    data: description of the text. tokens: number of its tokens that were used. results: measured on `prompts` prompts.
+    """
+    recipe, has_license = run.recipe, (target / LICENSE_FILE).exists()
+    if has_license:
+        shutil.copy(target / LICENSE_FILE, folder / LICENSE_FILE)
     (folder / CARD_FILE).write_text(
         f"""---
-license: other
-license_name: psf-2.0
-language: [code]
-library_name: transformers
+{_license(target)}library_name: ssd-drafter
+base_model: {target.name}
 ---
 
-# {folder.name}
+# {recipe.kind} for {target.name}
 
-A Llama-style model of {parameters / 1e6:.1f} million parameters that writes Python, made for trying and testing the engine
-without a network. It was trained on the Python standard library only. Its output looks like library code, but is
-rarely correct.
+{NETWORKS[recipe.kind].format(recipe=recipe)}. It drafts for the target {target.name} (`--drafter {recipe.kind}`).
+{"The target's license applies (`LICENSE.txt`)." if has_license else ""}
 
-| on the held-out files | perplexity | bits per byte |
+| held-out acceptance | tokens per step | accepted at position 1, 2, .. |
 |---|---|---|
-| this model | {model.perplexity:.2f} | {model.bits_per_byte:.3f} |
-| interpolated Kneser-Ney {ORDER}-gram model (modified, three discounts) | {ngram.perplexity:.2f} | {ngram.bits_per_byte:.3f} |
+{_rows(results)}
 
-The model's perplexity is {model.perplexity / ngram.perplexity:.2f} times the {ORDER}-gram model's. Both have the same vocabulary, the same
-training and held-out text, and are scored on the same {len(text.held_out) - ORDER + 1:,} tokens.
+{prompts} held-out prompts x {MAX_TOKENS} tokens, one measurement; greedy outputs include loops. {_shape(recipe)}
 
 ## Data
 
-The `.py` files of the standard library of CPython {text.files["python"]}, tests included, under the PSF license
-(`LICENSE.txt`).
-Left out: generated tables (`encodings`, `pydoc_data`), files that depend on the build, deliberately broken test files, and
-files that are not UTF-8. `files.json` lists the {trained_on:,} files that were trained on ({len(text.train):,} tokens) and the {held_out} that
-were held out ({len(text.held_out):,} tokens, {text.held_out_bytes:,} bytes). Files that share a quarter of their distinctive lines are near-duplicates and
-stay on one side; the held-out groups were chosen at random. `prompts.jsonl` has functions of the held-out files as prompts.
+{data}: {tokens:,} tokens in windows of {recipe.window}. The labels are the target's own distributions.
 
 ## Recipe
 
 | | |
 |---|---|
-| shape | {recipe.num_layers} layers of {recipe.hidden_size}, feed-forward {recipe.intermediate_size}, {recipe.num_heads} heads of {recipe.head_dim}, {recipe.num_kv_heads} key-value heads, tied embeddings |
-| context window | {recipe.max_positions:,} tokens: the first {1 - recipe.long_share:.0%} of training at {recipe.short_context}, the rest at {recipe.max_positions:,} |
-| vocabulary | byte-level BPE of {recipe.vocab_size:,}, learned from the training files |
-| tokens seen | {recipe.total_tokens:,}, {recipe.total_tokens / len(text.train):.1f} passes, {recipe.batch_tokens:,} per step |
-| optimizer | Muon for the matrices of the layers (learning rate {recipe.matrix_lr}, weight decay {recipe.matrix_weight_decay}), AdamW for the rest (learning rate {recipe.other_lr}) |
-| schedule | {recipe.warmup_steps} steps of warm-up, then constant, linear to zero over the last {recipe.decay_share:.0%} |
-| precision | bfloat16 matrix products with float32 weights; shipped as bfloat16 |
-| hardware | {cpu_name()}, {torch.get_num_threads()} cores |
-| time | {seconds / 60:.0f} minutes |
+| first weights | {FIRST_WEIGHTS[recipe.kind]} |
+| loss | {_loss(recipe)} |
+| tokens seen | {recipe.steps * recipe.batch_tokens:,}, {recipe.batch_tokens:,} per step |
+| optimizer | Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.other_lr}) |
+| schedule | {recipe.warmup_steps} steps of warm-up, then linear to zero |
+| precision | float32; written as bfloat16 |
+| hardware | {cpu_name()}, threads: {torch.get_num_threads()} |
+| time | {run.seconds / 60:.0f} minutes, {run.cpu_seconds / 60:.0f} minutes of processor time |
 
-Made by `ssd-engine train target`. With the same CPython, the command reads the same files and samples the same
-batches.
+Made by `ssd-engine train {recipe.kind}`.
 """,
         encoding="utf-8",
+    )
+
+
+def _license(target: Path) -> str:
+    return "license: other\nlicense_name: psf-2.0\n" if target == SHIPPED_MODEL else ""
+
+
+def _rows(results: Sequence[Acceptance]) -> str:
+    return "\n".join(
+        f"| temperature {result.temperature:g} | {result.tokens_per_step:.2f} "
+        f"| {', '.join(f'{share:.2f}' for share in result.by_position)} |"
+        for result in results
+    )
+
+
+def _shape(recipe: Recipe) -> str:
+    return f"Trees of {TREE_NODES} nodes." if recipe.kind == "medusa" else "Paths."
+
+
+def _loss(recipe: Recipe) -> str:
+    if recipe.kind in ("draft-model", "medusa"):
+        return "cross-entropy with the target's distribution"
+    return (
+        f"cross-entropy with the target's distribution at {recipe.depth} draft positions (training-time test); chains "
+        f"of several begin at the {recipe.chain_share:.0%} of rows whose first draft is most likely to be accepted"
     )

@@ -1,104 +1,162 @@
-"""`ssd-engine train target`: train the shipped target model and write its folder with scores."""
+"""The loop that trains a draft head or a draft model.
+
+An interrupted run continues from its last checkpoint with the same batches as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
 
-from engine.models.generation import GENERATION_FILE
-from engine.models.loader import load_model, save_model
-from engine.models.shipped import PROMPTS_FILE
-from engine.models.tokenizer import TOKENIZER_FILE
-from engine.training.card import score_model, score_ngram, write_card
-from engine.training.dataset import END_OF_TEXT, FILES_FILE, TrainingText, end_of_text, prepare
-from engine.training.prompts import function_prompts, write_prompts
-from engine.training.sources import read_files, stdlib_root
-from engine.training.target import Recipe, Run, resume, train
+from engine.models.decoder import Decoder
+from engine.training.features import Features
+from engine.training.kinds import new_objective
+from engine.training.muon import Muon
+from engine.training.objectives import Objective
+from engine.training.recipe import Recipe
 from ssd.errors import UserError
 
-LICENSE_FILE = "LICENSE.txt"
-"""The Python license, which applies to the library's text; CPython installs it beside the library."""
+CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINT_EVERY_S = 60.0
+SMOOTHED_STEPS = 25
+"""Number of steps over which the displayed tokens per step are averaged."""
+VOCABULARY_WEIGHTS = ("embedding.weight", "lm_head.weight")
+"""Matrices that AdamW trains, because their rows belong to tokens."""
 
 
-def train_with_progress(work: Path, out: Path, tokens: int | None, compiled: bool) -> None:
-    """Train to the end of the recipe with a progress bar. Raises UserError if `work` belongs to another recipe."""
-    recipe = Recipe() if tokens is None else replace(Recipe(), total_tokens=tokens)
-    console = Console()
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console) as progress:
-        task = progress.add_task("training", total=recipe.steps, loss="-")
-        try:
-            train_target(
-                recipe,
-                work,
-                out,
-                compiled=compiled,
-                notify=console.print,
-                progress=lambda step, loss: progress.update(task, completed=step, loss=f"{loss:.3f}"),
-            )
-        except ValueError as problem:
-            raise UserError(str(problem)) from None
+@dataclass
+class Run:
+    """A training run in memory."""
+
+    recipe: Recipe
+    module: nn.Module
+    objective: Objective
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0
+    seconds: float = 0.0
+    """Time spent on steps, including those before interruptions."""
+    cpu_seconds: float = 0.0
+    """Processor time spent on these steps; on a machine that also does other work it is less than `seconds`."""
+    recent: list[float] = field(default_factory=list)
+    """Tokens per step, estimated on the last batches."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean estimate of the last batches: 1 + the number of accepted draft tokens."""
+        return float(np.mean(self.recent)) if self.recent else 1.0
 
 
-def train_target(
-    recipe: Recipe,
-    work: Path,
-    out: Path,
-    *,
-    compiled: bool,
-    notify: Callable[[str], None],
-    progress: Callable[[int, float], None],
-) -> None:
-    """Train by `recipe` in the folder `work`, from its last checkpoint if it has one, and write the model to `out`.
+def start(recipe: Recipe, target: Decoder, features: Features) -> Run:
+    """Return a run at step 0 with a new head for the target."""
+    torch.manual_seed(recipe.seed)
+    objective = new_objective(recipe, target, features)
+    matrices, others = _parameters(objective.module)
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(matrices, lr=recipe.matrix_lr),
+        torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    return Run(recipe, objective.module, objective, optimizers)
 
-    `notify` is called with a line per stage, `progress` with the number of steps done and their loss.
-    Raises ValueError if `work` belongs to another recipe.
+
+def resume(recipe: Recipe, target: Decoder, features: Features, work: Path) -> Run:
+    """Return the run with the checkpoint in `work`, or a new one.
+
+    Raises ValueError if the checkpoint was made with another recipe.
     """
-    text = prepare(work, recipe.vocab_size, notify)
-    run = resume(recipe, recipe.model_config(end_of_text(text.tokenizer)), work)
-    notify(f"training from step {run.step:,} of {recipe.steps:,}")
-    train(run, text, work, compiled=compiled, progress=progress)
-    notify(f"writing {out}")
-    _write_folder(run, text, work, out)
-    notify("scoring the shipped weights on the held-out files")
-    # Loaded from the folder, since saving rounds the weights.
-    model = score_model(load_model(out), text)
-    notify(f"perplexity {model.perplexity:.2f}, {model.bits_per_byte:.3f} bits per byte; counting n-grams")
-    ngram = score_ngram(text, recipe.vocab_size)
-    notify(f"the n-gram model: perplexity {ngram.perplexity:.2f}, {ngram.bits_per_byte:.3f} bits per byte")
-    parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    write_card(out, recipe, text, model, ngram, parameters=parameters, seconds=run.seconds)
+    run = start(recipe, target, features)
+    path = work / CHECKPOINT_FILE
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        if state["recipe"] != asdict(recipe) or state["features"] != features.fingerprint:
+            raise ValueError(f"{path} was made with another recipe, text or target; give another --work folder")
+        run.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        run.step, run.recent = state["step"], state["recent"]
+        run.seconds, run.cpu_seconds = state["seconds"], state["cpu_seconds"]
+    return run
 
 
-def _write_folder(run: Run, text: TrainingText, work: Path, out: Path) -> None:
-    save_model(run.model, out, dtype=torch.bfloat16)
-    shutil.copy(work / TOKENIZER_FILE, out / TOKENIZER_FILE)
-    shutil.copy(work / FILES_FILE, out / FILES_FILE)
-    end = end_of_text(text.tokenizer)
-    _write_json(out / GENERATION_FILE, {"bos_token_id": end, "eos_token_id": end})
-    _write_json(
-        out / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "model_max_length": run.recipe.max_positions,
-        },
-    )
-    license_file = stdlib_root() / LICENSE_FILE
-    if license_file.exists():
-        shutil.copy(license_file, out / LICENSE_FILE)
-    by_path = {file.path: file for file in read_files(stdlib_root())}
-    held_out = [by_path[path] for path in text.files["held_out"]]
-    write_prompts(function_prompts(held_out, text.tokenizer), out / PROMPTS_FILE)
+def train(run: Run, features: Features, work: Path, *, until: int, progress: Callable[[Run], None]) -> None:
+    """Run the steps before step `until`, with a checkpoint every minute and one at the end.
+
+    Raises UserError if the training diverges.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    saved_at = time.monotonic()
+    while run.step < until:
+        began, cpu_began = time.monotonic(), time.process_time()
+        _step(run, features)
+        run.step += 1
+        run.seconds += time.monotonic() - began
+        run.cpu_seconds += time.process_time() - cpu_began
+        progress(run)
+        if time.monotonic() - saved_at > CHECKPOINT_EVERY_S or run.step == until:
+            save(run, features, work)
+            saved_at = time.monotonic()
 
 
-def _write_json(path: Path, fields: dict[str, object]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n")
+def save(run: Run, features: Features, work: Path) -> None:
+    """Write the checkpoint atomically."""
+    state = {
+        "recipe": asdict(run.recipe),
+        "features": features.fingerprint,
+        "step": run.step,
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "recent": run.recent,
+        "module": run.module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+    }
+    partial = work / (CHECKPOINT_FILE + ".partial")
+    torch.save(state, partial)
+    partial.replace(work / CHECKPOINT_FILE)
+
+
+def _step(run: Run, features: Features) -> None:
+    recipe = run.recipe
+    depths = run.objective(features.windows(_batch(recipe, len(features.tokens), run.step), run.objective.layers))
+    loss = depths.losses.sum()
+    if not torch.isfinite(loss):
+        raise UserError(
+            f"the loss of step {run.step} is not a finite number; give other --data or another --work folder"
+        )
+    loss.backward()
+    for optimizer, peak in zip(run.optimizers, (recipe.matrix_lr, recipe.other_lr), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * recipe.rate(run.step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    run.recent = [*run.recent, 1 + float(depths.accepted.sum())][-SMOOTHED_STEPS:]
+
+
+def _batch(recipe: Recipe, windows: int, step: int) -> np.ndarray:
+    """Return the windows of a step, int64 [B]. The first pass is in order of the windows, which is random already."""
+    indices = np.arange(step * recipe.batch_windows, (step + 1) * recipe.batch_windows)
+    return np.array([_in_pass(recipe.seed, windows, *divmod(int(index), windows)) for index in indices])
+
+
+def _in_pass(seed: int, windows: int, number: int, index: int) -> int:
+    return index if number == 0 else int(np.random.default_rng((seed, number)).permutation(windows)[index])
+
+
+def _parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices that Muon trains, and the parameters for AdamW."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim == 2 and name not in VOCABULARY_WEIGHTS and not _is_projection(name)
+            (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def _is_projection(name: str) -> bool:
+    """Return whether a parameter is the output projection of a Medusa head: the last module of its sequence."""
+    return name.startswith("heads.") and name.count(".") == 3

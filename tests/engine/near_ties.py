@@ -45,9 +45,7 @@ class Difference(NamedTuple):
 
 def references(model: Decoder, config: EngineConfig, attention: str, submitted: Sequence[Request]) -> list[Reference]:
     """Greedy outputs of single requests; prompts run in one step. config: gives the KV cache's settings."""
-    alone = EngineConfig(
-        max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib, kv_dtype=config.kv_dtype
-    )
+    alone = EngineConfig(max_sequences=1, max_draft=0, prefix_cache=False, kv_memory_mib=config.kv_memory_mib)
     engine = build_engine(model, alone, NoDrafter(), attention=attention)
     engine._graph = None  # logits can only be read in eager steps
     runner, found = engine._executor.runner, []

@@ -14,8 +14,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from engine.attention import calls
-from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
@@ -25,7 +23,6 @@ from engine.executor import fixed_step
 from engine.executor.batch import build_batch
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import Runner
-from engine.models.fused import FusedOps
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
@@ -92,6 +89,7 @@ def library(request):
 
 
 def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library, wide_folder):
+    """The head attends to a slot before its first one, which holds what another sequence left there."""
     model = load_model(wide_folder, dtype=library.dtype, device=library.device)
     sent = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     config = replace(CONFIG, max_draft=4, in_flight=1)
@@ -100,6 +98,14 @@ def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library
     for parameter in head.parameters():
         parameter.data = parameter.data.to(library.dtype)
     drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=4)
+    bind = drafter.bind
+
+    def bind_to_used_cache(forward):
+        [attention] = forward._own
+        attention._cache.layers.normal_(generator=torch.Generator(library.device).manual_seed(0))
+        bind(forward)
+
+    drafter.bind = bind_to_used_cache
     with closing(build_engine(model, config, drafter, attention="flashinfer")) as engine:
         completions = engine.generate(sent)
     assert all(completion.drafted > 20 for completion in completions)
@@ -108,33 +114,21 @@ def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library
     assert not found or library.dtype != torch.float32
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, kv_dtype, record_property):
+def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, record_property):
     model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))
     sent = requests(16 if library.device == "cuda" else 2, max_tokens=30)
-    config = replace(CONFIG, kv_dtype=kv_dtype)
-    expected = references(model, config, "flashinfer", sent)
+    expected = references(model, CONFIG, "flashinfer", sent)
     for in_flight in (0, 1):
         for drafter in DRAFTERS:
-            first, again, accepted = twice(model, replace(config, in_flight=in_flight), drafter, "flashinfer", sent)
+            first, again, accepted = twice(model, replace(CONFIG, in_flight=in_flight), drafter, "flashinfer", sent)
             found = [*differences(first, expected), *differences(again, expected)]
             most = max((difference.gap_ulp for difference in found), default=0.0)
-            name = f"{library.dtype}, KV cache {kv_dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
+            name = f"{library.dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
             text = f"{len(found)} of {2 * len(sent)} outputs differ from the reference, at gaps of up to {most:.1f} ulp"
             record_property(name, text)
             assert all(difference.is_near_tie for difference in found), (name, found)
             assert not found or library.dtype != torch.float32
             assert drafter != "ssd" or accepted > 20
-
-
-def test_an_8_bit_cache_has_more_pages(library, wide_folder):
-    model = load_model(wide_folder, dtype=library.dtype, device=library.device)
-    config = EngineConfig(max_sequences=8, kv_memory_mib=1)
-    wide, narrow = (
-        build_engine(model, replace(config, kv_dtype=kv_dtype), NoDrafter(), attention="flashinfer")
-        for kv_dtype in ("auto", "fp8")
-    )
-    assert narrow.scheduler.pages.count == library.dtype.itemsize * wide.scheduler.pages.count
 
 
 def test_differences_are_classified_by_the_reference():
@@ -149,29 +143,6 @@ def test_differences_are_classified_by_the_reference():
     ):
         [difference] = differences([tokens], [reference])
         assert (difference.place, difference.is_near_tie) == (place, is_near_tie)
-
-
-def halved(part, dtype):
-    return (part / 2 if dtype.itemsize == 1 else part).to(dtype)
-
-
-@pytest.mark.parametrize("bug", [None, halved], ids=["as it is", "planted bug"])
-def test_logits_with_an_8_bit_cache_are_close_to_those_with_16_bits(library, tmp_path, monkeypatch, bug):
-    """Runs a prompt in two chunks, and a draft after it."""
-    if bug is not None:
-        monkeypatch.setattr(calls, "as_stored", bug)
-    make_folder(tmp_path, head_dim=64, initializer_range=0.1)
-    model = load_model(tmp_path, dtype=library.dtype, device=library.device)
-    rng = np.random.default_rng(0)
-    text, draft = rng.integers(1, 300, 90), rng.integers(1, 300, 6)
-    found = []
-    for dtype in (None, torch.float8_e4m3fn):
-        attention = FlashInferAttention(model.config, 8, PAGE_SIZE, library.dtype, library.device, kv_dtype=dtype)
-        runner = Runner(model, attention, library.device, FusedOps())
-        runner.forward(build_batch([sequence_of(text[:50], range(8))], PAGE_SIZE))
-        found.append(runner.forward(build_batch([sequence_of(text, range(8), computed=50, draft=draft)], PAGE_SIZE)))
-    nearest = torch.cosine_similarity(*found, dim=-1).min().item()
-    assert (0.99 < nearest < 0.9999) == (bug is None), nearest
 
 
 VOCAB, PROMPT, LENGTH, COUNT = 6, np.array([1, 4, 2, 2, 5], np.uint32), 3, 1500

@@ -88,8 +88,7 @@ def measure_drafters(
                 options,
                 drafter=row.drafter,
                 drafter_options=row.options,
-                draft_shape=row.shape,
-                config=replace(_config(options, sequences), in_flight=0),
+                config=replace(_config(options, sequences), draft_shape=row.shape, in_flight=0),
             )
             engine = launch(model, tokenizer, own, warn=announce, notify=lambda _: None, verifies_all=True)
             with closing(engine):

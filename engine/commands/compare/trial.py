@@ -189,10 +189,9 @@ class Trial:
             max_sequences=sequences,
             max_step_tokens=max(config.max_step_tokens, sequences * (1 + config.max_draft)),
             verification=condition.verification,
+            draft_shape=row.shape,
             # With a step in flight, drafts depend on the outcomes that a drafter predicts.
             in_flight=0 if verifies_all else None,
         )
-        options = replace(
-            self.options, drafter=row.drafter, drafter_options=row.options, draft_shape=row.shape, config=config
-        )
+        options = replace(self.options, drafter=row.drafter, drafter_options=row.options, config=config)
         return launch(self.model, self.tokenizer, options, self.warn, notify=lambda _: None, verifies_all=verifies_all)

@@ -36,7 +36,6 @@ class Cache(NamedTuple):
     backend: Backend
     pages: int
     page_size: int
-    dtype: torch.dtype
 
 
 class Step(NamedTuple):

@@ -32,9 +32,8 @@ def open_runner(model: Decoder, cache: Cache, adapters: AdapterPool | None = Non
     """
     weight = model.embedding.weight
     device = str(weight.device)
-    attention = make_attention(
-        cache.backend, attention_config(model), cache.pages, cache.page_size, weight.dtype, device, cache.dtype
-    )
+    shape = attention_config(model)
+    attention = make_attention(cache.backend, shape, cache.pages, cache.page_size, weight.dtype, device)
     ops = make_ops(cache.backend)
     if isinstance(model, ShardedDecoder) and isinstance(model.group, Ranks):
         with model.group.reporting():

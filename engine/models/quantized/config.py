@@ -119,7 +119,7 @@ def _compressed_tensors(found: Fields) -> Quantization:
             if activations is not None:
                 notices.append(_activations(activations.get("num_bits", 8), activations.get("type", "int")))
     if found.get("kv_cache_scheme") is not None:
-        notices.append("the scales of config.json for a quantized KV cache are not used; see --kv-dtype")
+        notices.append("the scales of config.json for a quantized KV cache are not used")
     return Quantization(tuple(groups), _targets(found.get("ignore") or []), tuple(dict.fromkeys(notices)))
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(folder):
-    with serving("--max-sequences", "8", "--max-waiting", "400", "--draft-shape", "path", model=folder) as server:
+    with serving("--max-sequences", "8", "--max-waiting", "400", model=folder) as server:
         yield server
 
 

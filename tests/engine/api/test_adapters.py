@@ -24,7 +24,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapter_server(folders):
     adapters = [f"--lora={name}={folders / name}" for name in "ab"]
-    with serving("--draft-shape", "path", "--max-loras", "1", *adapters) as server:
+    with serving("--max-loras", "1", *adapters) as server:
         yield server
 
 

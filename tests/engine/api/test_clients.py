@@ -8,7 +8,7 @@ from tests.engine.api.serving import MODEL
 COMPLETIONS = {
     "vllm bench": {
         "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "stream": True,
-        "stream_options": {"include_usage": True}, "best_of": 1, "use_beam_search": False, "ignore_eos": True,
+        "stream_options": {"include_usage": True}, "best_of": 1, "ignore_eos": True,
     },
     "langchain OpenAI": {
         "temperature": 0.7, "max_tokens": 4, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
@@ -26,7 +26,7 @@ CHATS = {
     "explicit defaults": {
         "max_tokens": 4, "response_format": {"type": "text"}, "parallel_tool_calls": True, "tools": [],
         "tool_choice": "none", "store": False, "metadata": {"run": "7"}, "service_tier": "auto", "logit_bias": {},
-        "logprobs": False, "modalities": ["text"], "audio": None, "prediction": None, "reasoning_effort": None,
+        "logprobs": False, "audio": None, "prediction": None, "reasoning_effort": None,
     },
     "an earlier answer": {
         "max_tokens": 4,
@@ -58,11 +58,9 @@ def test_chats_of_common_clients_work(http, body):
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # not used by the chat template
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"store": True}, "store"),
         ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type"),
-        ({"modalities": ["audio"]}, "modalities.0"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"messages": [{"role": "user"}]}, "messages.0"),
@@ -100,38 +98,6 @@ def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
     longer = payload | {"prompt": [tokens[:4]]}
     [shorter] = http.post("/v1/completions", json=longer).json()["choices"]
     assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
-
-
-def test_echo_with_zero_tokens_returns_only_the_prompts_logprobs(http):
-    payload = {"model": MODEL, "prompt": ["def add(a, b):", "class Pair:"], "echo": True, "temperature": 0}
-    longer = http.post("/v1/completions", json=payload | {"logprobs": 2, "max_tokens": 1}).json()
-    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
-        answer = client.completions.create(**payload, logprobs=2, max_tokens=0, stop=["\n"])
-        plain = client.completions.create(**payload, max_tokens=0)
-        chunks = [chunk.choices[0] for chunk in client.completions.create(**payload, max_tokens=0, stream=True)]
-    for choice, other in zip(answer.choices, longer["choices"], strict=True):
-        count = len(choice.logprobs.tokens)
-        assert choice.logprobs.token_logprobs[0] is None
-        assert choice.logprobs.top_logprobs[0] is None
-        assert choice.logprobs.token_logprobs == pytest.approx(other["logprobs"]["token_logprobs"][:-1], abs=1e-4)
-        assert choice.logprobs.tokens == other["logprobs"]["tokens"][:-1]
-        assert choice.logprobs.text_offset == other["logprobs"]["text_offset"][:-1]
-        assert [len(top) for top in choice.logprobs.top_logprobs[1:]] == [2] * (count - 1)
-        assert choice.text == "".join(choice.logprobs.tokens)
-        assert choice.finish_reason == "length"
-    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, longer["usage"]["prompt_tokens"])
-    texts = [choice.text for choice in answer.choices]
-    assert texts[0] == "def add(a, b):"
-    assert [choice.text for choice in plain.choices] == texts
-    assert [choice.logprobs for choice in plain.choices] == [None, None]
-    assert ["".join(chunk.text for chunk in chunks if chunk.index == index) for index in range(2)] == texts
-    assert [chunk.finish_reason for chunk in chunks].count("length") == 2
-
-
-@pytest.mark.parametrize(("given", "param"), [({"echo": False}, "max_tokens"), ({"min_tokens": 1}, "min_tokens")])
-def test_zero_tokens_need_echo(http, given, param):
-    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 0, "echo": True} | given)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_the_official_client_reads_errors(http):

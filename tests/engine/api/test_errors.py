@@ -5,7 +5,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from engine.api.errors import from_validation
-from engine.api.schemas import ChatRequest, CompletionRequest
+from engine.api.schemas import CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,6 @@ def test_the_first_error_names_its_parameter(field, param, message):
     error = from_validation(RequestValidationError(found))
     assert (error.status, error.param) == (400, param)
     assert message in error.message
-
-
-def test_unsupported_fields_are_refused_by_name():
-    with pytest.raises(ValidationError) as caught:
-        ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "functions": [{}]})
-    [found] = caught.value.errors()
-    error = from_validation(RequestValidationError([{**found, "loc": ("body", *found["loc"])}]))
-    assert (error.status, error.param, error.message) == (400, "functions", "functions are not supported")
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,13 @@ from engine.api import metrics as metrics_module
 from engine.api.messages import CorpusSize, EngineStats, RequestTimes
 from engine.api.metrics import EngineCollector, Metrics, RequestRecorder, bucket_bounds
 from engine.api.outputs import Delta
-from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
+from engine.scheduling.request import Completion, FinishReason, Request
 
 VLLM_NAMES = {
     "gauge": {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
-        "vllm:cache_config_info",
     },
     "counter": {
         "vllm:num_preemptions",
@@ -33,32 +32,24 @@ VLLM_NAMES = {
         "vllm:spec_decode_num_accepted_tokens_per_pos",
     },
     "histogram": {
-        "vllm:iteration_tokens_total",
         "vllm:time_to_first_token_seconds",
         "vllm:inter_token_latency_seconds",
-        "vllm:request_time_per_output_token_seconds",
         "vllm:e2e_request_latency_seconds",
         "vllm:request_queue_time_seconds",
-        "vllm:request_inference_time_seconds",
         "vllm:request_prefill_time_seconds",
         "vllm:request_decode_time_seconds",
         "vllm:request_prompt_tokens",
         "vllm:request_generation_tokens",
-        "vllm:request_max_num_generation_tokens",
-        "vllm:request_prefill_kv_computed_tokens",
-        "vllm:request_params_n",
-        "vllm:request_params_max_tokens",
     },
 }
 OUR_NAMES = {
-    "gauge": {"ssd:corpus_tokens", "ssd:corpus_capacity_tokens"},
+    "gauge": {"ssd:corpus_tokens"},
     "counter": {
         "ssd:engine_steps",
         "ssd:backoff_steps",
         "ssd:repeated_requests",
         "ssd:repeated_tokens",
         "ssd:learned_tokens",
-        "ssd:refused_requests",
         "ssd:draft_tokens",
         "ssd:accepted_tokens",
         "ssd:skipped_steps",
@@ -67,8 +58,6 @@ OUR_NAMES = {
 STATS = EngineStats(
     preemptions=3,
     backoff_steps=8,
-    steps_by_tokens=(2, 1, *[0] * 11, 4),
-    step_tokens_sum=80_000,
     accepted_per_position=(5, 2),
     drafted_by_source={"corpus": 6, "local": 3},
     accepted_by_source={"corpus": 5, "local": 2},
@@ -78,8 +67,7 @@ STATS = EngineStats(
 
 
 def build(stats=STATS):
-    collector = EngineCollector("tiny", lambda: stats, lambda: 0, {"block_size": 16})
-    return Metrics("tiny", collector, max_tokens=1000)
+    return Metrics("tiny", EngineCollector("tiny", lambda: stats), max_tokens=1000)
 
 
 def families(metrics):
@@ -122,10 +110,6 @@ def test_engine_statistics_are_exported():
     assert samples(metrics, "ssd:draft_tokens_total") == {("corpus",): 6, ("local",): 3}
     assert samples(metrics, "ssd:accepted_tokens_total") == {("corpus",): 5, ("local",): 2}
     assert samples(metrics, "ssd:skipped_steps_total") == {("mtp",): 4}
-    assert samples(metrics, "vllm:cache_config_info") == {("16",): 1}
-    steps = samples(metrics, "vllm:iteration_tokens_total_bucket")
-    assert (steps["1.0",], steps["8.0",], steps["16384.0",], steps["+Inf",]) == (2, 3, 3, 7)
-    assert value(metrics, "vllm:iteration_tokens_total_sum") == 80_000
 
 
 def test_a_drafter_without_an_embedded_corpus_has_no_corpus_metrics():
@@ -138,13 +122,13 @@ def test_a_remote_drafter_is_connected_or_not():
     assert states == [{}, {(): 0}, {(): 1}]
 
 
-def requests(count, prompt=7, max_tokens=40):
-    return [Request(np.zeros(prompt, np.uint32), SamplingParams(max_tokens=max_tokens))] * count
+def requests(count):
+    return [Request(np.zeros(7, np.uint32))] * count
 
 
-def end(index, tokens, times=RequestTimes(1, 2, 6), cached=3):  # noqa: B008
-    completion = Completion(np.zeros(tokens, np.uint32), FinishReason.LENGTH, 1, 0, 0, cached_tokens=cached)
-    return Delta(index, [], np.empty(0, np.uint32), completion=completion, times=times)
+def end(index, tokens):
+    completion = Completion(np.zeros(tokens, np.uint32), FinishReason.LENGTH, 1, 0, 0)
+    return Delta(index, [], np.empty(0, np.uint32), completion=completion, times=RequestTimes(1, 2, 6))
 
 
 def some(index, tokens):
@@ -159,7 +143,7 @@ def test_measurements_of_one_request(monkeypatch):
     times = iter([10.0, 12.0, 15.0, 15.0])
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     metrics = build()
-    recorder = RequestRecorder(metrics, requests(1), 1)
+    recorder = RequestRecorder(metrics, requests(1))
     for delta in (some(0, 1), some(0, 3), end(0, 4)):
         recorder.record(delta)
     for name, expected in {
@@ -169,40 +153,16 @@ def test_measurements_of_one_request(monkeypatch):
         "request_queue_time_seconds": (1, 1),
         "request_prefill_time_seconds": (1, 2),
         "request_decode_time_seconds": (1, 6),
-        "request_inference_time_seconds": (1, 8),
-        "request_time_per_output_token_seconds": (1, 2),
         "request_prompt_tokens": (1, 7),
-        "request_prefill_kv_computed_tokens": (1, 4),
         "request_generation_tokens": (1, 4),
-        "request_params_max_tokens": (1, 40),
-        "request_params_n": (1, 1),
     }.items():
         assert total(metrics, name) == expected, name
     assert samples(metrics, "vllm:request_success_total") == {("stop",): 0, ("length",): 1, ("abort",): 0}
 
 
-def test_measurements_per_prompt():
-    metrics = build()
-    recorder = RequestRecorder(metrics, requests(4), 2)
-    for index, tokens in ((0, 5), (3, 30), (2, 20)):
-        recorder.record(end(index, tokens))
-    assert total(metrics, "request_params_n") == (1, 2)
-    assert total(metrics, "request_max_num_generation_tokens") == (1, 30)
-    recorder.record(end(1, 9))
-    assert total(metrics, "request_params_n") == (2, 4)
-    assert total(metrics, "request_max_num_generation_tokens") == (2, 39)
-
-
-def test_a_cached_output_has_no_engine_times():
-    metrics = build()
-    RequestRecorder(metrics, requests(1), 1).record(end(0, 4, times=None))
-    assert total(metrics, "request_generation_tokens") == (1, 4)
-    assert total(metrics, "request_queue_time_seconds") == (0, 0)
-
-
 def test_abandoned_outputs_are_counted_as_aborted():
     metrics = build()
-    recorder = RequestRecorder(metrics, requests(3), 3)
+    recorder = RequestRecorder(metrics, requests(3))
     recorder.record(end(1, 4))
     recorder.record_abort()
     assert samples(metrics, "vllm:request_success_total") == {("stop",): 0, ("length",): 1, ("abort",): 2}

@@ -32,7 +32,7 @@ LATENCY = "vllm:e2e_request_latency_seconds_count"
 def http(folder, tmp_path_factory):
     adapter = tmp_path_factory.mktemp("adapters") / "a"
     write_adapter(adapter, SHIPPED_MODEL, seed=0)
-    options = ("--answer-repeats", "--allow-weight-updates", "--draft-shape", "path", f"--lora=a={adapter}")
+    options = ("--answer-repeats", "--allow-weight-updates", f"--lora=a={adapter}")
     with serving(*options, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
         yield http
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import stats
-from engine.api.messages import STEP_TOKEN_BOUNDS, RequestTimes
+from engine.api.messages import RequestTimes
 from engine.api.stats import EngineTotals, RequestTimer
 from engine.drafters.sources import SOURCE_NAMES, DraftSource
 from engine.engine import StepReport
@@ -33,28 +33,23 @@ def results(draw):
 @given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result.sequence_id), max_size=6))
 def test_totals_equal_counting_token_by_token(steps):
     totals = EngineTotals(FakeEngine())
-    for sequence_id in range(4):
-        totals.request_started(sequence_id, Request(np.zeros(10, np.uint32)))
-    drafted, accepted, sizes, seen = Counter(), Counter(), [], set()
+    for _ in range(4):
+        totals.request_started(Request(np.zeros(10, np.uint32)))
+    drafted, accepted, sizes = Counter(), Counter(), []
     for step in steps:
         totals.step_finished(StepReport(step, is_backing_off=len(step) % 2 == 1))
-        size = 0
         for result in step:
-            size += len(result.tokens) + (10 if result.sequence_id not in seen else 0)
-            seen.add(result.sequence_id)
+            sizes.append(len(result.tokens))
             drafted.update(result.sources.tolist())
             accepted.update(result.sources[node] for node in result.kept)
-        sizes += [size] if size else []
     snapshot = totals.snapshot()
     for shown, counted in ((snapshot.drafted_by_source, drafted), (snapshot.accepted_by_source, accepted)):
         by_code = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
         assert shown == dict(zip(SOURCE_NAMES, by_code, strict=True))
     assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
     assert (snapshot.steps, snapshot.backoff_steps) == (len(steps), sum(len(step) % 2 for step in steps))
-    assert snapshot.step_tokens_sum == sum(sizes)
-    for index, bound in enumerate(STEP_TOKEN_BOUNDS):
-        assert sum(snapshot.steps_by_tokens[: index + 1]) == sum(size <= bound for size in sizes)
-    assert sum(snapshot.steps_by_tokens) == len(sizes)
+    assert (snapshot.sequence_steps, snapshot.generated_tokens) == (len(sizes), sum(sizes))
+    assert snapshot.prompt_tokens == 40
 
 
 def test_learned_tokens_exclude_private_and_cancelled_requests():
@@ -65,8 +60,8 @@ def test_learned_tokens_exclude_private_and_cancelled_requests():
     cancelled = Completion(np.zeros(5, np.uint32), FinishReason.ABORT, 1, 0, 0, cached_tokens=2)
     prompt = np.zeros(3, np.uint32)
     for learn, completion in ((True, ended), (False, ended), (True, cancelled)):
-        totals.request_started(0, Request(prompt, learn=learn))
-        totals.request_ended(0, Request(prompt, learn=learn), completion)
+        totals.request_started(Request(prompt, learn=learn))
+        totals.request_ended(Request(prompt, learn=learn), completion)
     snapshot = totals.snapshot()
     assert (snapshot.learned_tokens, snapshot.cached_tokens, snapshot.corpus) == (5, 6, None)
 

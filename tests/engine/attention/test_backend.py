@@ -5,10 +5,9 @@ import sys
 import pytest
 import torch
 
-from engine.attention.backend import choose_backend, choose_kv_dtype, make_attention, make_ops
+from engine.attention.backend import choose_backend, make_attention, make_ops
 from engine.attention.plain import PlainAttention
 from engine.commands.launch import find_device, find_dtype
-from engine.config import EngineConfig
 from engine.executor import optional
 from engine.models.config import ModelConfig
 from engine.models.ops import PLAIN
@@ -66,17 +65,6 @@ def test_flashinfer_is_refused_with_a_reason_if_it_cannot_run(installed, config,
     with pytest.raises(UserError, match=words) as refusal:
         choose_backend("flashinfer", config, dtype, device)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_8_bit_cache_needs_flashinfer():
-    assert choose_kv_dtype("auto", "plain", torch.float32) == torch.float32
-    assert choose_kv_dtype("auto", "flashinfer", torch.bfloat16) == torch.bfloat16
-    assert choose_kv_dtype("fp8", "flashinfer", torch.bfloat16) == torch.float8_e4m3fn
-    with pytest.raises(UserError, match="--attention flashinfer") as refusal:
-        choose_kv_dtype("fp8", "plain", torch.bfloat16)
-    assert "\n" not in str(refusal.value)
-    with pytest.raises(ValueError, match="kv_dtype must be"):
-        EngineConfig(kv_dtype="int8")
 
 
 def test_the_error_for_a_missing_library_says_how_to_install_it(missing):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import layout
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
@@ -80,12 +79,12 @@ def moves(rng, sequences):
     return np.array(sources, np.int64), np.array(targets, np.int64)
 
 
-def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree"), kv_dtype=None):
+def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path", "tree")):
     """Run random steps on both backends and compare their results."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     config = config_of(*sharing)
-    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device, kv_dtype=kv_dtype)
+    tested = FlashInferAttention(config, PAGES, PAGE_SIZE, library.dtype, library.device)
     plain = PlainAttention(config, PAGES, PAGE_SIZE, torch.float32, library.device)
     for batch, (sources, targets) in random_batches(rng, kinds):
         attends = tested.begin(batch), plain.begin(batch)
@@ -96,8 +95,6 @@ def compare(library, seed, *, sharing=(4, 2), kinds=("prompt", "single", "path",
             parts = heads.split((sharing[0], sharing[1], sharing[1]), dim=1)
             got = attends[0](layer, *parts).float()
             wide = [part.float() for part in parts]
-            if kv_dtype is not None:
-                wide[1:] = [part.to(kv_dtype).float() for part in parts[1:]]
             torch.testing.assert_close(got, attends[1](layer, *wide), rtol=library.tolerance, atol=library.tolerance)
         tested.move(sources, targets)
         plain.move(sources, targets)
@@ -116,49 +113,6 @@ def test_attention_of_steps_of_one_kind(library, kinds):
 @pytest.mark.parametrize("sharing", [(2, 2), (8, 2), (7, 1)], ids=str)
 def test_attention_of_other_groups_of_heads(library, sharing):
     compare(library, 6, sharing=sharing)
-
-
-def test_attention_over_keys_of_8_bits(library):
-    compare(library, 7, kv_dtype=torch.float8_e4m3fn)
-
-
-def test_unrounded_keys_of_a_tree_are_detected(library, monkeypatch):
-    if library.device == "cuda":
-        pytest.skip("the tolerance of 16 bits hides it")
-    monkeypatch.setattr("engine.attention.flashinfer.as_stored", lambda part, _: part)
-    with pytest.raises(AssertionError, match="not close"):
-        compare(library, 7, kinds=("tree",), kv_dtype=torch.float8_e4m3fn)
-
-
-FAULTS = {
-    "ancestors masked": (layout, "with_root", lambda mask: np.tri(len(mask) + 1, dtype=bool)),
-    "one key less": (
-        layout,
-        "last_page_lengths",
-        lambda *given, right=layout.last_page_lengths: np.maximum(right(*given) - 1, 0),
-    ),
-    "table not cut": (
-        layout,
-        "paged_keys",
-        lambda tables, lengths, size, right=layout.paged_keys: right([table[::-1] for table in tables], lengths, size),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(library, monkeypatch, fault):
-    if library.device == "cuda":
-        pytest.skip("some faults read unallocated memory")
-    monkeypatch.setattr(*FAULTS[fault])
-    with pytest.raises(AssertionError):
-        compare(library, 0)
-
-
-def test_missing_moves_are_detected(library, monkeypatch):
-    """Later steps attend to keys and values that were not moved."""
-    monkeypatch.setattr(FlashInferAttention, "move", lambda *_: None)
-    with pytest.raises(AssertionError):
-        compare_after_moves(library, 0)
 
 
 def test_attention_after_moves(library):

@@ -96,33 +96,6 @@ def test_drafts_are_verified_by_rejection(model, width):
     assert largest_difference(drafter) < 1e-3
 
 
-def of_the_same_position(drafter, monkeypatch):
-    """Planted fault: pair token t with the hidden state of t instead of t - 1."""
-    run = drafter.run
-    monkeypatch.setattr(drafter, "run", lambda states, *rest: run(states.roll(-1, dims=0), *rest))
-
-
-def without_page_states(drafter, monkeypatch):
-    """Planted fault: after a prefix-cache hit, the preceding hidden state is missing."""
-    original = drafter.state_before
-
-    def before(sequence, position):
-        is_known = drafter.last.get(sequence.sequence_id, (None,))[0] == position - 1
-        return original(sequence, position) if is_known else torch.zeros(drafter.fc.out_features)
-
-    monkeypatch.setattr(drafter, "state_before", before)
-
-
-@pytest.mark.parametrize("fault", [of_the_same_position, without_page_states])
-def test_planted_faults_of_the_drafter_are_caught(model, monkeypatch, fault):
-    drafter = ToyDrafter(DrafterConfig(), TargetInfo.from_model(model, CONFIG))
-    engine = build_engine(model, CONFIG, drafter)
-    fault(drafter, monkeypatch)
-    engine.generate(requests(0.8))
-    monkeypatch.undo()
-    assert largest_difference(drafter) > 1e-2
-
-
 class Recycler:
     """Needs the largest logits, and drafts nothing."""
 

@@ -18,7 +18,6 @@ CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
 from dataclasses import replace
 import numpy as np
-import torch
 from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
 from ssd.types import DraftBatch, Path, offsets_of
 
@@ -53,20 +52,13 @@ class Repeater:
         if self.fault == "raises":
             raise RuntimeError("no idea")
         sizes = [min(2, entry.draft_room) for entry in plan.producing]
-        if self.fault == "too many":
-            sizes = [entry.draft_room + 1 for entry in plan.producing]
         last = [int(entry.sequence.tokens[-1]) for entry in plan.producing]
         tokens = np.repeat(np.array(last, np.uint32), sizes)
         parents = np.concatenate([np.arange(-1, size - 1) for size in sizes]).astype(np.int32)
-        if self.fault == "out of vocabulary":
-            tokens += np.uint32(self.vocab_size)
         if self.fault == "cycle":
             parents += 1
         count = len(tokens)
         batch = DraftBatch(tokens, parents, np.ones(count, np.float32), np.zeros(count, np.uint8), offsets_of(sizes))
-        if self.fault in ("numpy q", "gradient"):
-            q = torch.full((1, self.vocab_size), 1 / self.vocab_size, requires_grad=self.fault == "gradient")
-            return Drafts(batch, q.numpy() if self.fault == "numpy q" else q, np.zeros(count, np.int32))
         return Drafts(batch)
 
 class Ahead(Repeater):
@@ -84,10 +76,6 @@ class Ahead(Repeater):
             paths.append(Path(tokens, np.ones(size, np.float32)))
         if self.fault == "prediction raises":
             raise RuntimeError("no idea")
-        if self.fault == "no prediction":
-            return None
-        if self.fault == "bad outcomes":
-            drafts.accepted[:] = -1
         batch = DraftBatch.from_paths(paths)
         if self.fault == "bad tokens":
             batch.tokens[:] = self.vocab_size
@@ -120,7 +108,7 @@ def test_a_third_party_drafter_drafts(model):
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("fault", ["raises", "out of vocabulary", "cycle", "too many", "numpy q", "gradient"])
+@pytest.mark.parametrize("fault", ["raises", "cycle"])
 def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, caplog):
     drafter = drafter_of(model, fault=fault)
     engine = build_engine(model, replace(CONFIG, verification="rejection"), drafter)
@@ -135,7 +123,7 @@ def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, 
 
 
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("fault", [None, "prediction raises", "no prediction", "bad outcomes", "bad tokens"])
+@pytest.mark.parametrize("fault", [None, "prediction raises", "bad tokens"])
 def test_faulty_predicted_drafts_are_dropped_and_reported_once(model, fault, caplog):
     drafter = drafter_of(model, "repeating_drafter:Ahead", **({} if fault is None else {"fault": fault}))
     engine = build_engine(model, replace(CONFIG, in_flight=1), drafter)

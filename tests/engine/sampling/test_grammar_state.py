@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.models.tokenizer import Tokenizer
 from engine.sampling import grammar_state as module
 from engine.sampling.grammar import Grammar, choice_grammar
-from engine.sampling.grammar_state import MAX_REQUIRED, GrammarCompiler, GrammarError, GrammarState
+from engine.sampling.grammar_state import GrammarCompiler, GrammarError
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.errors import UserError
@@ -117,15 +117,6 @@ def test_rows_are_masked_as_if_the_draft_were_committed(compiler, grammar, shape
         assert state.forced() == naive_forced(compiler, grammar, right[:start]), "the state itself has changed"
 
 
-def test_treating_a_tree_as_a_path_is_caught(compiler, monkeypatch):
-    original = GrammarState.allowed_along
-    monkeypatch.setattr(
-        GrammarState, "allowed_along", lambda self, draft, tree, needed: original(self, draft, None, needed)
-    )
-    with pytest.raises(AssertionError):
-        test_rows_are_masked_as_if_the_draft_were_committed(compiler, GRAMMARS[0], "tree")
-
-
 def test_grammars_that_cannot_be_used_are_refused_in_one_line(compiler, model_folder):
     for grammar in (Grammar("regex", "("), Grammar("json_schema", '{"type": 5}'), Grammar("json_schema", "[")):
         with pytest.raises(UserError, match=f"{grammar.kind}: it cannot be used: [^\n]*$"):
@@ -185,25 +176,6 @@ def test_other_errors_refuse_the_grammar(model_folder, monkeypatch, caplog):
 def test_long_grammars_are_refused():
     with pytest.raises(UserError, match="regex: it has 140,000 characters; at most 131,072 are allowed"):
         Grammar("regex", "a" * 140_000)
-
-
-LONG = "a" * (MAX_REQUIRED + 100)
-
-
-@pytest.mark.parametrize(
-    ("grammar", "text"),
-    [
-        (Grammar("regex", "(a{1000}){5}"), ""),
-        (Grammar("json_schema", '{"type": "array", "items": {"const": "a"}, "minItems": 1000}'), ""),
-        (Grammar("json_schema", json.dumps({"enum": ["a", LONG]})), '"aa'),
-        (choice_grammar(["b", LONG]), "a"),
-    ],
-    ids=["at the start", "items", "in a value", "after a token"],
-)
-def test_text_that_is_required_in_a_row_is_limited(compiler, model_folder, grammar, text):
-    with pytest.raises(UserError, match=f"{grammar.kind}: it requires more than 4,096 bytes in a row"):
-        state_after(compiler, grammar, Tokenizer(model_folder).encode(text).tolist()).allowed()
-    assert state_after(compiler, Grammar("regex", f"a{{{MAX_REQUIRED}}}"), []).allowed().sum() == 1
 
 
 def test_masks_that_take_long_end_the_output(compiler, monkeypatch):

@@ -9,17 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import processors
 from engine.sampling.noise import gumbel_noise
-from engine.sampling.processors import Rows
-from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.request import Request, SamplingParams
-from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine import naive_sampling as naive
-from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, fake_engine, logits_after
+from tests.engine.fake_runner import EOS, VOCAB, fake_engine, logits_after
 from tests.engine.trees import RandomTrees
 from tests.strategies import array
 
@@ -187,54 +183,6 @@ def test_drafts_are_accepted_under_any_settings():
     of_trees = check_all(penalized_requests(), 0, shape="tree", verified="tree")
     of_trunks = check_all(penalized_requests(), 0, shape="tree", verified="path")
     assert sum(c.steps for c in of_trees) < 0.8 * sum(c.steps for c in of_trunks)
-
-
-def penalties_by_rows(monkeypatch):
-    """Planted fault: count penalties as if every tree were a path."""
-    original = TokenCounts.along
-    monkeypatch.setattr(TokenCounts, "along", lambda self, draft, tree=None: original(self, draft))
-
-
-def minimum_by_rows(monkeypatch):
-    monkeypatch.setattr(Rows, "depths", property(lambda self: np.arange(len(self.draft) + 1)))
-
-
-def positions_by_rows(monkeypatch):
-    monkeypatch.setattr(DraftTree, "depths", property(lambda self: np.arange(1, len(self.parents) + 1)))
-
-
-def nothing_compacted(monkeypatch):
-    monkeypatch.setattr(FakeRunner, "move", lambda self, sources, targets: None)
-
-
-@pytest.mark.parametrize("fault", [penalties_by_rows, minimum_by_rows, positions_by_rows, nothing_compacted])
-def test_treating_a_tree_as_a_path_is_caught(monkeypatch, fault):
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_all(penalized_requests(), 0, shape="tree", verified="tree")
-
-
-@pytest.mark.parametrize("fault", ["penalties", "min_tokens"])
-def test_ignoring_the_draft_before_a_row_is_caught(monkeypatch, fault):
-    if fault == "penalties":
-        original = processors._penalized
-
-        def all_like_the_first(own):
-            penalized = original(own)
-            first = penalized.counts.reshape(len(own.rows), -1)[:1]
-            return penalized._replace(counts=np.repeat(first, len(own.rows), axis=0).ravel())
-
-        monkeypatch.setattr(processors, "_penalized", all_like_the_first)
-    else:
-        original = processors._forbidden
-
-        def only_the_first(own):
-            forbidden, ends = original(own)
-            return forbidden[forbidden == own.rows[0]], ends[forbidden == own.rows[0]]
-
-        monkeypatch.setattr(processors, "_forbidden", only_the_first)
-    with pytest.raises(AssertionError):
-        check_all(penalized_requests(), 0)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused():

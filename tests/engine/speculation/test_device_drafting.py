@@ -53,9 +53,8 @@ class Device:
         return self.plain_s / self.seconds
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("sequences", [1, 16])
-@pytest.mark.parametrize(("cost", "accepted"), [(1.1, 0), (1.5, 0.3), (3, 1.5), (6, 4), (10, 1)])
+@pytest.mark.parametrize(("sequences", "in_flight"), [(1, 1), (16, 0)])
+@pytest.mark.parametrize(("cost", "accepted"), [(1.1, 0), (3, 1.5), (10, 1)])
 def test_a_drafter_that_does_not_pay_takes_little_time(cost, accepted, sequences, in_flight):
     device = Device(sequences=sequences, in_flight=in_flight)
     device.run(16_000, step_s=cost * PLAIN_S, accepted=accepted)

@@ -1,7 +1,6 @@
 """Tool calls are read from outputs in the formats of published models, whole and in arbitrary parts."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given
@@ -220,31 +219,3 @@ def test_at_most_64_white_space_characters_are_dropped_before_a_call(space):
 )  # fmt: skip
 def test_formats_are_recognized_in_chat_templates(template, name):
     assert recognize(template) is (name and FORMATS[name])
-
-
-SIZE = 100_000
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    cases({
-        "hermes": [('<tool_call>{"name": "' + "a" * SIZE,), ("<tool_call>{" + " " * SIZE,),
-                   ("<tool_call>" + " " * SIZE,), (" " * SIZE,), ("<tool_call>" * (SIZE // 11),),
-                   ('<tool_call>{"name": "weather", "arguments": {' + '"a": 1, ' * (SIZE // 8),)],
-        "llama3_json": [(" " * SIZE,)],
-        "deepseek_v31": [("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + "a" * SIZE,)],
-    }),
-)  # fmt: skip
-def test_long_outputs_without_calls_are_read_in_linear_time(form, text):
-    started = time.process_time()
-    assert collected(streamed(form, divided(text, range(0, len(text), 4)), NAMES)) == (text, [])
-    assert time.process_time() - started < 5
-
-
-def test_many_calls_in_a_whole_output_are_read_in_linear_time():
-    form = FORMATS["deepseek_v3"]
-    text = written(form, [("weather", {})] * 12_000)
-    started = time.process_time()
-    _, calls = message_of(form, text, NAMES)
-    assert len(calls) == 12_000
-    assert time.process_time() - started < 4

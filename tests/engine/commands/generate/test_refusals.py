@@ -16,7 +16,6 @@ BAD_INPUT = {
     "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
-    "log-probabilities without an output file": (("--logprobs", "1"), [PROMPT], "give a file, or - for stdout"),
     "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
     "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
@@ -39,11 +38,6 @@ BAD_INPUT = {
     "top-p out of range": (("--top-p", "0"), ["x"], "top_p must be above 0"),
     "no tokens": (("--max-tokens", "0"), ["x"], "max_tokens must be at least 1"),
     "an empty stop string": (("--stop", ""), ["x"], "stop must not contain an empty string"),
-    "a bias out of range": (("--logit-bias", "5=101"), ["x"], "logit_bias of token 5 must be"),
-    "a bias without a number": (("--logit-bias", "5"), ["x"], "such as 42=-100, not '5'"),
-    "a bias of an invalid token": (("--logit-bias", "x=5"), ["x"], "such as 42=-100, not 'x=5'"),
-    "a bias of a token outside the vocabulary": (("--logit-bias", "300=5"), ["x"], "prompt 1: logit_bias holds"),
-    "too many alternatives": (("--prompt-logprobs", "21"), ["x"], "prompt_logprobs must be"),
     "a second prompt that is too long": (("--n", "2"), ["x", "x " * 2000], "prompt 2: the prompt has"),
     "too many threads": (("--threads", "100000"), ["x"], "--threads 100000: give at most"),
     "an adapter without a folder": (("--lora", "a"), ["x"], "--lora must be NAME=FOLDER, not 'a'"),
@@ -52,7 +46,6 @@ BAD_INPUT = {
     "an unknown adapter of a line": (("--file", "{tmp}/adapter.jsonl"), [], "prompt 2: there is no adapter 'a'"),
     "no prompt on stdin": ((), [], "no prompt; give one as an argument, with --file, or on stdin"),
     "a device without data": (("--device", "meta"), ["x"], "--device meta: PyTorch finds no such device"),
-    "a stop token outside the vocabulary": (("--stop-token-id", "300"), ["x"], "prompt 1: stop_token_ids holds"),
 }
 
 
@@ -88,8 +81,6 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "absent.txt: cannot be read"),
         (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
         (("--lora", "a=absent"), "--lora a: there is no folder absent"),
-        (("--lora", "a=absent", "--in-flight", "1"), "--in-flight 1 cannot be combined with --lora"),
-        (("--draft-shape", "tree", "--in-flight", "1"), "--in-flight 1 cannot be combined with --draft-shape tree"),
     ],
 )
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
@@ -120,7 +111,6 @@ def test_choices_of_a_line_are_checked_before_the_model_is_loaded(
     ("options", "reason"),
     [
         (("3",), "--tensor-parallel 3 does not divide the model's num_heads, 4"),
-        (("2", "--in-flight", "1"), "--in-flight 1 cannot be combined with --tensor-parallel 2"),
         (("2", "--lora", "a=absent"), "--lora cannot be combined with --tensor-parallel 2"),
         (("2", "--drafter", "self-int8"), "--drafter self-int8 reads the keys and values of the whole target"),
     ],

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-
-COUNTER = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -44,17 +38,3 @@ def on(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return device
-
-
-def planted(module, old, new, folder):
-    """Load a module with a part of its source replaced, from a file, because Triton reads the source of kernels."""
-    source = Path(module.__file__).read_text()
-    assert source.count(old) == 1, old
-    name = f"planted_{next(COUNTER)}"
-    path = folder / f"{name}.py"
-    path.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(name, path)
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 @kernel()
-def fill(seeds, positions, noise, bounds, size, shift, BLOCK: tl.constexpr):  # noqa: N803
+def fill(seeds, positions, noise, bounds, size, BLOCK: tl.constexpr):  # noqa: N803
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     own = key(tl.load(seeds + row).to(tl.uint64), tl.load(positions + row))
-    tl.store(noise + row * size + column, gumbel(own, column + shift), mask=column < size)
+    tl.store(noise + row * size + column, gumbel(own, column), mask=column < size)
     tl.store(bounds + row * size + column, gumbel_bound(own, column), mask=column < size)

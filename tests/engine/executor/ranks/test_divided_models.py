@@ -66,7 +66,7 @@ def tokens(completions):
 @pytest.mark.parametrize(("count", "shape"), [(2, "tree"), (4, "path")])
 def test_outputs_equal_those_of_one_process(case, count, shape):
     options, expected = case
-    divided = replace(options, tensor_parallel=count, draft_shape=shape)
+    divided = replace(options, tensor_parallel=count, config=replace(options.config, draft_shape=shape))
     model = load(divided)
     try:
         completions = complete(model, divided, [requests(kind) for kind in DRAFTERS])

@@ -28,11 +28,11 @@ PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
 
 
 def options_of(folder, count=1, drafter="none", shape="path", **draft_models):
-    config = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=8, kv_memory_mib=4)
+    config = EngineConfig(max_sequences=4, max_step_tokens=100, max_draft=8, kv_memory_mib=4, draft_shape=shape)
     return EngineOptions(
         model=folder, device="cpu", dtype="auto", attention="auto", drafter=drafter,
         drafter_options=MappingProxyType({}), draft_models=draft_models, address=DEFAULT_ADDRESS,
-        draft_shape=shape, threads=1, config=config, tensor_parallel=count,
+        threads=1, config=config, tensor_parallel=count,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_logits_equal_those_of_one_process(divided, folder):
         sequence_of(text, range(8), computed=59, draft=PATTERN[:6], tree=DraftTree((nodes - 1) // 2)),
     ]
     whole = load(options_of(folder))
-    cache = Cache("plain", 9, PAGE_SIZE, whole.embedding.weight.dtype)
+    cache = Cache("plain", 9, PAGE_SIZE)
     runners = [open_runner(model, cache) for model in (whole, divided)]
     for plan in plans:
         expected, got = (runner.forward(build_batch([plan], PAGE_SIZE)) for runner in runners)
@@ -115,7 +115,7 @@ def test_logits_equal_those_of_one_process(divided, folder):
 
 def test_a_token_alone_and_in_a_draft_has_the_same_logits(divided):
     """Sums over ranks are in the same order for any number of tokens."""
-    runner = open_runner(divided, Cache("plain", 9, PAGE_SIZE, divided.embedding.weight.dtype))
+    runner = open_runner(divided, Cache("plain", 9, PAGE_SIZE))
     text = np.resize(PATTERN, 40)
     whole = runner.forward(build_batch([sequence_of(text[:1], range(8), draft=text[1:])], PAGE_SIZE))
     for length in (1, 2, 30):

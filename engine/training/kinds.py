@@ -7,8 +7,8 @@ from torch import nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.heads.features import Features
-from engine.training.heads.networks import (
+from engine.training.features import Features
+from engine.training.networks import (
     frequent_tokens,
     new_draft_model,
     new_eagle,
@@ -16,8 +16,8 @@ from engine.training.heads.networks import (
     new_medusa,
     new_mtp,
 )
-from engine.training.heads.objectives import ChainObjective, DraftModelObjective, MedusaObjective, Objective
-from engine.training.heads.recipe import Recipe
+from engine.training.objectives import ChainObjective, DraftModelObjective, MedusaObjective, Objective
+from engine.training.recipe import Recipe
 
 SAMPLE_TOKENS = 20_480
 """Tokens from which the first weights are estimated."""

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.training.heads.kinds import new_objective
-from engine.training.heads.recipe import RECIPES
-from engine.training.heads.run import resume, train
-from tests.engine.training.heads.tiny import new_features, new_target, tiny_recipe
+from engine.training.kinds import new_objective
+from engine.training.recipe import RECIPES
+from engine.training.run import resume, train
+from tests.engine.training.tiny import new_features, new_target, tiny_recipe
 
 pytestmark = pytest.mark.parametrize("kind", RECIPES)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.models.heads.head import DraftHead, HeadOutput
-from engine.training.heads.attention import ChainAttention, WindowAttention
+from engine.training.attention import ChainAttention, WindowAttention
 
 
 def run_window(head: DraftHead, tokens: Tensor, states: Tensor) -> tuple[HeadOutput, WindowAttention]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.heads.medusa import MedusaHeads
-from engine.training.heads.attention import WindowAttention
-from engine.training.heads.cross_entropy import TEMPERATURE, cross_entropy, label_probabilities
-from engine.training.heads.features import Windows
-from engine.training.heads.unroll import run_chains, run_window
+from engine.training.attention import WindowAttention
+from engine.training.cross_entropy import TEMPERATURE, cross_entropy, label_probabilities
+from engine.training.features import Windows
+from engine.training.unroll import run_chains, run_window
 
 
 class Depths(NamedTuple):

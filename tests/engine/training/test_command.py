@@ -1,17 +1,21 @@
 """`ssd-engine train KIND` writes a folder that the engine drafts with."""
 
 import json
+import platform
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from engine.models.loader import load_config, load_model
 from engine.models.tokenizer import Tokenizer
-from engine.training.heads import acceptance, command, data, run
-from engine.training.heads.command import TrainingOptions, train_head
-from engine.training.heads.features import Features
-from engine.training.heads.recipe import RECIPES
+from engine.training import acceptance, command, data, run
+from engine.training.command import TrainingOptions, train_head
+from engine.training.features import Features
+from engine.training.recipe import RECIPES
 from ssd.errors import UserError
 from tests.engine.conftest import TEXT, VOCAB, make_folder
 
@@ -61,6 +65,8 @@ def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_
     assert f"--drafter {kind}" in card
     assert f"{result.tokens_per_step:.2f}" in card
     assert (chosen.out / "LICENSE.txt").read_text() == "the license"
+    if kind == "draft-model":
+        assert load_config(chosen.out) == replace(load_config(target), num_layers=1)
 
 
 def test_a_second_call_continues_and_reuses_hidden_states(target, text_files, tmp_path, monkeypatch):
@@ -96,12 +102,6 @@ def test_own_outputs_of_a_prompt_are_on_one_side_and_not_used_for_others(target,
     assert len(list((tmp_path / "outputs").iterdir())) == 2
 
 
-def test_draft_model_is_a_smaller_model(target, text_files, tmp_path):
-    chosen = options("draft-model", target, tmp_path, data=text_files)
-    train_head(chosen, Console(quiet=True), recipe("draft-model"))
-    assert load_config(chosen.out) == replace(load_config(target), num_layers=1)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,3 +123,19 @@ def test_unusable_text_is_refused(target, tmp_path):
     for name, message in (("short.txt", "fewer than a window"), ("bad.jsonl", "line 1")):
         with pytest.raises(UserError, match=message):
             train_head(options("mtp", target, tmp_path, data=(str(tmp_path / name),)), Console(quiet=True))
+
+
+def test_the_text_of_the_shipped_target_is_that_of_the_files_it_names(target, tmp_path):
+    """Library files are named by their path; each is surrounded by the end token."""
+    sides = {"train": ["this.py", "json/__init__.py"], "held_out": ["antigravity.py"]}
+    files = {"python": platform.python_version()} | sides
+    (tmp_path / "files.json").write_text(json.dumps(files))
+    tokenizer, root = Tokenizer(target), Path(sysconfig.get_path("stdlib"))
+    text = data.library_text(tmp_path, tokenizer, 0)
+    for tokens, names in zip((text.train, text.held_out), sides.values(), strict=True):
+        parts = [tokenizer.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == 0))]
+        assert [part for part in parts if part] == [(root / name).read_text() for name in names]
+        assert (tokens[0], tokens[-1], tokens.dtype) == (0, 0, np.uint32)
+    (tmp_path / "files.json").write_text(json.dumps(files | {"python": "3.0.0"}))
+    with pytest.raises(UserError, match=r"standard library of Python 3\.0\.0, and this is Python"):
+        data.library_text(tmp_path, tokenizer, 0)

@@ -7,9 +7,9 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.heads.features import Features
-from engine.training.heads.kinds import needed_layers
-from engine.training.heads.recipe import RECIPES
+from engine.training.features import Features
+from engine.training.kinds import needed_layers
+from engine.training.recipe import RECIPES
 
 WINDOW = 24
 CONFIG = ModelConfig(

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from engine.training.heads import cross_entropy as module
-from engine.training.heads.cross_entropy import TEMPERATURE, cross_entropy
+from engine.training import cross_entropy as module
+from engine.training.cross_entropy import TEMPERATURE, cross_entropy
 
 
 def test_loss_acceptance_and_gradient_equal_plain_pytorch(monkeypatch):

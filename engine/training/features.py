@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.training.heads.attention import WindowAttention
+from engine.training.attention import WindowAttention
 
 MANIFEST_FILE = "features.json"
 SHARD_WINDOWS = 128

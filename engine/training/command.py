@@ -28,19 +28,19 @@ from engine.models.heads.medusa import MedusaHeads
 from engine.models.loader import load_model, save_model
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
-from engine.training.heads.acceptance import (
+from engine.training.acceptance import (
     MAX_PROMPT_TOKENS,
     PROMPTS,
     TEMPERATURES,
     Acceptance,
     Measurement,
 )
-from engine.training.heads.card import write_card
-from engine.training.heads.data import Text, end_token, file_text, library_text, own_outputs
-from engine.training.heads.features import Features
-from engine.training.heads.kinds import needed_layers
-from engine.training.heads.recipe import RECIPES, Recipe
-from engine.training.heads.run import Run, resume, train
+from engine.training.card import write_card
+from engine.training.data import Text, end_token, file_text, library_text, own_outputs
+from engine.training.features import Features
+from engine.training.kinds import needed_layers
+from engine.training.recipe import RECIPES, Recipe
+from engine.training.run import Run, resume, train
 from ssd.errors import UserError
 
 OWN_OUTPUTS = "self"
@@ -166,7 +166,7 @@ def write_head(run: Run, folder: Path, target: Path) -> None:
 
 def _text(options: TrainingOptions, recipe: Recipe, target: Decoder, tokenizer: Tokenizer, console: Console) -> Text:
     if not options.data:
-        return library_text(options.target, options.work / "text", target.config.vocab_size, console.print)
+        return library_text(options.target, tokenizer, end_token(target.config))
     if options.data != (OWN_OUTPUTS,):
         return file_text([Path(path) for path in options.data], tokenizer, end_token(target.config))
     with _bar("outputs", recipe.total_tokens, console) as (progress, task):

@@ -4,7 +4,7 @@ import pytest
 
 from engine.drafters.model_based.build import check_weights
 from engine.models.shipped import SHIPPED_HEADS, SHIPPED_MODEL
-from engine.training.heads.recipe import RECIPES
+from engine.training.recipe import RECIPES
 
 MAX_BYTES = 28 * 2**20
 

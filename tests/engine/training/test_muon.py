@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.training.heads.muon import Muon, orthogonalize
+from engine.training.muon import Muon, orthogonalize
 
 
 def test_singular_values_become_nearly_equal():

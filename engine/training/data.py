@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,15 @@ from engine.config import EngineConfig
 from engine.engine import StepReport, build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from engine.models.files import read_json
+from engine.models.tokenizer import Tokenizer
 from engine.scheduling.request import Request, SamplingParams
-from engine.training.dataset import prepare
-from engine.training.heads.features import fingerprint_of
+from engine.training.features import fingerprint_of
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 
+FILES_FILE = "files.json"
+"""File in the folder of the shipped target: the version of Python, and the names of files of its library."""
 HELD_OUT_EVERY = 50
 """Number of documents of which one is held out."""
 OUTPUT_TEMPERATURE = 0.8
@@ -54,15 +58,23 @@ class Text:
         return sides[0], sides[1]
 
 
-def library_text(target: Path, work: Path, vocab_size: int, notify: Callable[[str], None]) -> Text:
-    """Return the standard library with the split of the shipped target.
+def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Text:
+    """Return the files of the standard library that the shipped target was trained on, and those that were held out.
 
-    Raises UserError for a target that was not trained on this Python's library, whose held-out text is unknown.
+    end: as for `file_text`. Raises UserError unless this Python has the same library.
     """
-    text = prepare(work, vocab_size, notify)
-    if (work / TOKENIZER_FILE).read_bytes() != (target / TOKENIZER_FILE).read_bytes():
-        raise UserError(f"{target} was not trained on this Python's standard library; give --data text files or `self`")
-    return Text(text.train.astype(np.uint32), text.held_out.astype(np.uint32))
+    files = read_json(target / FILES_FILE)
+    if files["python"] != platform.python_version():
+        raise UserError(
+            f"{target} was trained on the standard library of Python {files['python']}, and this is Python "
+            f"{platform.python_version()}; use that one, or give --data text files or `self`"
+        )
+    root = Path(sysconfig.get_path("stdlib"))
+    sides = (
+        [tokenizer.encode(text, add_special_tokens=False) for text in _documents([root / name for name in files[side]])]
+        for side in ("train", "held_out")
+    )
+    return Text(*(_joined(side, end) for side in sides))
 
 
 def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Text:
@@ -164,9 +176,14 @@ def _split(documents: Sequence[np.ndarray], end: int | None, prompts: int | None
     if len(documents) == 1:
         cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
         return Text(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
-    separator = np.array([] if end is None else [end], np.uint32)
     sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for number, document in enumerate(documents):
         prompt = number if prompts is None else number % prompts
-        sides[prompt % HELD_OUT_EVERY == 0].extend((separator, document.astype(np.uint32)))
-    return Text(*(np.concatenate([*side, separator]) for side in sides))
+        sides[prompt % HELD_OUT_EVERY == 0].append(document)
+    return Text(*(_joined(side, end) for side in sides))
+
+
+def _joined(documents: Sequence[np.ndarray], end: int | None) -> np.ndarray:
+    """Return the tokens of documents, uint32, with the token `end` around each, if there is one."""
+    separator = np.array([] if end is None else [end], np.uint32)
+    return np.concatenate([*(part for each in documents for part in (separator, each)), separator]).astype(np.uint32)

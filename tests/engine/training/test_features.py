@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.training.heads import features as module
-from engine.training.heads.features import Features, window_states
-from tests.engine.training.heads.tiny import new_target, new_windows
+from engine.training import features as module
+from engine.training.features import Features, window_states
+from tests.engine.training.tiny import new_target, new_windows
 
 LAYERS = (1, 3, 4)
 

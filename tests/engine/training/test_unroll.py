@@ -8,8 +8,8 @@ import torch
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.eagle3 import Eagle3Head, Eagle3Style
 from engine.models.heads.mtp import MtpHead, MtpStyle
-from engine.training.heads.unroll import run_chains, run_window
-from tests.engine.training.heads.tiny import CONFIG, new_target
+from engine.training.unroll import run_chains, run_window
+from tests.engine.training.tiny import CONFIG, new_target
 
 TOKENS, STEPS = 12, 4
 

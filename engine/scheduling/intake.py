@@ -1,0 +1,78 @@
+"""Check requests against an engine's model, settings and memory, and make their sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+from engine.models.detokenize import Decode
+from engine.sampling.stopping import Stopping
+from engine.scheduling.pages import PagePool
+from engine.scheduling.request import Request
+from engine.scheduling.sequence import Sequence
+from ssd.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar_state import GrammarCompiler, GrammarState
+
+
+class Intake:
+    """Checks the requests of one engine, and makes their sequences."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        pages: PagePool,
+        *,
+        decode: Decode | None = None,
+        drafters: Collection[str] = (),
+        grammars: GrammarCompiler | None = None,
+        adapters: Collection[str] = (),
+    ) -> None:
+        """decode, drafters, grammars: see `engine.engine.Engine`. adapters: names that requests may choose."""
+        self._model = model
+        self._config = config
+        self._pages = pages
+        self._decode = decode
+        self._drafters = drafters
+        self._grammars = grammars
+        self._adapters = adapters
+
+    def longest(self, request: Request) -> int:
+        """Return the largest number of tokens, prompt and output, that a request may reach.
+
+        Raises UserError for a request that cannot run.
+        """
+        return self._check(request)[0]
+
+    def sequence(self, sequence_id: int, request: Request) -> Sequence:
+        """Return a new sequence. Raises UserError for a request that cannot run."""
+        longest, grammar = self._check(request)
+        if request.sampling.verification is None and self._config.verification != "exact":
+            request = replace(request, sampling=replace(request.sampling, verification=self._config.verification))
+        stopping = Stopping(request, self._model.eos_token_ids, self._decode)
+        return Sequence(sequence_id, request, longest, stopping, grammar)
+
+    def _check(self, request: Request) -> tuple[int, GrammarState | None]:
+        """Return what `longest` does, and the grammar's state before the first token, if the request has one."""
+        request.check(self._model)
+        request.check_drafting(self._drafters, self._config.max_draft)
+        request.check_adapter(self._adapters)
+        if request.sampling.stop and self._decode is None:
+            raise UserError("stop needs the model's tokenizer, which this engine was not given; use stop_token_ids")
+        grammar, state = request.sampling.grammar, None
+        if grammar is not None:
+            if self._grammars is None:
+                raise UserError(f"{grammar.kind} needs the model's tokenizer, which this engine was not given")
+            state = self._grammars.start(grammar)
+        longest = min(len(request.prompt) + request.sampling.max_tokens, self._model.max_positions)
+        if self._pages.pages_for(longest) > self._pages.count:
+            raise UserError(
+                f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
+                f"{self._pages.count * self._pages.page_size} tokens; request fewer tokens, or raise --kv-memory"
+            )
+        return longest, state

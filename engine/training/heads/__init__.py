@@ -1,1 +1,0 @@
-"""Training of draft heads and draft models for a target."""
