@@ -115,12 +115,8 @@ class CorpusDrafter(ABC):
         verified than the last draft had, for a reserved token id, for arrays as `Progress.check_arrays`, and for a
         cost outside (0, 1].
         """
-        if not isinstance(progress.sequence_ids, np.ndarray):
-            progress.check_arrays()
-        rows = self.running.rows_of(progress.sequence_ids.tolist())
-        drafts = self._step(rows, progress)
-        if self.PUBLISHES:
-            self._publish(rows, progress)
+        drafts = self.draft_unpublished(progress)
+        self.publish(progress)
         return drafts
 
     def propose(self, context: Sequence[int] | np.ndarray, max_draft: int | None = None) -> DraftBatch:
@@ -262,6 +258,17 @@ class CorpusDrafter(ABC):
             hinted=running.hinted,
         )
         self.running.add(sequence_id, running)
+
+    def draft_unpublished(self, progress: Progress) -> DraftBatch:
+        """Do `draft`, except for `publish`. Raises ValueError as `draft`."""
+        if not isinstance(progress.sequence_ids, np.ndarray):
+            progress.check_arrays()
+        return self._step(self.running.rows_of(progress.sequence_ids.tolist()), progress)
+
+    def publish(self, progress: Progress) -> None:
+        """Offer the tokens of the last `draft_unpublished` to other sequences; call it before anything else."""
+        if self.PUBLISHES:
+            self._publish(self.running.last_rows, progress)
 
     def forget_own(self, request_id: str) -> None:
         """Forget what was produced under a request id and is not in the corpus yet.

@@ -15,6 +15,7 @@ from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, check_engine_name, pack, read_drafts
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
+from ssd.corpus.ring import any_of, has_invalid_token
 from ssd.corpus.rollout import Rollout
 from ssd.types import ROOT, DraftBatch, offsets_of
 
@@ -25,9 +26,6 @@ U1, U4, I4, F4 = (DTYPES[name] for name in ("u1", "u4", "i4", "f4"))
 
 ONE_AS_BITS = np.float32(1.0).view(np.uint32)
 """Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
-
-TOKEN_LIMIT = 0xFFFF_FFFF
-"""The smallest invalid token id."""
 
 PATH_PARENTS = [np.arange(ROOT, size + ROOT, dtype=I4).tobytes() for size in range(129)]
 """Parents of paths, i32, by their number of tokens."""
@@ -196,9 +194,7 @@ def _read_valid_paths(message: pb.Drafts, limits: np.ndarray, vocab_size: int) -
         return None
     sizes = offsets[1:] - offsets[:-1]
     # A negative size, where offsets decrease, is above any limit as an unsigned number.
-    if np.count_nonzero(sizes > limits) or np.count_nonzero(
-        (bits > ONE_AS_BITS) | (tokens >= (vocab_size or TOKEN_LIMIT))
-    ):
+    if any_of(sizes > limits) or any_of(bits > ONE_AS_BITS) or has_invalid_token(tokens, vocab_size):
         return None
     try:
         are_paths = b"".join([PATH_PARENTS[size] for size in sizes.tolist()]) == parents

@@ -143,7 +143,7 @@ class PendingRequests:
 
     def request_drafts(self, request: pb.DraftRequest) -> int:
         """Send a request whose drafts the caller will wait for; return its number."""
-        self._is_delayed = sum(pending.text_bytes for pending in self._pending) >= DELAYING_BYTES
+        self._is_delayed = bool(self._pending) and sum(each.text_bytes for each in self._pending) >= DELAYING_BYTES
         self._awaited = self.send(OutgoingRequest(request), wants_drafts=True)
         return self._awaited
 

@@ -20,7 +20,7 @@ import numpy as np
 from drafter_service.client.history import TokenHistory
 from drafter_service.transport.wire import pack
 from ssd.config import check_cost
-from ssd.corpus.ring import check_tokens
+from ssd.corpus.ring import any_of, check_tokens
 from ssd.corpus.rollout import Rollout
 from ssd.types import Progress, check_path_prob, offsets_of
 
@@ -128,13 +128,15 @@ class RunningSequences:
         self._infos: list[SequenceInfo | None] = []
         self._free: list[int] = []
         self._last: KnownBatch | None = None
-        """The last batch; None if anything but the drafts of its sequences has changed since."""
+        """The last batch, whose values of OFFERED are not in the table; None if anything but the drafts of its
+        sequences has changed since."""
 
     def batch_of(self, progress: Progress) -> KnownBatch:
         """Return the data of the sequences of a batch. Raises ValueError as `Progress.check`."""
         progress.check_arrays()
         batch, ids_as_bytes = self._last, progress.sequence_ids.tobytes()
         if batch is None or ids_as_bytes != batch.ids_as_bytes:
+            self._end_batch()
             ids = progress.sequence_ids.tolist()
             if len({*ids}) < len(ids):
                 self._refuse(progress)
@@ -144,7 +146,7 @@ class RunningSequences:
             batch = KnownBatch(
                 ids_as_bytes, rows, pack(table[WIRE_ID], "u8"), table[OFFERED].astype(np.uint32), are_current
             )
-        if np.count_nonzero(progress.verified > batch.offered):
+        if any_of(progress.verified > batch.offered):
             self._refuse(progress)
         check_tokens(progress.tokens, self._vocab_size)
         if progress.cost is not None:
@@ -163,7 +165,7 @@ class RunningSequences:
 
     def add(self, sequence_id: int, info: SequenceInfo) -> int:
         """Add an unregistered sequence; return its row."""
-        self._last = None
+        self._end_batch()
         if not self._free:
             self._grow(max(MIN_ROWS, 2 * len(self._infos)))
         row = self._free.pop()
@@ -177,7 +179,7 @@ class RunningSequences:
     def remove(self, sequence_id: int, learn: bool) -> UnconfirmedEnd:
         """Remove a sequence that has ended."""
         row = self.row_of.pop(sequence_id)
-        self._last = None
+        self._end_batch()
         unsent, _, verified, steps, wire_id, _, is_registered, *_ = self._table[:, row].tolist()
         info, committed = self.info(row), self._history.tokens(row)
         finished = UnconfirmedEnd(
@@ -220,6 +222,7 @@ class RunningSequences:
 
     def offered(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of tokens of the draft that the engine received last, int64 [B]."""
+        self._end_batch()
         return self._table[OFFERED, rows]
 
     def are_registered(self, rows: np.ndarray) -> np.ndarray:
@@ -233,7 +236,7 @@ class RunningSequences:
 
     def commit(self, rows: np.ndarray, progress: Progress) -> None:
         """Record committed tokens and verified counts, to be sent later."""
-        self._last = None
+        self._end_batch()
         offsets = progress.offsets.astype(np.int64)
         counts = offsets[1:] - offsets[:-1]
         table = self._table[:, rows]
@@ -249,7 +252,7 @@ class RunningSequences:
 
         indices: int64 [B], of these sequences in `progress`, the engine's last.
         """
-        self._last = None
+        self._end_batch()
         unsent, _, verified, steps, wire_ids, *_ = self._table[:, rows]
         offsets = offsets_of(unsent)
         tokens = self._history.last(rows, offsets.astype(np.int64))
@@ -271,7 +274,7 @@ class RunningSequences:
 
     def register(self, row: int, wire_id: int) -> np.ndarray:
         """Record that a whole sequence is sent; return all its committed tokens, uint32."""
-        self._last = None
+        self._end_batch()
         self._table[WIRE_ID, row] = wire_id
         for line in (UNSENT, VERIFIED, STEPS):
             self._table[line, row] = 0
@@ -282,9 +285,10 @@ class RunningSequences:
 
     def set_offered(self, rows: np.ndarray, sizes: np.ndarray) -> None:
         """Record the number of draft tokens that the engine receives for each sequence, uint32 [B]."""
-        self._table[OFFERED, rows] = sizes
         if self._last is not None and self._last.rows is rows:
             self._last.offered = sizes
+        else:
+            self._table[OFFERED, rows] = sizes
         self._history.fold_if_due()
 
     def unregister(self, wire_ids: Collection[int]) -> int:
@@ -307,6 +311,13 @@ class RunningSequences:
             if info.request_id == request_id:
                 self._infos[row] = replace(info, learn=False)
 
+    def _end_batch(self) -> None:
+        """Forget the last batch, before anything else about sequences is read or changed."""
+        if self._last is not None:
+            # Not in `set_offered`, where the engine waits.
+            self._table[OFFERED, self._last.rows] = self._last.offered
+            self._last = None
+
     def _refuse(self, progress: Progress) -> NoReturn:
         """Raise the ValueError for an invalid batch."""
         offered = dict(zip(self.row_of, self.offered(self._rows()).tolist(), strict=True))
@@ -321,7 +332,7 @@ class RunningSequences:
         return rows[self.are_registered(rows)]
 
     def _unregister_rows(self, rows: np.ndarray) -> None:
-        self._last = None
+        self._end_batch()
         for line in (IS_REGISTERED, IS_COUNTED, IS_CURRENT, VERIFIED):
             self._table[line, rows] = 0
         self.has_unregistered = self.has_unregistered or len(rows) > 0

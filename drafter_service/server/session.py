@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import grpc
 import numpy as np
@@ -29,7 +29,7 @@ from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.prepared import PreparedSequence
-from ssd.types import DraftBatch, Progress, StepTime, offsets_of
+from ssd.types import DraftBatch, Progress, offsets_of
 
 LONG_PROMPT = 8192
 """Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
@@ -51,6 +51,15 @@ class Indexing:
     def size(self) -> int:
         """Number of tokens, prompt included."""
         return len(self.prepared.text) + sum(len(run) for run in self.committed)
+
+
+class Drafted(NamedTuple):
+    """A batch with drafts."""
+
+    batch: Progress
+    part: Progress
+    """The sequences of the batch that could have drafts."""
+    drafts: DraftBatch
 
 
 class Session:
@@ -82,6 +91,8 @@ class Session:
         """Number of tokens of all sequences, prompts included."""
         self._pause_steps = 0
         """`DraftBatch.pause_steps` of the next response."""
+        self._unrecorded: Drafted | None = None
+        """The batch of the last request, until `record`."""
         self._reported: ClientTotals | None = None
         """Totals of the client's last message."""
         self._uncounted_steps = 0
@@ -95,8 +106,9 @@ class Session:
     def answer(self, request: pb.DraftRequest, *, may_learn: bool) -> pb.DraftResponse:
         """Return the response to a request; an error, and no effect, for an invalid one.
 
-        `may_learn`: whether the client has the right to learn.
+        Call `record` once it is sent. `may_learn`: whether the client has the right to learn.
         """
+        self.record()
         self._may_learn = may_learn
         try:
             began = time.perf_counter()
@@ -106,6 +118,19 @@ class Session:
             return response
         except WireError as problem:
             return error_response(request.step, grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+
+    def record(self) -> None:
+        """Do what the last request needs once its response is sent: offer its tokens to others, count, and learn."""
+        if self._unrecorded is None:
+            return
+        (batch, part, drafts), self._unrecorded = self._unrecorded, None
+        self._drafter.publish(part)
+        self._drafter.running.record_use()
+        self._make_room()
+        self._use.engine_steps += 1
+        self._use.offered += len(drafts.tokens)
+        if batch.step_times:
+            self._pause_steps = self._drafter.budget.learn(batch)
 
     def close(self) -> None:
         """Drop all sequences without learning from them."""
@@ -146,10 +171,7 @@ class Session:
         if request.HasField("counters"):
             self._add_counters(request.counters)
         if batch is not None:
-            times, batch.step_times = batch.step_times, ()
             drafts, lost_in_batch = self._draft(batch)
-            self._make_room()
-            self._complete(batch, times, drafts)
         else:
             drafts, lost_in_batch = DraftBatch.empty(0), []
         drafts_message(drafts, response.drafts)
@@ -162,28 +184,21 @@ class Session:
             return None
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
-        times, batch.step_times = batch.step_times, ()
         try:
-            drafts = self._drafter.draft(batch)
+            drafts = self._draft_part(batch, batch)
         except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
             return None
-        self._drafter.running.record_use()
         self._tokens += len(batch.tokens)
-        self._make_room()
-        self._complete(batch, times, drafts)
         return drafts
 
-    def _complete(self, batch: Progress, times: Sequence[StepTime], drafts: DraftBatch) -> None:
-        """Count drafts and set their `pause_steps`; learn from the durations of steps once the response is sent."""
-        self._use.engine_steps += 1
-        self._use.offered += len(drafts.tokens)
+    def _draft_part(self, batch: Progress, part: Progress) -> DraftBatch:
+        """Return drafts for a part of a batch, whose sequences run. Raises ValueError as `SuffixDrafter.draft`."""
+        times, part.step_times = part.step_times, ()  # `record` learns from them.
+        drafts = self._drafter.draft_unpublished(part)
+        part.step_times = times
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
-        if times:
-            batch.step_times = times
-            asyncio.get_running_loop().call_soon(self._learn_steps, batch)
-
-    def _learn_steps(self, batch: Progress) -> None:
-        self._pause_steps = self._drafter.budget.learn(batch)
+        self._unrecorded = Drafted(batch, part, drafts)
+        return drafts
 
     def _check_finishes(self, finishes: list[FinishedSequence], new: set[int]) -> None:
         """Check counts, except those of unknown sequences."""
@@ -296,11 +311,11 @@ class Session:
         """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty."""
         ids = batch.sequence_ids.tolist()
         if self._withheld.isdisjoint(ids):
-            return self._draft_openly(batch, ids)
+            return self._draft_openly(batch, batch, ids)
         withheld = [index for index, sequence_id in enumerate(ids) if sequence_id in self._withheld]
         others = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._withheld]
         self._withhold(_part(batch, withheld))
-        drafts, lost = self._draft_openly(_part(batch, others), [ids[index] for index in others])
+        drafts, lost = self._draft_openly(batch, _part(batch, others), [ids[index] for index in others])
         return drafts.scatter(np.array(others, np.int64), len(ids)), lost
 
     def _withhold(self, batch: Progress) -> None:
@@ -314,21 +329,23 @@ class Session:
         ready = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._indexing]
         self._shadow.advance(_part(batch, ready))
 
-    def _draft_openly(self, batch: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for the sequences of a batch that are known and indexed, and the unknown ones."""
-        running, bounds = self._drafter.running.ids, batch.offsets.tolist()
+    def _draft_openly(self, batch: Progress, part: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
+        """Return drafts for the sequences of a part of a batch that are known and indexed, and the unknown ones.
+
+        ids: the sequences of the part.
+        """
+        running, bounds = self._drafter.running.ids, part.offsets.tolist()
         lost, ready = [], []
         for index, sequence_id in enumerate(ids):
             if sequence_id in running:
                 ready.append(index)
             elif (indexing := self._indexing.get(sequence_id)) is not None:
-                indexing.committed.append(batch.tokens[bounds[index] : bounds[index + 1]].copy())
+                indexing.committed.append(part.tokens[bounds[index] : bounds[index + 1]].copy())
             else:
                 lost.append(sequence_id)
                 continue
             self._tokens += bounds[index + 1] - bounds[index]
-        drafts = self._drafter.draft(_part(batch, ready))
-        self._drafter.running.record_use()
+        drafts = self._draft_part(batch, _part(part, ready))
         return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
 
     def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:

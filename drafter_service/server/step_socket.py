@@ -41,8 +41,10 @@ MAX_AUTHORIZATION_BYTES = 8 << 10
 """Maximum size of the authorization: that of gRPC's metadata."""
 
 
-Answer = Callable[[bytes], pb.DraftResponse]
-"""Answers a serialized request. An exception ends the stream."""
+Send = Callable[[pb.DraftResponse], None]
+Answer = Callable[[bytes, Send], None]
+"""Answers a serialized request: sends the response first, then does what need not precede it. An exception ends the
+stream."""
 
 
 class Streams(Protocol):
@@ -86,11 +88,12 @@ class Connection(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
             self.data_received(data)
             return
         try:
-            response = self.answer(data[HEADER.size :])
+            self.answer(data[HEADER.size :], self._send)
         except Exception as problem:  # The task handles it as if it had answered the request itself.
             self.reader.set_exception(problem)
-        else:
-            self._transport.write(framed(response.SerializeToString()))
+
+    def _send(self, response: pb.DraftResponse) -> None:
+        self._transport.write(framed(response.SerializeToString()))
 
     @property
     def _is_idle(self) -> bool:

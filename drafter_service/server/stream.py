@@ -24,7 +24,7 @@ from drafter_service.server.requests import (
     read_padding,
 )
 from drafter_service.server.session import Session, error_response
-from drafter_service.server.step_socket import Answer
+from drafter_service.server.step_socket import Answer, Send
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
@@ -150,15 +150,19 @@ class DraftStreams:
             namespace.streams.add(stream)
             try:
                 response = self._answer(session, request, rights, is_first=True)
+                session.record()
                 response.welcome.CopyFrom(_welcome(session, self._limits, may_learn=rights.may_learn()))
                 yield response
 
-                def answer(data: bytes) -> pb.DraftResponse:
-                    return self._answer(session, _parsed(data), rights)
+                def answer(data: bytes, send: Send) -> None:
+                    send(self._answer(session, _parsed(data), rights))
+                    session.record()
 
                 on_open(answer)
                 async for data in requests:
-                    yield answer(data)
+                    response = self._answer(session, _parsed(data), rights)
+                    session.record()
+                    yield response
             except asyncio.CancelledError:
                 if namespace.is_closed:
                     raise ClosedError(f"namespace {name!r} was dropped") from None

@@ -11,7 +11,7 @@ import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DraftShape
-from ssd.corpus.ring import MAX_TOKEN_ID
+from ssd.corpus.ring import MAX_TOKEN_ID, any_of, has_invalid_token
 from ssd.types import DraftBatch, Progress, StepTime
 
 PROTOCOL = 3
@@ -97,10 +97,10 @@ def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
     vocab_size: 0 if it is not known.
     """
     tokens = unpack(data, "u4", field)
-    largest = int(np.maximum.reduce(tokens, initial=0))
-    if largest > MAX_TOKEN_ID:
-        raise WireError(f"{field} holds the token id {largest}; the maximum is {MAX_TOKEN_ID}")
-    if vocab_size and largest >= vocab_size:
+    if has_invalid_token(tokens, vocab_size):
+        largest = int(tokens.max())
+        if largest > MAX_TOKEN_ID:
+            raise WireError(f"{field} holds the token id {largest}; the maximum is {MAX_TOKEN_ID}")
         raise WireError(f"{field} holds the id {largest}; the vocabulary has {vocab_size} tokens")
     return tokens
 
@@ -118,7 +118,7 @@ def batch_message(progress: Progress, sequence_ids: bytes | None = None, message
     message.max_draft = pack(progress.max_draft, "u4")
     if progress.cost is not None:
         message.cost = progress.cost
-    if progress.steps is not None and np.count_nonzero(progress.steps > 1):
+    if progress.steps is not None and any_of(progress.steps > 1):
         message.steps = pack(progress.steps, "u4")
     if progress.min_path_prob is not None:
         message.min_path_prob = progress.min_path_prob

@@ -60,6 +60,8 @@ class TokenBudget:
         """The fields of `ssd.kernels.budget.Budget`."""
         self._knots, self._seconds, self._sizes, self._lengths, self._facts, self._state = self.arrays
         self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
+        self._constant: tuple[float, StepCurve] | None = None
+        """The last cost that was given instead of the curve's, and its curve."""
         self._shown: tuple[object, ...] = ()
         """What the arrays show: cost or revision of the curve, and number of sequences."""
         self.prepare(1)
@@ -73,8 +75,7 @@ class TokenBudget:
         sequences = max(1, sequences)
         shown = (cost, self.curve.revision if cost is None else 0, sequences)
         if shown != self._shown:
-            # A constant curve checks the cost.
-            self._write(self.curve if cost is None else StepCurve.constant(cost), sequences)
+            self._write(self.curve if cost is None else self._constant_curve(cost), sequences)
             self._facts[SEQUENCES] = sequences
             self._shown = shown
         self._facts[TOKENS] = sequences + other_tokens
@@ -147,6 +148,12 @@ class TokenBudget:
         self._backoff.record_drafts(saved, drafting)
         return self._backoff.pause_steps
 
+    def _constant_curve(self, cost: float) -> StepCurve:
+        """Return the curve of a constant cost. Raises ValueError for a cost outside (0, 1]."""
+        if self._constant is None or self._constant[0] != cost:
+            self._constant = cost, StepCurve.constant(cost)
+        return self._constant[1]
+
     def _write(self, curve: StepCurve, sequences: int = 1) -> None:
         """Copy a curve into the arrays. Raises ValueError if it does not fit."""
         padding = curve.padding(sequences)
@@ -158,6 +165,7 @@ class TokenBudget:
         ):
             if len(values) > len(array):
                 raise ValueError(f"a step-time curve has {len(values)} sizes; at most {len(array)} are supported")
-            array[: len(values)] = values
+            if len(values):  # Writing nothing would take a microsecond.
+                array[: len(values)] = values
             self._facts[index] = len(values)
         self._state[RAGGED] = curve.ragged_seconds(sequences)

@@ -19,6 +19,8 @@ SEPARATOR = np.uint32(0xFFFF_FFFF)
 
 MAX_TOKEN_ID = int(SEPARATOR) - 1
 
+UINT32 = np.dtype(np.uint32)
+
 PAD = 128
 """Number of slots repeated at each end: the maximum distance that a match or a draft reads from a position."""
 
@@ -34,13 +36,24 @@ def check_tokens(tokens: np.ndarray, vocab_size: int = 0) -> None:
 
     vocab_size: 0 if it is not known.
     """
-    if getattr(tokens, "dtype", None) != np.uint32 or tokens.ndim != 1:
+    if getattr(tokens, "dtype", None) != UINT32 or tokens.ndim != 1:
         raise ValueError(f"token ids must be a 1-D uint32 array, not {kind_of(tokens)}")
-    largest = int(np.maximum.reduce(tokens, initial=0))
+    if not has_invalid_token(tokens, vocab_size):
+        return
+    largest = int(tokens.max())
     if largest > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be at most {MAX_TOKEN_ID:,}; {int(SEPARATOR):,} separates requests")
-    if vocab_size and largest >= vocab_size:
-        raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
+    raise ValueError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
+
+
+def has_invalid_token(tokens: np.ndarray, vocab_size: int = 0) -> bool:
+    """Return whether `tokens`, uint32 [N], have the separator's id, or one outside the vocabulary (`check_tokens`)."""
+    return any_of(tokens >= (np.uint32(vocab_size) if vocab_size else SEPARATOR))
+
+
+def any_of(mask: np.ndarray) -> bool:
+    """Return whether any element of a mask, bool [N], is set; numpy's functions take longer for a short one."""
+    return 1 in mask.tobytes()
 
 
 def kind_of(given: object) -> str:

@@ -22,8 +22,9 @@ class RunningById:
         self._row_of: dict[int, int] = {}
         """Rows of the sequences. Reading them from `_records` would take three times as long for a batch."""
         self._last_ids: list[int] = []
-        self._last_rows = NO_ROWS
-        """Ids and rows of the last batch: most steps have the same sequences as the step before."""
+        """Ids of the last batch: most steps have the same sequences as the step before."""
+        self.last_rows = NO_ROWS
+        """int64 [B]: rows of the last batch; none after a sequence was removed."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -52,14 +53,14 @@ class RunningById:
     def remove(self, sequence_id: int) -> Running:
         """Remove a sequence, and return it; its row remains in the tables."""
         del self._row_of[sequence_id]
-        self._last_ids, self._last_rows = [], NO_ROWS
+        self._last_ids, self.last_rows = [], NO_ROWS
         return self._records.pop(sequence_id)
 
     def clear(self) -> None:
         """Remove all sequences."""
         self._records.clear()
         self._row_of.clear()
-        self._last_ids, self._last_rows = [], NO_ROWS
+        self._last_ids, self.last_rows = [], NO_ROWS
 
     def rows_of(self, sequence_ids: list[int]) -> np.ndarray:
         """Return the rows of a batch, int64 [B].
@@ -67,7 +68,7 @@ class RunningById:
         Raises ValueError for a sequence that is not running or that appears twice.
         """
         if sequence_ids == self._last_ids:
-            return self._last_rows
+            return self.last_rows
         count = len(sequence_ids)
         try:
             rows = np.fromiter(map(self._row_of.__getitem__, sequence_ids), np.int64, count)
@@ -76,7 +77,7 @@ class RunningById:
         if count > 1 and len({*sequence_ids}) != count:
             twice = next(one for one in sequence_ids if sequence_ids.count(one) > 1)
             raise ValueError(f"sequence {twice} appears twice in the batch")
-        self._last_ids, self._last_rows = sequence_ids, rows
+        self._last_ids, self.last_rows = sequence_ids, rows
         return rows
 
     def size_of(self, sequence_id: int) -> int:
@@ -104,7 +105,7 @@ class RunningById:
 
     def record_use(self) -> None:
         """Record that the sequences of the last batch were used now."""
-        self._tables.used[self._last_rows] = time.monotonic_ns()
+        self._tables.used[self.last_rows] = time.monotonic_ns()
 
     def last_uses(self) -> tuple[list[int], np.ndarray]:
         """Return the sequences, and when each was last used, int64 [n], in ns of a monotonic clock.

@@ -55,7 +55,9 @@ def close(namespace):
 
 
 def send(session, *, may_learn=True, **fields):
-    return session.answer(pb.DraftRequest(**fields), may_learn=may_learn)
+    response = session.answer(pb.DraftRequest(**fields), may_learn=may_learn)
+    session.record()
+    return response
 
 
 def sizes_of(session):

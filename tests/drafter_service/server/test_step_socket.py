@@ -224,7 +224,7 @@ class DirectEcho:
 
     async def draft(self, requests, _context, on_open):
         yield self.answer(await anext(requests))
-        on_open(self.answer)
+        on_open(lambda data, send: send(self.answer(data)))
         async for data in requests:
             self.read += 1
             yield self.answer(data)

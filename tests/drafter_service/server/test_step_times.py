@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from ssd.budget.padding import Padding
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.types import StepTime
-from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, drafted, start
 from tests.replay import progress_of
 
@@ -42,11 +40,11 @@ def namespace():
     namespace.corpus.close()
 
 
-async def send(session, **fields):
+def send(session, **fields):
     """Return the response to a request, after the session has learned from it."""
     response = session.answer(pb.DraftRequest(**fields), may_learn=True)
     assert not response.HasField("error"), response.error.message
-    await asyncio.sleep(0)
+    session.record()
     return response
 
 
@@ -55,19 +53,18 @@ def ran(*steps, committed=(), verified=0, limit=32):
     return batch_message(replace(progress_of({1: committed}, limit, verified), step_times=steps))
 
 
-async def teach(session, seconds_per_token):
+def teach(session, seconds_per_token):
     for index in range(300):
         tokens = 1 + index % 40
-        await send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
+        send(session, batch=ran(StepTime(tokens, 1, 1 + seconds_per_token * tokens)))
 
 
-@run
-async def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
+def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
     sessions = [Session(namespace, Limits()) for _ in range(2)]
     for session, seconds_per_token in zip(sessions, (0.001, 0.3), strict=True):
-        await send(session, starts=[start(1, LOOP)])
-        await teach(session, seconds_per_token)
-    fast, slow = [drafted(await send(session, batch=batch({1: ()}, 32))) for session in sessions]
+        send(session, starts=[start(1, LOOP)])
+        teach(session, seconds_per_token)
+    fast, slow = [drafted(send(session, batch=batch({1: ()}, 32))) for session in sessions]
     assert len(fast) > 2 * len(slow) > 0
     assert namespace.budget_totals.sizes[:, 0].sum() > 500
     sessions[0].close()
@@ -75,14 +72,13 @@ async def test_each_engine_of_a_namespace_has_a_curve_of_its_own(namespace):
     assert namespace.budget_totals.sizes[:, 0].sum() > 500, "totals of engines that have left are kept"
 
 
-@run
-async def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
+def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
     session = Session(namespace, Limits())
-    await send(session, starts=[start(1, LOOP)])
+    send(session, starts=[start(1, LOOP)])
     pauses = []
     for _ in range(30):
         step = StepTime(2, 1, 0.01, drafting_s=0.02)
-        response = await send(session, batch=ran(step, committed=[50], limit=1))
+        response = send(session, batch=ran(step, committed=[50], limit=1))
         pauses.append(response.drafts.pause_steps)
     assert any(pauses)
     session.close()
@@ -102,40 +98,34 @@ async def test_drafts_that_cost_more_than_they_save_are_paused(namespace):
     )
 )
 def test_no_duration_is_an_error(steps):
-    @run
-    async def test():
-        namespace = namespace_of()
-        session = Session(namespace, Limits())
-        await send(session, starts=[start(1, LOOP)])
-        for step in steps:
-            await send(session, batch=ran(step, step))
-        possible = namespace.budget_totals.sizes[:, 0].sum()
-        assert possible + namespace.budget_totals.ignored == 2 * len(steps)
-        assert drafted(await send(session, batch=batch({1: ()}, 8))) is not None
-        session.close()
-        namespace.close()
-        namespace.corpus.close()
-
-    test()
-
-
-@run
-async def test_a_configured_cost_is_not_corrected():
-    namespace = namespace_of(replace(CONFIG, cost=0.02))
+    namespace = namespace_of()
     session = Session(namespace, Limits())
-    await send(session, starts=[start(1, LOOP)])
-    before = drafted(await send(session, batch=batch({1: ()}, 32)))
-    await teach(session, 0.5)
-    assert drafted(await send(session, batch=batch({1: ()}, 32))) == before
+    send(session, starts=[start(1, LOOP)])
+    for step in steps:
+        send(session, batch=ran(step, step))
+    possible = namespace.budget_totals.sizes[:, 0].sum()
+    assert possible + namespace.budget_totals.ignored == 2 * len(steps)
+    assert drafted(send(session, batch=batch({1: ()}, 8))) is not None
     session.close()
     namespace.close()
     namespace.corpus.close()
 
 
-@run
-async def test_withheld_drafts_have_the_price_of_the_others(namespace):
+def test_a_configured_cost_is_not_corrected():
+    namespace = namespace_of(replace(CONFIG, cost=0.02))
     session = Session(namespace, Limits())
-    await send(session, starts=[start(1, LOOP), start(2, LOOP, shadow=True)])
+    send(session, starts=[start(1, LOOP)])
+    before = drafted(send(session, batch=batch({1: ()}, 32)))
+    teach(session, 0.5)
+    assert drafted(send(session, batch=batch({1: ()}, 32))) == before
+    session.close()
+    namespace.close()
+    namespace.corpus.close()
+
+
+def test_withheld_drafts_have_the_price_of_the_others(namespace):
+    session = Session(namespace, Limits())
+    send(session, starts=[start(1, LOOP), start(2, LOOP, shadow=True)])
     assert session._shadow.drafter.budget.curve is session._drafter.budget.curve
     session.close()
 
@@ -146,8 +136,7 @@ def hello_of(sizes, lengths):
     )
 
 
-@run
-async def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
+def test_shapes_of_the_engine_are_part_of_its_curve(namespace):
     padding = read_padding(hello_of([1, 8, 16], []))
     assert padding == Padding(sizes=(1, 8, 16))
     session = Session(namespace, Limits(), padding=padding)
