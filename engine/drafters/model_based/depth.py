@@ -35,12 +35,25 @@ class DraftDepth:
         self._tried = RATE_DECAY * self._tried + reached
         self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
 
+    @property
+    def acceptance(self) -> float:
+        """Mean rate of acceptance."""
+        return self._accepted / self._tried
+
+    def price_of_pass(self, price: StepPrice) -> float:
+        """Return the expected number of tokens that is worth a forward pass."""
+        return price.tokens_per_second * self._next_s
+
+    def record_stop(self) -> None:
+        """Record that a further pass was not worthwhile."""
+        self._next_s *= RETRY_DECAY
+
     def should_draft_deeper(self, price: StepPrice, path_prob: np.ndarray) -> bool:
         """Return whether drafting after nodes of these path probabilities, float [n], is worth a forward pass."""
-        children = path_prob * self._accepted / self._tried
+        children = path_prob * self.acceptance
         # A child whose path probability is below the minimum is not verified.
         gain = np.maximum(0.0, children - price.min_path_prob).sum()
         if price.is_worthwhile(float(gain), self._next_s):
             return True
-        self._next_s *= RETRY_DECAY
+        self.record_stop()
         return False
