@@ -43,12 +43,15 @@ def multiply(weights, floats, matrix, rows, out):  # type: ignore[no-untyped-def
         size = min(BLOCK, outputs - first)
         begin = matrix[WEIGHTS] + first * inputs
         block = weights[begin : begin + size * inputs]
-        sums = out[:, first : first + size]
-        fours = len(rows) // 4 * 4
+        end, fours = first + size, len(rows) // 4 * 4
         for row in range(0, fours, 4):
-            _add_to_four(block, rows[row : row + 4], sums[row : row + 4])
+            # Rows are passed one by one, because numba knows only of these that they are contiguous.
+            _add_to_four(
+                block, rows[row], rows[row + 1], rows[row + 2], rows[row + 3],
+                out[row, first:end], out[row + 1, first:end], out[row + 2, first:end], out[row + 3, first:end],
+            )  # fmt: skip
         for row in range(fours, len(rows)):
-            _add_to_one(block, rows[row], sums[row])
+            _add_to_one(block, rows[row], out[row, first:end])
     for row in range(len(rows)):
         sums = out[row]
         for output in range(outputs):
@@ -80,14 +83,12 @@ def _add_to_one(block, row, sums):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_to_four(block, rows, sums):  # type: ignore[no-untyped-def]
-    """Write the products of four rows, float32 [4, in], with a block to `sums`, float32 [4, size].
+def _add_to_four(block, row_0, row_1, row_2, row_3, sums_0, sums_1, sums_2, sums_3):  # type: ignore[no-untyped-def]
+    """Write the products of four rows, float32 [in] each, with a block to four sums, float32 [size] each.
 
     Each weight is converted once for all of them.
     """
-    size, inputs = sums.shape[1], rows.shape[1]
-    sums_0, sums_1, sums_2, sums_3 = sums[0], sums[1], sums[2], sums[3]
-    row_0, row_1, row_2, row_3 = rows[0], rows[1], rows[2], rows[3]
+    size, inputs = len(sums_0), len(row_0)
     sums_0[:], sums_1[:], sums_2[:], sums_3[:] = 0, 0, 0, 0
     fours = inputs // 4 * 4
     for at in range(0, fours, 4):
