@@ -259,8 +259,8 @@ class Drafter(Protocol):
     Four methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
     `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
     `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
-    for which `propose` and `observe` are not called. `weights_changed() -> None` is called when the target's weights and
-    its `copies` were overwritten, while no request runs.
+    for which `propose` and `observe` are not called. `weights_changed() -> None` is called after the weights of the
+    target and of `copies` were overwritten, while no request runs.
 
     One attribute is optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
     the target's.

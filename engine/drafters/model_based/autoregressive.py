@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,8 @@ from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
-from engine.drafters.model_based.compiled.drafting import ANY_DEPTH, CompiledDrafting, DepthPrice, cache_of, can_sample
 from engine.drafters.model_based.compiled.layers import Network
-from engine.drafters.model_based.compiled.network import compile_head
+from engine.drafters.model_based.compiled.network import can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.model_based.slots import SlotWriter
@@ -34,6 +33,9 @@ from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.types import ROOT
+
+if TYPE_CHECKING:
+    from engine.drafters.model_based.compiled.drafting import CompiledDrafting
 
 BRANCHES = 4
 """Number of candidates after each expanded node of a tree, and of nodes expanded at each depth."""
@@ -81,6 +83,9 @@ class AutoregressiveDrafter(Drafter):
         self._forward = forward
         attention = forward.target if self.head.shares_target_cache else forward.own
         if self._network is not None and isinstance(attention, PlainAttention):
+            # Its kernels are compiled when it is first imported.
+            from engine.drafters.model_based.compiled.drafting import CompiledDrafting, cache_of
+
             self._compiled = CompiledDrafting(self._network, cache_of(attention))
         self._writer = SlotWriter(self.head, forward, self._compiled)
 
@@ -145,14 +150,12 @@ class AutoregressiveDrafter(Drafter):
 
     def _draft_compiled(self, compiled: CompiledDrafting, plan: StepPlan, entries: list[SequencePlan]) -> PoolDrafts:
         output = self._writer.run_committed([entry.sequence for entry in entries])
-        depth, price = self._draft_depth, ANY_DEPTH
-        if plan.price is not None:
-            price = DepthPrice(depth.acceptance, plan.price.min_path_prob, depth.price_of_pass(plan.price))
+        price = self._draft_depth.price(plan.price)
         drafted = compiled.draft(entries, output, self._calibration.table, price, self._depth, self._source)
         if drafted.position_s is not None:
-            depth.record_forward(drafted.position_s)
+            self._draft_depth.record_forward(drafted.position_s)
         if drafted.is_stopped:
-            depth.record_stop()
+            self._draft_depth.record_stop()
         if not (self.head.state_size or self.head.shares_target_cache):
             for index, (entry, count) in enumerate(zip(entries, drafted.run.tolist(), strict=True)):
                 slots = self._writer.of(entry.sequence)

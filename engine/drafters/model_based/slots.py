@@ -8,19 +8,21 @@ sequences share; such pages are marked, and their slots are written before the n
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.drafters.draft_forward import DraftForward, DraftSpan
-from engine.drafters.model_based.compiled.drafting import MAX_ROWS as MAX_COMPILED_ROWS
-from engine.drafters.model_based.compiled.drafting import CompiledDrafting
+from engine.drafters.model_based.compiled.network import MAX_ROWS as MAX_COMPILED_ROWS
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead, HeadOutput
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.drafters.model_based.compiled.drafting import CompiledDrafting
 
 MAX_ROWS = 2048
 """Largest number of tokens in a forward pass that writes missing slots, which limits its memory."""

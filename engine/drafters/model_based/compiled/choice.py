@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.drafters.model_based.compiled.layers import softmax_weights
-from engine.drafters.model_based.compiled.matrices import compiled
+from ssd.kernels.jit import vectorized
 from ssd.kernels.noise import Sampling, bits_of, gumbel, key_at
 
 CONSIDERED = 256
@@ -16,8 +16,8 @@ NONE = -1
 """Stands for a token where logits are not numbers."""
 
 
-@compiled
-def choose(logits, vocabulary, temperature, seed, position):  # type: ignore[no-untyped-def]
+@vectorized
+def choose(logits, vocabulary, temperature, seed, position):
     """Return the token that a request drafts, and its score, see `SampledTokens.scores`.
 
     logits: float32 [draft vocabulary], overwritten. vocabulary: see `layers.Network`. temperature: 0 for greedy.
@@ -46,47 +46,45 @@ def choose(logits, vocabulary, temperature, seed, position):  # type: ignore[no-
     return token, np.float32(1.0) / softmax_weights(noisy, np.empty(len(kept), np.int32))
 
 
-@compiled
-def _token(vocabulary, index):  # type: ignore[no-untyped-def]
+@vectorized
+def _token(vocabulary, index):
     """Return the target's token of a logit."""
     return vocabulary[index] if len(vocabulary) else np.int64(index)
 
 
-@compiled
-def _keep_likeliest(logits, largest, kept):  # type: ignore[no-untyped-def]
+@vectorized
+def _keep_likeliest(logits, largest, kept):
     """Write the indices of the `len(kept)` largest logits, ascending; `largest`: the first of them.
 
     Among equal logits at the bound, those of lower tokens are kept.
     """
-    low = largest
+    low = high = largest
     for index in range(len(logits)):
         low = min(low, logits[index])
-    high = largest
-    bound = low
+    # At least `len(kept)` logits reach `low`, and fewer reach `high`, unless that many equal the largest.
     for _ in range(HALVINGS):
-        if _count_from(logits, bound) == len(kept):
+        if _count_from(logits, low) == len(kept):
             break
         middle = low + (high - low) * np.float32(0.5)
         if _count_from(logits, middle) >= len(kept):
-            low = bound = middle
+            low = middle
         else:
             high = middle
+    ties = max(0, len(kept) - _count_from(logits, high))
     size = 0
-    # Those above the bound first: ties at the bound take what is left.
-    above = _count_from(logits, high) if _count_from(logits, bound) > len(kept) else 0
-    ties = len(kept) - above
     for index in range(len(logits)):
-        if logits[index] >= bound and size < len(kept):
-            if above and logits[index] < high:
-                if ties == 0:
-                    continue
-                ties -= 1
-            kept[size] = index
-            size += 1
+        if size == len(kept) or logits[index] < low:
+            continue
+        if logits[index] < high:
+            if ties == 0:
+                continue
+            ties -= 1
+        kept[size] = index
+        size += 1
 
 
-@compiled
-def _count_from(logits, bound):  # type: ignore[no-untyped-def]
+@vectorized
+def _count_from(logits, bound):
     """Return the number of logits of at least a bound."""
     count = np.int32(0)
     for index in range(len(logits)):

@@ -17,28 +17,10 @@ from engine.drafters.draft_forward import DraftSpan
 from engine.drafters.draft_pool import Candidates, PoolDrafts
 from engine.drafters.model_based.compiled.layers import HIDDEN, Cache, Network
 from engine.drafters.model_based.compiled.paths import PathSettings, PathTokens, draft_paths, run_rows
+from engine.drafters.model_based.depth import DepthPrice
 from engine.models.heads.head import HeadOutput
 from engine.scheduling.plan import SequencePlan
-from engine.scheduling.request import SamplingParams
 from ssd.types import ROOT, DraftBatch, offsets_of
-
-MAX_ROWS = 64
-"""Largest number of tokens of a call. PyTorch runs more of them on all threads."""
-
-
-class DepthPrice(NamedTuple):
-    """Which positions of a draft are worth a pass."""
-
-    acceptance: float
-    """Recent rate of acceptance."""
-    least: float
-    """Smallest path probability of a token to draft."""
-    worthwhile: float
-    """Expected number of tokens above which a further position is drafted; negative: always."""
-
-
-ANY_DEPTH = DepthPrice(1.0, 0.0, -1.0)
-"""Price that never ends a draft."""
 
 
 class Drafted(NamedTuple):
@@ -117,11 +99,6 @@ def cache_of(attention: PlainAttention) -> Cache:
     keys, values = attention.pages
     assert values is not None
     return Cache(keys.numpy(), values.numpy(), attention.first_slot)
-
-
-def can_sample(sampling: SamplingParams, *, is_coupled: bool) -> bool:
-    """Return whether compiled networks sample with these settings; `is_coupled`: as in `DraftSampler`."""
-    return not (sampling.adjusts or sampling.truncates or (sampling.uses_rejection and not is_coupled))
 
 
 def _page_tables(tables: SequenceOf[list[int]]) -> tuple[np.ndarray, np.ndarray]:

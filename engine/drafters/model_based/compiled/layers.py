@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
-from engine.drafters.model_based.compiled.matrices import compiled, multiply
-from ssd.kernels.jit import FloatRows, FloatsOut, LongRows, Longs
+from engine.drafters.model_based.compiled.matrices import multiply
+from ssd.kernels.jit import FloatPages, FloatRows, FloatsOut, Int, LongRows, Longs, SmallInts, fields_of, vectorized
 
 # Matrices and norms of a layer: rows of `Network.matrices`, elements of `Network.norms`. Those of the whole network
 # follow those of all layers.
@@ -91,15 +90,13 @@ class Rows(NamedTuple):
     """int64 [B]: first element of each sequence's page table."""
 
 
-_WEIGHTS = types.Array(types.int8, 1, "C")
-_PAGES = types.Array(types.float32, 5, "C")
-NETWORK = types.NamedTuple((_WEIGHTS, FloatsOut, LongRows, Longs, Longs, FloatRows, Longs), Network)
-"""Type of a `Network` in the signature of a kernel."""
-CACHE = types.NamedTuple((_PAGES, _PAGES, types.int64), Cache)
+NETWORK = fields_of(Network, SmallInts, FloatsOut, LongRows, Longs, Longs, FloatRows, Longs)
+CACHE = fields_of(Cache, FloatPages, FloatPages, Int)
+"""Types in the signatures of kernels."""
 
 
-@compiled
-def run_layers(network, cache, rows, residual, pairs):  # type: ignore[no-untyped-def]
+@vectorized
+def run_layers(network, cache, rows, residual, pairs):
     """Run all layers; `residual`, float32 [N, hidden size], is replaced with the last one's output.
 
     pairs: float32 [N, 2 * hidden size], input of the first layer's attention if it is of the kind `PAIRS`.
@@ -128,14 +125,14 @@ def run_layers(network, cache, rows, residual, pairs):  # type: ignore[no-untype
         _add(residual, change)
 
 
-@compiled
-def project(network, matrix, rows, out):  # type: ignore[no-untyped-def]
+@vectorized
+def project(network, matrix, rows, out):
     """Write the products of rows with a matrix of the network."""
     multiply(network.weights, network.floats, network.matrices[matrix], rows, out)
 
 
-@compiled
-def normalize(network, norm, rows, out):  # type: ignore[no-untyped-def]
+@vectorized
+def normalize(network, norm, rows, out):
     """Write rows, divided by their root mean squares and scaled; without the norm, the rows themselves."""
     at, size = network.norms[norm], rows.shape[1]
     for row in range(len(rows)):
@@ -148,24 +145,24 @@ def normalize(network, norm, rows, out):  # type: ignore[no-untyped-def]
             normalized[index] = values[index] * scale * network.floats[at + index]
 
 
-@compiled
-def _inverse_root(values, eps):  # type: ignore[no-untyped-def]
+@vectorized
+def _inverse_root(values, eps):
     total = np.float32(0.0)
     for index in range(len(values)):
         total += values[index] * values[index]
     return np.float32(1.0) / np.sqrt(total / np.float32(len(values)) + eps)
 
 
-@compiled
-def _add(residual, change):  # type: ignore[no-untyped-def]
+@vectorized
+def _add(residual, change):
     for row in range(len(residual)):
         total, added = residual[row], change[row]
         for index in range(len(total)):
             total[index] += added[index]
 
 
-@compiled
-def _turns(network, positions):  # type: ignore[no-untyped-def]
+@vectorized
+def _turns(network, positions):
     """Return cosines and sines of the angles of each position, float32 [N, 2, head_dim / 2]."""
     half = network.sizes[HEAD_DIM] // 2
     turns = np.empty((len(positions), 2, half), np.float32)
@@ -178,8 +175,8 @@ def _turns(network, positions):  # type: ignore[no-untyped-def]
     return turns
 
 
-@compiled
-def _rotate(network, norms, turns, heads):  # type: ignore[no-untyped-def]
+@vectorized
+def _rotate(network, norms, turns, heads):
     """Normalize query and key heads if the network does, and rotate them, in place."""
     sizes = network.sizes
     size, half = sizes[HEAD_DIM], sizes[HEAD_DIM] // 2
@@ -198,14 +195,14 @@ def _rotate(network, norms, turns, heads):  # type: ignore[no-untyped-def]
                 values[half + index] = right * cos[index] + left * sin[index]
 
 
-@compiled
-def slot_of(rows, owner, position, page_size):  # type: ignore[no-untyped-def]
+@vectorized
+def slot_of(rows, owner, position, page_size):
     """Return the page of a position of a sequence, and the place within it."""
     return rows.pages[rows.starts[owner] + position // page_size], position % page_size
 
 
-@compiled
-def _store(network, cache, layer, rows, heads):  # type: ignore[no-untyped-def]
+@vectorized
+def _store(network, cache, layer, rows, heads):
     """Copy keys and values to the slots of their tokens."""
     sizes = network.sizes
     width, page_size = sizes[KV_HEADS] * sizes[HEAD_DIM], cache.keys.shape[2]
@@ -219,8 +216,8 @@ def _store(network, cache, layer, rows, heads):  # type: ignore[no-untyped-def]
                 keys[head, index], values[head, index] = heads[row, at], heads[row, at + width]
 
 
-@compiled
-def _attend(network, cache, layer, rows, heads, attended):  # type: ignore[no-untyped-def]
+@vectorized
+def _attend(network, cache, layer, rows, heads, attended):
     """Write the attention of each row over the slots up to its own."""
     sizes = network.sizes
     size, sharing, page_size = sizes[HEAD_DIM], sizes[HEADS] // sizes[KV_HEADS], cache.keys.shape[2]
@@ -251,8 +248,8 @@ def _attend(network, cache, layer, rows, heads, attended):  # type: ignore[no-un
                     output[component] += weight * value[component]
 
 
-@compiled
-def _feed_forward(network, first, rows, out):  # type: ignore[no-untyped-def]
+@vectorized
+def _feed_forward(network, first, rows, out):
     """Write `down(silu(gate) * up)` of rows."""
     size = network.matrices[first + DOWN, 3]
     gate_up = np.empty((len(rows), 2 * size), np.float32)
@@ -269,8 +266,8 @@ def _feed_forward(network, first, rows, out):  # type: ignore[no-untyped-def]
     project(network, first + DOWN, gated, out)
 
 
-@compiled
-def softmax_weights(values, scratch):  # type: ignore[no-untyped-def]
+@vectorized
+def softmax_weights(values, scratch):
     """Replace values by exponentials of their differences from the largest; return the sum."""
     largest = values[0]
     for index in range(1, len(values)):
@@ -284,8 +281,8 @@ def softmax_weights(values, scratch):  # type: ignore[no-untyped-def]
     return total
 
 
-@compiled
-def exponentials(values, scratch):  # type: ignore[no-untyped-def]
+@vectorized
+def exponentials(values, scratch):
     """Replace values by their exponentials, to a relative error of 1e-6, from `LOWEST_EXPONENT` to 87.
 
     Other values count as these limits. scratch: int32, at least as long. Without calls, so that it is compiled to

@@ -8,18 +8,13 @@ order. Weights are converted to float32 in registers; inputs are not rounded.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from ssd.kernels.jit import vectorized
 
 BLOCK = 512
 """Number of outputs of a block. Of 128 to 1024, with 1 and 16 rows, this many were the fastest or close to it."""
 LARGEST = 127
 """Largest absolute value of a weight; without -128 the range is symmetric."""
-
-ROUNDING = {"contract", "reassoc", "nsz", "arcp"}
-"""Changes of the order of operations that compiled networks allow; infinities keep their meaning."""
-
-compiled = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy", fastmath=ROUNDING)
-"""Decorator of the functions of compiled networks, which are called by kernels."""
 
 # Columns of a table of matrices: places in the arrays of weights and of floats, and sizes. A bias of -1 is none.
 WEIGHTS, SCALES, BIAS, INPUTS, OUTPUTS = range(5)
@@ -32,8 +27,8 @@ def blocks_of(weight: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@compiled
-def multiply(weights, floats, matrix, rows, out):  # type: ignore[no-untyped-def]
+@vectorized
+def multiply(weights, floats, matrix, rows, out):
     """Write the products of rows, float32 [n, in], with a matrix to `out`, float32 [n, out].
 
     weights: int8. floats: float32, scales of the outputs and biases. matrix: int64 [COLUMNS].
@@ -61,8 +56,8 @@ def multiply(weights, floats, matrix, rows, out):  # type: ignore[no-untyped-def
                 sums[output] += floats[bias + output]
 
 
-@compiled
-def _add_to_one(block, row, sums):  # type: ignore[no-untyped-def]
+@vectorized
+def _add_to_one(block, row, sums):
     """Write the products of one row, float32 [in], with a block to `sums`, float32 [size]."""
     size, inputs = len(sums), len(row)
     sums[:] = 0
@@ -82,8 +77,8 @@ def _add_to_one(block, row, sums):  # type: ignore[no-untyped-def]
             sums[output] += a * np.float32(one[output])
 
 
-@compiled
-def _add_to_four(block, row_0, row_1, row_2, row_3, sums_0, sums_1, sums_2, sums_3):  # type: ignore[no-untyped-def]
+@vectorized
+def _add_to_four(block, row_0, row_1, row_2, row_3, sums_0, sums_1, sums_2, sums_3):
     """Write the products of four rows, float32 [in] each, with a block to four sums, float32 [size] each.
 
     Each weight is converted once for all of them.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.drafters.model_based.draft_model import ModelHead
 from engine.drafters.model_based.compiled import layers
 from engine.drafters.model_based.compiled.layers import NO_NORM, Network
 from engine.drafters.model_based.compiled.matrices import COLUMNS, LARGEST, blocks_of
+from engine.drafters.model_based.draft_model import ModelHead
 from engine.models.decoder import Layer
 from engine.models.feed_forward import FeedForward
 from engine.models.heads.eagle import EagleHead
@@ -23,7 +24,10 @@ from engine.models.packed import PackedLinear
 from engine.models.quantized.linear import QuantizedLinear
 from engine.models.rope import Yarn
 from engine.models.self_attention import RMSNorm, SelfAttention
+from engine.scheduling.request import SamplingParams
 
+MAX_ROWS = 64
+"""Largest number of tokens of a call. PyTorch runs more of them on all threads."""
 MAX_WEIGHTS = 64 << 20
 """Largest number of weights of a compiled network, which runs on one thread. PyTorch runs larger ones on all threads,
 which together read memory faster."""
@@ -42,8 +46,9 @@ class Parts(NamedTuple):
     state_norm: nn.Module | None
     final_norm: nn.Module | None
     input: int
+    """Kind of input, see `layers`."""
     state: int
-    """Kinds of input and state, see `layers`."""
+    """Kind of state, see `layers`."""
     zeroes_first: bool = False
     keeps_normalized: bool = False
 
@@ -70,6 +75,11 @@ def compile_head(head: DraftHead) -> Network | None:
     return writer.network(parts)
 
 
+def can_sample(sampling: SamplingParams, *, is_coupled: bool) -> bool:
+    """Return whether compiled networks sample with these settings; `is_coupled`: as in `DraftSampler`."""
+    return not (sampling.adjusts or sampling.truncates or (sampling.uses_rejection and not is_coupled))
+
+
 def _parts(head: DraftHead) -> Parts | None:
     """Return the modules of a head; None for kinds that are not compiled."""
     embedding = (head.embedding or head.target.embedding).weight.detach()
@@ -80,21 +90,20 @@ def _parts(head: DraftHead) -> Parts | None:
         weight = model.embedding.weight.detach()
         return Parts(every, weight, None, model.lm_head, None, None, model.norm, layers.TOKENS, layers.NO_STATE)
     if isinstance(head, MtpHead):
-        norms = head.embedding_norm, head.hidden_norm, head.norm
         return Parts(
-            [head.layer], embedding, head.fc, vocabulary, *norms, layers.COMBINED, layers.NORMALIZED,
-            zeroes_first=head.style.zeroes_first,
+            [head.layer], embedding, head.fc, vocabulary, head.embedding_norm, head.hidden_norm, head.norm,
+            layers.COMBINED, layers.NORMALIZED, zeroes_first=head.style.zeroes_first,
         )  # fmt: skip
     if isinstance(head, EagleHead):
         every = [layer for layer in head.layers if isinstance(layer, Layer)]
-        norms = head.embedding_norm, None, head.norm
-        return Parts(every, embedding, head.fc, vocabulary, *norms, layers.COMBINED, layers.SUM)
+        return Parts(
+            every, embedding, head.fc, vocabulary, head.embedding_norm, None, head.norm, layers.COMBINED, layers.SUM
+        )
     if isinstance(head, Eagle3Head):
-        norms = head.layer.input_norm, head.layer.hidden_norm, head.norm
         state = layers.NORMALIZED if head.style.norm_output else layers.SUM
         return Parts(
-            [head.layer], embedding, None, vocabulary, *norms, layers.PAIRS, state,
-            keeps_normalized=head.style.norm_before_residual,
+            [head.layer], embedding, None, vocabulary, head.layer.input_norm, head.layer.hidden_norm, head.norm,
+            layers.PAIRS, state, keeps_normalized=head.style.norm_before_residual,
         )  # fmt: skip
     return None
 
@@ -110,7 +119,7 @@ def _is_supported(parts: Parts) -> bool:
         attention, mlp = layer.attention, layer.feed_forward
         linears += [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     found = [_shape(linear) for linear in linears if linear is not None]
-    return None not in found and sum(np.prod(shape) for shape in found if shape) <= MAX_WEIGHTS
+    return None not in found and sum(prod(shape) for shape in found if shape) <= MAX_WEIGHTS
 
 
 def _shape(linear: nn.Module) -> tuple[int, ...] | None:
@@ -119,7 +128,7 @@ def _shape(linear: nn.Module) -> tuple[int, ...] | None:
         is_symmetric = linear.values.dtype == torch.int8 and linear.zeros is None and linear.scales.shape[1] == 1
         return tuple(linear.values.shape) if is_symmetric else None
     if isinstance(linear, PackedLinear):
-        return tuple(linear._weight.shape)
+        return tuple(linear.shape)
     return tuple(linear.weight.shape) if type(linear) is nn.Linear else None
 
 
@@ -127,7 +136,13 @@ def _rounded(linear: nn.Module) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights of a linear layer, int8 [out, in], and their scales, float32 [out]."""
     if isinstance(linear, QuantizedLinear):
         return linear.values.numpy(), linear.scales[:, 0].float().numpy()
-    weight = (linear._weight.to_dense() if isinstance(linear, PackedLinear) else linear.weight).detach().numpy()
+    if isinstance(linear, PackedLinear):
+        return _round(linear.plain_weight().numpy())
+    assert isinstance(linear, nn.Linear)
+    return _round(linear.weight.detach().numpy())
+
+
+def _round(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.maximum(np.abs(weight).max(axis=1) / LARGEST, np.finfo(np.float32).tiny).astype(np.float32)
     return np.rint(weight / scales[:, None]).astype(np.int8), scales
 
@@ -165,8 +180,7 @@ class _Writer:
     def add_norms(self, norms: Iterable[nn.Module | None]) -> None:
         """Append norms; None and `NoNorm` stand for one that the network does not have."""
         for norm in norms:
-            is_norm = isinstance(norm, RMSNorm)
-            self._norms.append(self._add(norm.weight.detach().numpy()) if is_norm else NO_NORM)
+            self._norms.append(self._add(norm.weight.detach().numpy()) if isinstance(norm, RMSNorm) else NO_NORM)
 
     def network(self, parts: Parts) -> Network:
         """Return the network."""

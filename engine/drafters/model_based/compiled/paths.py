@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from engine.drafters.calibration import DEPTHS, EDGES
 from engine.drafters.model_based.compiled.choice import NONE, choose
@@ -35,8 +34,19 @@ from engine.drafters.model_based.compiled.layers import (
     run_layers,
     slot_of,
 )
-from engine.drafters.model_based.compiled.matrices import OUTPUTS, compiled
-from ssd.kernels.jit import Doubles, FloatRows, Int, LongRows, Longs, Nothing, kernel
+from engine.drafters.model_based.compiled.matrices import OUTPUTS
+from ssd.kernels.jit import (
+    Doubles,
+    Float,
+    FloatRows,
+    IntPair,
+    LongRows,
+    Longs,
+    Nothing,
+    fields_of,
+    kernel,
+    vectorized,
+)
 
 
 class PathSettings(NamedTuple):
@@ -75,14 +85,12 @@ class PathTokens(NamedTuple):
     """int64 [B]: number of these tokens that were run, so that their keys and values are stored."""
 
 
-SETTINGS = types.NamedTuple(
-    (Longs, Longs, Doubles, Longs, FloatRows, types.float64, types.float64, types.float64), PathSettings
-)
-PATHS = types.NamedTuple((LongRows, FloatRows, FloatRows, Longs, Longs), PathTokens)
+SETTINGS = fields_of(PathSettings, Longs, Longs, Doubles, Longs, FloatRows, Float, Float, Float)
+PATHS = fields_of(PathTokens, LongRows, FloatRows, FloatRows, Longs, Longs)
 
 
-@compiled
-def _run(network, cache, rows, hidden, states):  # type: ignore[no-untyped-def]
+@vectorized
+def _run(network, cache, rows, hidden, states):
     """Run tokens after `states`, float32 [N, S], which are replaced; write the inputs of the projection to logits."""
     sizes = network.sizes
     count, size = len(rows.tokens), sizes[HIDDEN]
@@ -109,8 +117,8 @@ def _run(network, cache, rows, hidden, states):  # type: ignore[no-untyped-def]
         states[:] = residual
 
 
-@compiled
-def _extend(network, hidden, states, depth, settings, paths, active, tokens, path_prob):  # type: ignore[no-untyped-def]
+@vectorized
+def _extend(network, hidden, states, depth, settings, paths, active, tokens, path_prob):
     """Append a token to the path of each active sequence.
 
     Sequences with room for another one stay active: their indices, states and tokens move to the front. Returns their
@@ -140,15 +148,15 @@ def _extend(network, hidden, states, depth, settings, paths, active, tokens, pat
     return kept, gain
 
 
-@compiled
-def _accept_prob(rates, is_sampled, depth, score):  # type: ignore[no-untyped-def]
+@vectorized
+def _accept_prob(rates, is_sampled, depth, score):
     """Return the probability that a token is accepted, see `AcceptanceTable.accept_prob`; depth: from 0."""
     row = min(depth, DEPTHS - 1) + (DEPTHS if is_sampled else 0)
     return rates[row, np.searchsorted(EDGES, score, side="right")]
 
 
 @kernel(NETWORK, CACHE, Longs, Longs, Longs, Longs, Longs, FloatRows, FloatRows, FloatRows, returns=Nothing)
-def run_rows(network, cache, tokens, positions, owner, pages, starts, stored, hidden, states):  # type: ignore[no-untyped-def]
+def run_rows(network, cache, tokens, positions, owner, pages, starts, stored, hidden, states):
     """Run tokens whose states are stored in the slots before their own.
 
     The five arrays after the cache are those of `layers.Rows`. stored: float32 [cache slots, S]. Writes the inputs of
@@ -163,8 +171,8 @@ def run_rows(network, cache, tokens, positions, owner, pages, starts, stored, hi
     _run(network, cache, rows, hidden, states)
 
 
-@kernel(NETWORK, CACHE, Longs, Longs, FloatRows, FloatRows, SETTINGS, PATHS, returns=types.UniTuple(Int, 2))
-def draft_paths(network, cache, pages, starts, hidden, states, settings, paths):  # type: ignore[no-untyped-def]
+@kernel(NETWORK, CACHE, Longs, Longs, FloatRows, FloatRows, SETTINGS, PATHS, returns=IntPair)
+def draft_paths(network, cache, pages, starts, hidden, states, settings, paths):
     """Draft a path for each sequence; return the number of passes, and 1 if a further one was not worthwhile, else 0.
 
     hidden: float32 [B, hidden size], states: float32 [B, S]: the output after the last committed tokens; overwritten.

@@ -176,5 +176,3 @@ def test_weights_in_other_layouts_are_read(model, convert):
     found = compile_head(make_head("self", convert(deepcopy(plain))))
     assert (found.weights == expected.weights).all()
     np.testing.assert_allclose(found.floats, expected.floats, rtol=1e-6)
-
-
