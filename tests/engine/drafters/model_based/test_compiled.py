@@ -72,7 +72,7 @@ class Recorder:
         monkeypatch.setattr(CompiledDrafting, "draft", recorded)
         monkeypatch.setattr(Growth, "expand", None)  # PyTorch is not used.
 
-    def largest_difference(self, head, target, count=40):
+    def largest_difference(self, head, target, count=20):
         """Largest difference between the recorded scores and those of the same tokens according to the naive twin."""
         differences = []
         for text, path, scores, sampling in self.calls[:: max(1, len(self.calls) // count)]:
