@@ -256,6 +256,8 @@ class Engine:
             self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
+            if (adapt_to_weights := getattr(self.drafter, "weights_changed", None)) is not None:
+                adapt_to_weights()
             self.version = self.version + 1 if version is None else version
 
     def _drain(self, observe: Callable[[StepReport], None]) -> None:

@@ -97,6 +97,14 @@ class PlainAttention(Attention):
         self._page_size = page_size
         self._device = device
 
+    @property
+    def pages(self) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of all layers, [layers, pages, page size, kv_heads, key_dim] each.
+
+        The values of latent attention are None, because they are parts of keys.
+        """
+        return self._keys, self._values
+
     def begin(self, batch: Batch) -> Attend:
         """See `Attention.begin`."""
         slots = self.on_device(batch.slots)

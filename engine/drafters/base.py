@@ -256,10 +256,11 @@ class Drafter(Protocol):
 
     A class that inherits from it may leave out all methods but `propose`.
 
-    Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
+    Four methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
     `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
     `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
-    for which `propose` and `observe` are not called.
+    for which `propose` and `observe` are not called. `weights_changed() -> None` is called after the weights of the
+    target and of `copies` were overwritten, while no request runs.
 
     One attribute is optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
     the target's.

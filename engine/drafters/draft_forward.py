@@ -65,6 +65,17 @@ class DraftForward:
         """Whether spans may begin within a draft tree."""
         return self._target.runs_tree_parts
 
+    @property
+    def own(self) -> Attention:
+        """Attention of the drafter's layers."""
+        assert len(self._own) == 1, "the drafter declared one group of layers"
+        return self._own[0]
+
+    @property
+    def target(self) -> Attention:
+        """Attention of the target's layers."""
+        return self._target
+
     def part(self, groups: slice) -> DraftForward:
         """Return access to some of the groups of layers, for one of several combined drafters."""
         return DraftForward(self._own[groups], self._target, self._pages, self.device, self.ops)
@@ -73,13 +84,11 @@ class DraftForward:
         """Prepare a batch of spans on the drafter's layers. Each row attends to itself and to all earlier slots of its
         sequence, or in a tree to its ancestors.
         """
-        assert len(self._own) == 1, "the drafter declared one group of layers"
-        return self._begin(self._own[0], spans)
+        return self._begin(self.own, spans)
 
     def fixed(self, shape: StepShape) -> FixedAttention:
         """Return attention over the drafter's layers for steps of one shape, see `Attention.fixed`."""
-        assert len(self._own) == 1, "the drafter declared one group of layers"
-        return self._own[0].fixed(shape)
+        return self.own.fixed(shape)
 
     def begin_on_target(self, spans: SequenceOf[DraftSpan]) -> DraftRows:
         """Prepare a batch of spans on the target's layers, whose keys and values the target's next step overwrites."""

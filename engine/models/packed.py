@@ -33,7 +33,13 @@ class PackedLinear(nn.Module):
 
     def overwrite(self, weight: Tensor) -> None:
         """Replace the weight, [out, in]."""
+        self.shape = weight.shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TOKENS)
+
+    def plain_weight(self) -> Tensor:
+        """Return a copy of the weight, [out, in]."""
+        dense: Tensor = self._weight.to_dense()
+        return dense
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map hidden states [N, in] to [N, out]."""

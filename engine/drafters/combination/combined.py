@@ -120,6 +120,13 @@ class CombinedDrafter:
         states = (getattr(innermost(part.drafter), "is_connected", None) for part in self.parts)
         return next((state for state in states if state is not None), None)
 
+    def weights_changed(self) -> None:
+        """See `Drafter`."""
+        for part in self.parts:
+            drafter = innermost(part.drafter)
+            if hasattr(drafter, "weights_changed"):
+                drafter.weights_changed()
+
     def bind(self, forward: DraftForward) -> None:
         """Give each drafter access to its own layers in the KV pages."""
         first = 0

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
+from engine.drafters.model_based.compiled.layers import Network
+from engine.drafters.model_based.compiled.network import can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.model_based.slots import SlotWriter
@@ -31,6 +34,9 @@ from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.types import ROOT
 
+if TYPE_CHECKING:
+    from engine.drafters.model_based.compiled.drafting import CompiledDrafting
+
 BRANCHES = 4
 """Number of candidates after each expanded node of a tree, and of nodes expanded at each depth."""
 
@@ -38,13 +44,25 @@ BRANCHES = 4
 class AutoregressiveDrafter(Drafter):
     """Drafts with a head or a model that continues its own output."""
 
-    def __init__(self, head: DraftHead, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        depth: int,
+        has_trees: bool,
+        source: int,
+        is_coupled: bool = False,
+        network: Network | None = None,
+    ) -> None:
         """depth: largest number of draft positions; fewer are drafted where a further forward pass is not worthwhile.
 
         has_trees: whether drafts may have branches. source: code of the draft tokens, see `engine.drafters.sources`.
         is_coupled: whether paths are drafted without q even for requests in rejection mode, as trees always are.
+        network: computes what the head does, for paths whose sampling it supports.
         """
         self.head = head
+        self._network = network
+        self._compiled: CompiledDrafting | None = None
         layers: tuple[DraftLayers, ...] = ()
         if not head.shares_target_cache:
             shape = replace(head.config, num_layers=head.num_layers)
@@ -63,7 +81,20 @@ class AutoregressiveDrafter(Drafter):
     def bind(self, forward: DraftForward) -> None:
         """Store access to the KV pages."""
         self._forward = forward
-        self._writer = SlotWriter(self.head, forward)
+        attention = forward.target if self.head.shares_target_cache else forward.own
+        if self._network is not None and isinstance(attention, PlainAttention):
+            # Its kernels are compiled when it is first imported.
+            from engine.drafters.model_based.compiled.drafting import CompiledDrafting, cache_of
+
+            self._compiled = CompiledDrafting(self._network, cache_of(attention))
+        self._writer = SlotWriter(self.head, forward, self._compiled)
+
+    def weights_changed(self) -> None:
+        """Convert the weights that the compiled network shares with the target again."""
+        if self._compiled is not None:
+            network = compile_head(self.head)
+            assert network is not None
+            self._compiled.network = network
 
     def device_chain(self, config: EngineConfig) -> DeviceChain | None:
         """See `Drafter`; None for trees, and for a head that has no layers of its own."""
@@ -93,12 +124,15 @@ class AutoregressiveDrafter(Drafter):
         if not at:
             return Drafts.empty(len(plan.producing))
         entries = [plan.producing[index] for index in at]
-        growth = self._grow(plan, entries)
-        growth.keep_slots()
         self._has_drafted = True
-        found = growth.drafts(self._source)
+        if self._compiled is not None and self._can_compile(entries):
+            found, q = self._draft_compiled(self._compiled, plan, entries), None
+        else:
+            growth = self._grow(plan, entries)
+            growth.keep_slots()
+            found, q = growth.drafts(self._source), torch.cat(growth.q) if growth.q else None
         self._calibration.remember([entry.sequence for entry in entries], found)
-        drafts = found.with_q(torch.cat(growth.q) if growth.q else None)
+        drafts = found.with_q(q)
         return drafts if len(at) == len(plan.producing) else drafts.scatter(np.array(at), len(plan.producing))
 
     def _can_draft(self, entry: SequencePlan) -> bool:
@@ -109,6 +143,25 @@ class AutoregressiveDrafter(Drafter):
         depth = min(self._depth, entry.draft_room)
         has_room = depth > 0 and len(sequence) + depth <= self.head.config.max_positions
         return has_room and slots is not None and slots.computed == entry.computed == len(sequence) - 1
+
+    def _can_compile(self, entries: list[SequencePlan]) -> bool:
+        samplings = (entry.sequence.request.sampling for entry in entries)
+        return not self._has_trees and all(can_sample(each, is_coupled=self._is_coupled) for each in samplings)
+
+    def _draft_compiled(self, compiled: CompiledDrafting, plan: StepPlan, entries: list[SequencePlan]) -> PoolDrafts:
+        output = self._writer.run_committed([entry.sequence for entry in entries])
+        price = self._draft_depth.price(plan.price)
+        drafted = compiled.draft(entries, output, self._calibration.table, price, self._depth, self._source)
+        if drafted.position_s is not None:
+            self._draft_depth.record_forward(drafted.position_s)
+        if drafted.is_stopped:
+            self._draft_depth.record_stop()
+        if not (self.head.state_size or self.head.shares_target_cache):
+            for index, (entry, count) in enumerate(zip(entries, drafted.run.tolist(), strict=True)):
+                slots = self._writer.of(entry.sequence)
+                assert slots is not None
+                slots.drafted = drafted.drafts.batch.tokens_of(index)[:count]
+        return drafted.drafts
 
     def _grow(self, plan: StepPlan, entries: list[SequencePlan]) -> Growth:
         has_trees = self._has_trees and self._forward.runs_tree_parts

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
+from engine.drafters.model_based.compiled.network import compile_head
 from engine.drafters.model_based.draft_model import ModelHead
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
@@ -43,7 +44,14 @@ def build_model_drafter(
     source = DraftSource[kind.replace("-", "_").upper()]
     if isinstance(head, MedusaHeads):
         return MedusaDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
-    return AutoregressiveDrafter(head, depth=depth, has_trees=has_trees, source=source, is_coupled=is_combined)
+    return AutoregressiveDrafter(
+        head,
+        depth=depth,
+        has_trees=has_trees,
+        source=source,
+        is_coupled=is_combined,
+        network=None if has_trees else compile_head(head),
+    )
 
 
 def check_weights(kind: str, folder: Path | None, target: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ssd.budget.token_budget import StepPrice
@@ -12,6 +14,17 @@ RETRY_DECAY = 0.98
 """Decay of this mean per pass that is not worthwhile, so that a mean of disturbed passes is corrected."""
 RATE_DECAY = 0.99
 """Decay per step of the mean acceptance rate: an effective window of about 100 steps."""
+
+
+class DepthPrice(NamedTuple):
+    """Which positions of a draft are worth a forward pass."""
+
+    acceptance: float
+    """Recent rate of acceptance, the factor from a token's path probability to that of its child."""
+    least: float
+    """Smallest path probability of a token to draft."""
+    worthwhile: float
+    """Expected number of tokens above which a further position is drafted; negative: always."""
 
 
 class DraftDepth:
@@ -35,6 +48,17 @@ class DraftDepth:
         self._tried = RATE_DECAY * self._tried + reached
         self._accepted = RATE_DECAY * self._accepted + (accepted if reached else 0)
 
+    def price(self, step: StepPrice | None) -> DepthPrice:
+        """Return the price of positions in a step; None: all positions are drafted."""
+        if step is None:
+            return DepthPrice(1.0, 0.0, -1.0)
+        acceptance = self._accepted / self._tried
+        return DepthPrice(acceptance, step.min_path_prob, step.tokens_per_second * self._next_s)
+
+    def record_stop(self) -> None:
+        """Record that a further pass was not worthwhile."""
+        self._next_s *= RETRY_DECAY
+
     def should_draft_deeper(self, price: StepPrice, path_prob: np.ndarray) -> bool:
         """Return whether drafting after nodes of these path probabilities, float [n], is worth a forward pass."""
         children = path_prob * self._accepted / self._tried
@@ -42,5 +66,5 @@ class DraftDepth:
         gain = np.maximum(0.0, children - price.min_path_prob).sum()
         if price.is_worthwhile(float(gain), self._next_s):
             return True
-        self._next_s *= RETRY_DECAY
+        self.record_stop()
         return False

@@ -8,17 +8,21 @@ sequences share; such pages are marked, and their slots are written before the n
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.drafters.draft_forward import DraftForward, DraftSpan
+from engine.drafters.model_based.compiled.network import MAX_ROWS as MAX_COMPILED_ROWS
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead, HeadOutput
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.drafters.model_based.compiled.drafting import CompiledDrafting
 
 MAX_ROWS = 2048
 """Largest number of tokens in a forward pass that writes missing slots, which limits its memory."""
@@ -66,8 +70,10 @@ class RunSpan(NamedTuple):
 class SlotWriter:
     """Runs a head over committed tokens, for all sequences of a drafter."""
 
-    def __init__(self, head: DraftHead, forward: DraftForward) -> None:
+    def __init__(self, head: DraftHead, forward: DraftForward, compiled: CompiledDrafting | None = None) -> None:
+        """compiled: runs few tokens in place of the head; it has the same layers."""
         self._head = head
+        self._compiled = compiled
         self._forward = forward
         self._slots: dict[int, Slots] = {}
         weight = next(head.parameters())
@@ -133,20 +139,26 @@ class SlotWriter:
 
     def _write(self, spans: SequenceOf[RunSpan]) -> HeadOutput:
         """Run the head for the slots from `Slots.filled` to the end of each span; return its output for all rows."""
+        output = self._run(spans)
+        for span in spans:
+            span.slots.filled = span.end
+            self._mark_pages(span.sequence, span.slots)
+        return output
+
+    def _run(self, spans: SequenceOf[RunSpan]) -> HeadOutput:
         forward, begin = self._forward, self._forward.begin
+        runs = [DraftSpan(span.sequence.pages, span.slots.filled, span.end - span.slots.filled) for span in spans]
+        tokens = self._tokens(spans)
+        if self._compiled is not None and len(tokens) <= MAX_COMPILED_ROWS:
+            return self._compiled.run(runs, tokens.numpy(), self.states)
         if self._head.shares_target_cache:
             begin = forward.begin_on_target
-        runs = [DraftSpan(span.sequence.pages, span.slots.filled, span.end - span.slots.filled) for span in spans]
         rows = begin(runs)
         states = self.states[:0]
         if self._head.state_size:
             # The state of a slot is that of the position before it.
             states = self.states[self._cache_slots([(run.pages, run.start - 1, run.length) for run in runs])]
-        output = self._head(self._tokens(spans), states, rows.positions, rows.attend, forward.ops)
-        for span in spans:
-            span.slots.filled = span.end
-            self._mark_pages(span.sequence, span.slots)
-        return output
+        return self._head(tokens, states, rows.positions, rows.attend, forward.ops)
 
     def _tokens(self, spans: SequenceOf[RunSpan]) -> Tensor:
         """Return the tokens of the rows of `_write`, int64."""
