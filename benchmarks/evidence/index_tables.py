@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.evidence.markdown import RESULTS, table
+from benchmarks.support.command import RESULTS
+from drafter_service.observability.pages.tables import markdown_table
 
 FILES = {
     "1 M": "index-1M-2026-11-23",
@@ -44,7 +45,7 @@ def index_table() -> str:
     head = ("tokens in the corpus", *FILES, f"target, {SIZE}")
     made = ", ".join(f"`{name}.json`" for name in FILES.values())
     notes = "Median / 99th percentile. 256 M were measured beside other work on the same cores (load 6 to 9)."
-    return f"{table(head, lines)}\n{notes} `benchmarks/results/`: {made}.\n"
+    return f"{markdown_table(head, lines)}\n{notes} `benchmarks/results/`: {made}.\n"
 
 
 def _figures(size: str) -> Figures:

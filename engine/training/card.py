@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.commands.reports import cpu_name
+from drafter_service.observability.measuring.results import cpu_name
 from engine.models.decoder import Decoder
 from engine.training.dataset import TrainingText
 from engine.training.kneser_ney import ORDER, KneserNey

@@ -9,7 +9,7 @@ import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
-from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, console_tables, notes
+from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
 from engine.commands.compare.results import Comparison, read_results
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
@@ -135,8 +135,8 @@ def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
     results = read_results(tmp_path / "compare.json", document["settings"])
     comparison = Comparison(document["settings"], CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=results)
     for width, hidden in ((80, WIDE_ONLY), (WIDE, ())):
-        [table] = console_tables(comparison, width)
-        headings = {str(column.header) for column in table.columns}
+        [condition] = comparison.conditions
+        headings = set(table_of(comparison, condition, width)[0])
         assert not headings & set(hidden)
         explained = {note.partition(":")[0] for note in notes(comparison, width)}
         assert explained & set(COLUMNS) == headings & set(NOTES)
