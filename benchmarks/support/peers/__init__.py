@@ -29,7 +29,6 @@ WITH_K: dict[str, tuple[type[OneByOne], str]] = {
 """Peers whose only setting is the size of drafts, and the shape of their drafts."""
 PEERS = ("arctic", *WITH_K)
 
-
 ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
 
 

@@ -276,18 +276,13 @@ def step_times(sizes: Sequence[StepSize]) -> str:
         f"{units.counted(size.steps, 'step')}"
         for label, size in zip(labels, sizes, strict=True)
     ]
+    expected = [(float(place), scale * size.expected_s) for place, size in enumerate(sizes)]
+    measured = [(float(place), scale * size.mean_s) for place, size in enumerate(sizes)]
     return charts.line_chart(
         "Mean duration of steps by number of tokens",
         Axis.of(labels, "tokens of a step, at most", at_most=len(labels)),
         Axis.to(scale * longest, unit),
-        [
-            Series(
-                "expected", "gray", [(place, scale * size.expected_s) for place, size in enumerate(sizes)], "dashed"
-            ),
-            Series(
-                "mean duration", "blue", [(place, scale * size.mean_s) for place, size in enumerate(sizes)], words=words
-            ),
-        ],
+        [Series("expected", "gray", expected, "dashed"), Series("mean duration", "blue", measured, words=words)],
     )
 
 
