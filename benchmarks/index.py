@@ -1,10 +1,13 @@
 """Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000] [--out FILE]
+    python -m benchmarks.index --builder pydivsufsort [--tokens 16M]
 
 The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
 time of a draft is the duration of the call, which also commits the tokens since the last draft. Times depend on the
 machine: compare them only within one run.
+
+With `--builder`, only sorting the whole corpus is measured: here and with the library.
 """
 
 from __future__ import annotations
@@ -343,10 +346,17 @@ def main() -> None:
     parser = new_parser("index", __doc__)
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
     parser.add_argument("--contexts", type=positive, default=3000, help="drafts and searches that are timed")
+    parser.add_argument("--builder", choices=["pydivsufsort"], help="library to compare sorting with (extra: dev)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results")
     options = parser.parse_args()
     tokens = Quantity().convert(options.tokens, None, None)
-    print_document(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True)), options.out)
+    if options.builder is None:
+        document = measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))
+    else:
+        from benchmarks.support.builders import compare_builders
+
+        document = compare_builders(["ssd", options.builder], Writer(seed=1).take(tokens))
+    print_document(document, options.out)
 
 
 if __name__ == "__main__":

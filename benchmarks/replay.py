@@ -1,7 +1,8 @@
 """Measure the tokens per step of each drafter on recorded traffic.
 
     python -m benchmarks.replay --trace TRACE.npz --drafter ssd arctic ngram [--cost 0.005,0.02] [--concurrency 1,16]
-    python -m benchmarks.replay --trace ROLLOUTS.npz --drafter ssd arctic --groups --concurrency version
+    python -m benchmarks.replay --trace ROLLOUTS.npz --drafter ssd das specrl --groups --concurrency version
+    python -m benchmarks.replay --trace TRACE.npz --drafter ssd --reads OTHER.npz
 
 The recorded output replaces the target's greedy output. A step drafts for one sequence, accepts the longest path of the
 draft that agrees with the output, and adds the target's own next token. Draft tokens beyond the output's end count as
@@ -28,8 +29,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.support.command import list_of, new_parser, positive, print_document
-from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates
-from benchmarks.support.peers import PEERS, missing, peer_candidates
+from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates, with_library
+from benchmarks.support.peers import PEERS, ROLLOUT_PEERS, missing, peer_candidates
 from benchmarks.support.scores import BY_VERSION, Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
 from drafter_service.observability.pages.tables import console_table
@@ -50,10 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         traces = [load_trace(path) for path in options.trace] + options.synthetic
+        library = None if options.reads is None else load_trace(options.reads).halves()[0]
     except ValueError as error:
         parser.error(str(error))
     if not traces:
         parser.error("give --trace, --synthetic or both")
+    if options.reads is not None:
+        traces = [second for trace in traces if (second := trace.halves()[1]).requests]
     if options.max_output_tokens is not None:
         traces = [trace.first(options.max_output_tokens) for trace in traces]
     if BY_VERSION in options.concurrency:
@@ -65,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
     candidates = [each for name in options.drafter if name not in skipped for each in candidates_of(name, options)]
+    if library is not None:
+        candidates = [both for each in candidates if each.drafter == "ssd" for both in with_library(each, library)]
     rows = replay_all(traces, candidates, options)
     comparison = compare(rows)
     print_best(console, rows)
@@ -135,7 +141,7 @@ def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = new_parser("replay", __doc__)
-    add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS)
+    add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS, *ROLLOUT_PEERS)
     add("--trace", nargs="+", type=Path, default=[], metavar="PATH", help="recorded traffic, .npz")
     add(
         "--synthetic",
@@ -166,6 +172,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"requests that run at once (1); {BY_VERSION}: all of a version, then all of the next one",
     )
     add("--groups", action="store_true", help="give groups and versions to drafters that use them")
+    add(
+        "--reads",
+        type=Path,
+        metavar="PATH",
+        help="replay the second half of each trace with ssd, without and with the first half of this one as a library",
+    )
     add(
         "--warm",
         action="store_true",

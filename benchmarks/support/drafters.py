@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from drafter_service.commands.advise.traffic import Traffic
@@ -14,7 +14,9 @@ from ssd.config import DrafterConfig
 from ssd.types import Drafter
 
 if TYPE_CHECKING:
+    from benchmarks.traces import Trace
     from ssd.budget.curve import StepCurve
+    from ssd.drafter import SuffixDrafter
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
@@ -54,6 +56,23 @@ def own_candidates(
                 for cost in costs:
                     build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost)
                     yield Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
+
+
+def with_library(candidate: Candidate, library: Trace) -> Iterator[Candidate]:
+    """Yield a setting of SSD with the outputs of a recording as a library, and the same without it for comparison."""
+    yield replace(candidate, build=lambda traffic: _reading(candidate.build(traffic), library))
+    yield replace(candidate, drafter=f"no library, {candidate.shape}")
+
+
+def _reading(drafter: SuffixDrafter, library: Trace) -> SuffixDrafter:
+    from ssd import Corpus
+
+    corpus, learned = Corpus(_capacity_for(library.traffic())), DrafterConfig.learned_prompt_tokens
+    for request in library.requests:
+        corpus.append(request.tokens[max(0, request.prompt_length - learned) :])
+    corpus.refresh()
+    drafter.corpus.read_from(corpus)
+    return drafter
 
 
 def ssd_drafter(

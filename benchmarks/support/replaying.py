@@ -44,16 +44,20 @@ class MeasuredDrafter(TimedDrafter):
     """A drafter whose other calls are timed, too."""
 
     def __init__(self, inner: Any, grouped: Traffic | None = None) -> None:
-        """grouped: requests whose group and version the drafter is given if its `start` takes them."""
+        """grouped: requests whose group and version the drafter is given if its `start` has these arguments."""
         super().__init__(inner)
-        self._grouped = grouped if "rollout" in inspect.signature(inner.start).parameters else None
+        self._taken = inspect.signature(inner.start).parameters
+        self._grouped = grouped if {"group", "rollout"} & self._taken.keys() else None
         self.inserting = Stopwatch()
 
     def start(self, sequence_id: int, prompt: np.ndarray, session: int, **options: Any) -> None:
         """Begin a sequence; the classic drafter gets no session ids."""
         if self._grouped is not None:
             group, version = (int(of[sequence_id]) for of in (self._grouped.groups, self._grouped.versions))
-            options["rollout"] = None if group < 0 else Rollout(str(group), max(0, version))
+            if "rollout" in self._taken:
+                options["rollout"] = None if group < 0 else Rollout(str(group), max(0, version))
+            else:
+                options |= {"group": None if group < 0 else str(group), "version": None if version < 0 else version}
         with self.inserting:
             super().start(sequence_id, prompt, -1 if isinstance(self.inner, ClassicDrafter) else session, **options)
 

@@ -7,6 +7,7 @@ none: int32 `group` (the problem that a rollout samples) and `version` (the poli
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +75,19 @@ class Trace:
             left -= len(request.output)
         return Trace(self.name, kept)
 
+    def halves(self) -> tuple[Trace, Trace]:
+        """Return two parts with half of the output each: groups and sessions that began earlier, and the others."""
+        unit_of = [_unit(number, request) for number, request in enumerate(self.requests)]
+        sizes = dict.fromkeys(unit_of, 0)
+        for unit, request in zip(unit_of, self.requests, strict=True):
+            sizes[unit] += len(request.output)
+        before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+        parts = [[], []]
+        for request, unit in zip(self.requests, unit_of, strict=True):
+            parts[2 * before[unit] >= self.output_tokens].append(request)
+
+        return Trace(self.name, parts[0]), Trace(self.name, parts[1])
+
     def traffic(self, times: int = 1) -> Traffic:
         """Return the requests as a log without times: `times` copies one after another, with different sessions and
         versions.
@@ -91,6 +105,13 @@ class Trace:
             groups=np.tile([request.group for request in self.requests], times),
             versions=_renumbered([request.version for request in self.requests], times),
         )
+
+
+def _unit(number: int, request: Request) -> tuple[str, int]:
+    """Return what a request must stay together with: its group, else its session, else nothing."""
+    if request.group >= 0:
+        return "group", request.group
+    return ("session", request.session) if request.session >= 0 else ("request", number)
 
 
 def _renumbered(numbers: list[int], times: int) -> np.ndarray:

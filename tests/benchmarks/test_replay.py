@@ -294,3 +294,16 @@ def test_peers_draft_repeated_text(peer):
     candidate = next(peers.peer_candidates(peer, [16]))
     again = Trace("again", [copy, replace(copy, session=1)])
     assert figures(replay(candidate, again), COST)["tokens_per_step"] > 1.5
+
+
+def test_the_first_half_of_a_trace_is_a_library_for_the_second(trace_path, capsys):
+    trace = load_trace(trace_path)
+    first, second = trace.halves()
+    assert {request.session for request in first.requests} == {0, 1}
+    assert {request.session for request in second.requests} == {2}
+    arguments = ["--drafter", "ssd", "--k", "8", "--draft-shape", "tree", "--cost", str(COST)]
+    main(["--trace", str(trace_path), "--reads", str(trace_path), *arguments])
+    with_library, without = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert (with_library["drafter"], without["drafter"]) == ("ssd", "no library, tree")
+    assert without["tokens_per_step"] == figures(replay(candidate_of("ssd"), second), COST)["tokens_per_step"]
+    assert with_library["tokens_per_step"] > without["tokens_per_step"]

@@ -1,7 +1,7 @@
 """Other projects' drafters that need no model.
 
 Arctic and transformers' prompt lookup are the packages themselves; `make peers` installs them. The others are
-re-implementations of published algorithms with the originals' defaults.
+re-implementations of published algorithms with the originals' defaults; `das` and `specrl` use Arctic's suffix trees.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from benchmarks.support.peers.arctic import Arctic
 from benchmarks.support.peers.automaton import SuffixAutomata
 from benchmarks.support.peers.one_by_one import OneByOne
 from benchmarks.support.peers.prompt_lookup import PromptLookup, VllmNgram
+from benchmarks.support.peers.rollouts import Das, PreviousAnswer, SpecRl
 from benchmarks.support.peers.tries import RestLike, SglangNgram
+from drafter_service.commands.advise.arctic import HIGH_COST_SETTINGS, LOW_COST_SETTINGS
 
-PACKAGES = {"arctic": "arctic_inference", "pld": "transformers"}
+PACKAGES = {**dict.fromkeys(("arctic", "das", "specrl"), "arctic_inference"), "pld": "transformers"}
 """Packages that peers need."""
 WITH_K: dict[str, tuple[type[OneByOne], str]] = {
     "pld": (PromptLookup, "path"),
@@ -28,8 +30,13 @@ WITH_K: dict[str, tuple[type[OneByOne], str]] = {
 }
 """Peers whose only setting is the size of drafts, and the shape of their drafts."""
 PEERS = ("arctic", *WITH_K)
+ROLLOUT_PEERS = ("das", "specrl", "previous-answer")
+"""Peers for rollouts of reinforcement learning, which use groups and versions."""
 
 ARCTIC_GRID = {"k": (16, 32), "shape": ("path", "tree"), "factor": (1.0, 4.0), "least_prob": (0.1, 0.05, 0.01)}
+DAS_GRID = {"shape": ("path", "tree"), "window": (1, 2, 4, None), "settings": (LOW_COST_SETTINGS, HIGH_COST_SETTINGS)}
+REALIGNMENTS = (2, 3, 5)
+"""Tokens by which `previous-answer` finds its place again."""
 
 
 def missing(peer: str) -> str | None:
@@ -45,11 +52,34 @@ def peer_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
         for k in ks:
             yield Candidate(peer, f"k={k}", lambda _traffic: build(), k, shape)
         return
+    if peer in ROLLOUT_PEERS:
+        yield from _rollout_candidates(peer, ks)
+        return
     for k, shape, factor, least_prob in itertools.product(*ARCTIC_GRID.values()):
         yield Candidate(
             "arctic",
             f"{shape} k={k} factor={factor:g} p={least_prob:g}",
             lambda _traffic, settings=(factor, least_prob), is_tree=shape == "tree": Arctic(*settings, is_tree=is_tree),
+            k,
+            shape,
+        )
+
+
+def _rollout_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
+    if peer == "specrl":
+        yield Candidate(peer, "", lambda _traffic: SpecRl(), SpecRl.LONGEST_DRAFT)
+        return
+    if peer == "previous-answer":
+        for k, n in itertools.product(ks, REALIGNMENTS):
+            yield Candidate(peer, f"k={k} n={n}", lambda _traffic, n=n: PreviousAnswer(n), k)
+        return
+    for k, shape, window, (factor, least_prob) in itertools.product(ks, *DAS_GRID.values()):
+        yield Candidate(
+            peer,
+            f"{shape} k={k} window={window or 'all'} factor={factor:g} p={least_prob:g}",
+            lambda _traffic, settings=(window, factor, least_prob), is_tree=shape == "tree": Das(
+                *settings, is_tree=is_tree
+            ),
             k,
             shape,
         )

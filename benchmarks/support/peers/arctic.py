@@ -17,6 +17,10 @@ class Arctic(ArcticDrafter):
         super().commit(sequence_id, tokens)
         self._remembered += len(tokens)
 
+    def forget(self, sequence_id: int) -> None:
+        """Remove a sequence's text from the shared tree."""
+        self._cache.evict_cached_response(sequence_id)
+
     def bytes_per_token(self) -> float:
         """Return the memory of the shared tree per token, by its own internal estimate."""
         return self._cache._global_tree.estimate_memory() / max(1, self._remembered)

@@ -215,10 +215,10 @@ def test_charts_are_those_of_the_json(tab, page_of):
         for bar, tally in zip(bars, tallies, strict=True):
             assert bar / max(bars) == pytest.approx((tally.acceptance or 0.0) / tallest, abs=0.01)
     dots = tab.run(
-        "return [...document.querySelectorAll('.dot.green')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
+        "return [...document.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
     )
     diagonal = tab.run(
-        "const line = document.querySelector('.dot.green').parentElement.querySelector('.dashed');"
+        "const line = document.querySelector('.dot').parentElement.querySelector('.dashed');"
         "return [line.x1, line.y1, line.x2, line.y2].map(at => at.baseVal.value)"
     )
     for (x, y), one in zip(dots, known.calibration.bins, strict=True):
