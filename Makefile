@@ -11,7 +11,7 @@ TORCH_PIP_ARGS ?=
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=].*\)",.*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz bench peers evidence dist docs lint format protos protos-baseline clean
+.PHONY: help setup run compare compare-full test hosts hosts-install hosts-short hosts-conformance hosts-bench gpu gpu-test gpu-bench cluster soak rollouts fuzz peers evidence dist docs lint format protos protos-baseline clean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,9 +36,10 @@ run: $(READY) ## serve one workload with and without drafts and compare them (ab
 
 COMPARE_ARGS ?=
 
-compare: $(READY) ## compare the drafters that need no further files on 12 prompts (at most 6 minutes; COMPARE_ARGS="--concurrency 16")
-	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 64 $(COMPARE_ARGS)
+compare: $(READY) ## compare the drafters that need no further files on 12 prompts (at most 5 minutes; COMPARE_ARGS="--concurrency 16")
+	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 40 $(COMPARE_ARGS)
 
+MODEL := engine/models/assets/stdlib-7m
 LIBRARY := build/library.ssd
 COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
@@ -46,8 +47,14 @@ compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about a
 	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --verification exact,rejection \
 		--warm 160 --requests 40 --max-tokens 96 --resume $(COMPARE_ARGS)
 
+# The files of the standard library that the shipped model was trained on, without those that its prompts are from.
+TRAINED_ON := import json, pathlib, sys, sysconfig; \
+	paths = [pathlib.Path(sysconfig.get_path("stdlib"), name) for name in json.load(open(sys.argv[1]))["train"]]; \
+	print(*filter(pathlib.Path.exists, paths), sep="\n")
+
 $(LIBRARY): $(READY)
-	@$(BIN)/python -m benchmarks.library_corpus $@
+	@$(BIN)/python -c '$(TRAINED_ON)' $(MODEL)/files.json | \
+		xargs $(BIN)/ssd-drafter warm --tokenizer $(MODEL) --snapshot $@ --capacity 16M --from
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"
@@ -148,13 +155,6 @@ rollouts: $(READY) ## train the shipped model on rollouts without and with draft
 
 fuzz: $(READY) ## run the randomized tests with many more examples (hours)
 	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest
-
-bench: $(READY) ## measure drafting, the engine's steps, experts and draft positions, start-up times and the installed size
-	@$(BIN)/python -m benchmarks.index --tokens 1M
-	@$(BIN)/python -m benchmarks.steps
-	@$(BIN)/python -m benchmarks.experts
-	@$(BIN)/python -m benchmarks.draft_overhead
-	@$(BIN)/python -m benchmarks.startup
 
 peers: $(READY) ## install the other drafters that benchmarks/replay.py compares (needs a C++20 compiler)
 	@$(PIP) cmake nanobind==2.9.2 ninja setuptools wheel

@@ -1,6 +1,6 @@
 """Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
-    python -m benchmarks.index [--tokens 16M] [--contexts 3000]
+    python -m benchmarks.index [--tokens 16M] [--contexts 3000] [--out FILE]
     python -m benchmarks.index --builder pydivsufsort [--tokens 16M]
 
 The last line is one JSON document. Contexts are the ends of requests that are not in the corpus, each used once. The
@@ -12,9 +12,7 @@ With `--builder`, only sorting the whole corpus is measured: here and with the l
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -30,8 +28,10 @@ from pathlib import Path
 import numpy as np
 
 import ssd
-from benchmarks.support.memory import forget_peak, peak_bytes, resident_bytes
+from benchmarks.support.command import new_parser, positive, print_document
+from benchmarks.support.resources import forget_peak, peak_bytes, resident_bytes
 from benchmarks.support.text import REQUEST_TOKENS, Writer
+from drafter_service.observability.measuring.rounds import Timer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
@@ -60,11 +60,10 @@ def percentiles(seconds: list[float], name: str) -> dict[str, float]:
 
 
 def timed(name: str, call: Callable[[], object]) -> dict[str, float]:
-    """Return the seconds of a call, and its processor time, which says more on a busy machine."""
-    began, cpu_began = time.perf_counter(), time.process_time()
-    call()
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    return {f"{name}_s": round(seconds, 3), f"{name}_cpu_s": round(cpu_seconds, 3)}
+    """Return the seconds of a call, and its processor time."""
+    with Timer() as timer:
+        call()
+    return {f"{name}_s": round(timer.wall_s, 3), f"{name}_cpu_s": round(timer.cpu_s, 3)}
 
 
 class Replayed:
@@ -343,18 +342,20 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("index", __doc__)
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
-    parser.add_argument("--contexts", type=int, default=3000, help="drafts and searches that are timed")
+    parser.add_argument("--contexts", type=positive, default=3000, help="drafts and searches that are timed")
     parser.add_argument("--builder", choices=["pydivsufsort"], help="library to compare sorting with (extra: dev)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results")
     options = parser.parse_args()
     tokens = Quantity().convert(options.tokens, None, None)
-    if options.builder is not None:
+    if options.builder is None:
+        document = measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))
+    else:
         from benchmarks.support.builders import compare_builders
 
-        print(json.dumps(compare_builders(["ssd", options.builder], Writer(seed=1).take(tokens))))
-        return
-    print(json.dumps(measure(tokens, options.contexts, lambda text: print(f"{text} ...", flush=True))))
+        document = compare_builders(["ssd", options.builder], Writer(seed=1).take(tokens))
+    print_document(document, options.out)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ What a time reveals is given as the probability that a pair of times, one of eac
 
 from __future__ import annotations
 
-import argparse
-import json
 import secrets
 import tempfile
 import time
@@ -23,11 +21,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.sidecar import service, texts_message
+from benchmarks.support.command import new_parser, positive, print_document
+from benchmarks.support.sidecar_load import texts_message
 from benchmarks.support.text import REQUEST_TOKENS, VOCABULARY, Writer
 from drafter_service.auth.callers import sha256_of
 from drafter_service.auth.connector import ClientAccess
 from drafter_service.client import DrafterClient
+from drafter_service.observability.measuring.sidecar import running_sidecar
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import PROTOCOL
@@ -114,7 +114,7 @@ def timed_refusal(stub: DrafterServiceStub, tenant: Tenant, namespace: str) -> f
     raise RuntimeError("the stream was not refused")
 
 
-def alternated(measure: Callable[[Any], float], kinds: Sequence[Sequence[Any]], seed: int) -> list[np.ndarray]:
+def in_random_order(measure: Callable[[Any], float], kinds: Sequence[Sequence[Any]], seed: int) -> list[np.ndarray]:
     """Measure the items of two kinds in a random order; return the seconds of each kind."""
     order = np.random.default_rng(seed).permutation([0] * len(kinds[0]) + [1] * len(kinds[1]))
     remaining = [iter(kind) for kind in kinds]
@@ -153,7 +153,7 @@ def measure(folder: Path, tokens: int, probes: int) -> dict[str, Any]:
         different_tokens(UNKNOWN_SEED, probes),
     )
     kinds = [[text[:CONTEXT] for text in texts[:probes]] for texts in (known, unknown)]
-    with service(folder, "--callers", str(callers), "--capacity", "4M") as address:
+    with running_sidecar("--callers", str(callers), "--capacity", "4M") as (address, _):
         own.learn(address, Writer(OWN_SEED).take(tokens))
         other.learn(address, known)
         with own.client(address) as client, other.client(address) as control:
@@ -168,13 +168,13 @@ def measure(folder: Path, tokens: int, probes: int) -> dict[str, Any]:
                 return timed
 
             for each, name in ((client, "missing"), (control, "control")):  # Warm up.
-                alternated(draft(each, name), [part[:WARM_UP] for part in kinds], seed=0)
-            missing = alternated(draft(client, "missing"), kinds, seed=1)
-            found = alternated(draft(control, "control"), kinds, seed=2)
+                in_random_order(draft(each, name), [part[:WARM_UP] for part in kinds], seed=0)
+            missing = in_random_order(draft(client, "missing"), kinds, seed=1)
+            found = in_random_order(draft(control, "control"), kinds, seed=2)
         with grpc.insecure_channel(address) as channel:
             stub = DrafterServiceStub(channel)
             names = [["other"] * probes, ["absent"] * probes]
-            refused = alternated(lambda name: timed_refusal(stub, own, name), names, seed=3)
+            refused = in_random_order(lambda name: timed_refusal(stub, own, name), names, seed=3)
     if any(lengths["missing"]):
         raise RuntimeError("a draft has text of another namespace")
     return {
@@ -188,15 +188,15 @@ def measure(folder: Path, tokens: int, probes: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=500_000, help="tokens in each namespace")
-    parser.add_argument("--probes", type=int, default=2000, help="times of each kind")
+    parser = new_parser("isolation", __doc__)
+    parser.add_argument("--tokens", type=positive, default=500_000, help="tokens in each namespace")
+    parser.add_argument("--probes", type=positive, default=2000, help="times of each kind")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         result = measure(Path(folder), options.tokens, options.probes)
     for name, value in result.items():
         print(f"{name}: {value}")
-    print(json.dumps(result))
+    print_document(result)
 
 
 if __name__ == "__main__":

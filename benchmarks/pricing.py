@@ -1,6 +1,6 @@
 """Measure the throughput of drafts that are chosen by the durations of an engine's steps.
 
-    python -m benchmarks.pricing [--traces build/traces] [--concurrency 1,4,16,64,128,256] [--json FILE]
+    python -m benchmarks.pricing [--traces build/traces] [--concurrency 1,4,16,64,128,256] [--out FILE]
 
 Replays recorded traffic on simulated engines whose step durations are computed from data sheets: an H100 with a model
 of 8B parameters, an H200 with 70B and an L4 with 8B; and the H100 with steps padded to the sizes of CUDA graphs, with
@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import multiprocessing
 import sys
 import zlib
@@ -34,13 +33,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.replay import list_of, positive
+from benchmarks.support.command import list_of, new_parser, positive, print_document
 from benchmarks.support.drafters import Candidate, own_candidates, ssd_drafter
 from benchmarks.support.peers import missing, peer_candidates
 from benchmarks.support.step_times import ENGINES, Clock, Step, disturbed, total_seconds
 from benchmarks.traces import load_trace
+from drafter_service.observability.pages.tables import console_table
 from engine.commands.progress import LongProgress
 
 COSTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -91,10 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = [*tasks_of(paths, options.concurrency, options.max_output_tokens, peers)]
     rows = rows_of(run_all(tasks, options.jobs))
     print_ratios(console, rows, peers)
-    document = json.dumps({"command": "python -m benchmarks.pricing", "results": rows})
-    if options.json:
-        options.json.write_text(document + "\n")
-    print(document)
+    print_document({"command": "python -m benchmarks.pricing", "results": rows}, options.out)
 
 
 def tasks_of(paths: Sequence[Path], counts: Sequence[int], tokens: int, peers: Sequence[str]) -> Iterator[Task]:
@@ -212,11 +208,12 @@ def print_ratios(console: Console, rows: Sequence[Row], peers: Sequence[str]) ->
     names = [*dict.fromkeys(row["engine"] for row in rows), None]
     for own in OWN:
         others = ["none", "fixed", *peers, ADVISE if own == KNOWN else KNOWN]
-        table = Table("engine", *others, title=f"SSD, durations {own}, / others: geometric mean (least)")
+        lines = []
         for name in names:
             of_engine = [row for row in rows if name in (None, row["engine"])]
-            table.add_row(name or "all", *(cell(of_engine, own, other) for other in others))
-        console.print(table)
+            lines.append([name or "all", *(cell(of_engine, own, other) for other in others)])
+        title = f"SSD, durations {own}, / others: geometric mean (least)"
+        console.print(console_table(["engine", *others], lines, title=title))
 
 
 def cell(rows: Sequence[Row], own: str, other: str) -> str:
@@ -227,15 +224,13 @@ def cell(rows: Sequence[Row], own: str, other: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pricing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("pricing", __doc__)
     add: Any = parser.add_argument
     add("--traces", type=Path, default=Path("build/traces"), metavar="PATH", help="folder or file (build/traces)")
     add("--max-output-tokens", type=positive, default=30_000, metavar="N", help="of each trace (30,000)")
     add("--concurrency", type=list_of(positive), default=[1, 4, 16, 64, 128, 256], help="(1,4,16,64,128,256)")
     add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
-    add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")
+    add("--out", type=Path, metavar="FILE", help="file for the results")
     return parser
 
 

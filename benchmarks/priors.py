@@ -1,7 +1,7 @@
 """Learn the values that a new corpus's tables start from, and measure what they gain.
 
-    python -m benchmarks.priors [--traces build/traces] [--output ssd/kernels/prior.npz]
-    python -m benchmarks.priors --leave-one-out [--tokens 1000,5000,40000] [--json FILE]
+    python -m benchmarks.priors [--traces build/traces] [--out ssd/kernels/prior.npz]
+    python -m benchmarks.priors --leave-one-out [--tokens 1000,5000,40000] [--out FILE]
 
 Each recording is replayed from an empty corpus with tables that start from formulas, as paths and as trees and with
 several costs of a token. What the tables learned in all replays is added up: for each cell the mean of its outcomes,
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,16 +24,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.replay import list_of, positive
+from benchmarks.support.command import list_of, new_parser, positive, print_document
 from benchmarks.support.drafters import own_candidates
 from benchmarks.support.scores import figures
 from benchmarks.traces import Trace, load_trace
+from drafter_service.observability.pages.tables import console_table
 
 LEARNED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.05))
 """Shapes and costs that the tables learn with."""
 MEASURED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.02), ("tree", 0.1))
+PRIOR = Path("ssd/kernels/prior.npz")
 MAX_DRAFT = 32
 LEARNED_TOKENS = 40_000
 """Output tokens of each recording that the tables learn from."""
@@ -70,16 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tasks = [Task(path, *setting, LEARNED_TOKENS) for path in paths for setting in LEARNED]
         learned = dict(zip(tasks, pool.map(learn, tasks), strict=True))
         if not options.leave_one_out:
-            write(pooled(list(learned.values())), options.output)
+            write(pooled(list(learned.values())), options.out or PRIOR)
             return
         rows = []
         for tokens in options.tokens:
             rows += measure_all(pool, paths, learned, tokens)
             print_gains([row for row in rows if row["tokens"] == tokens], tokens)
-    document = json.dumps({"command": "python -m benchmarks.priors --leave-one-out", "results": rows})
-    if options.json:
-        options.json.write_text(document + "\n")
-    print(document)
+    print_document({"command": "python -m benchmarks.priors --leave-one-out", "results": rows}, options.out)
 
 
 def learn(task: Task) -> Tables:
@@ -174,28 +171,26 @@ def measure_all(
 
 def print_gains(rows: Sequence[dict[str, Any]], tokens: int) -> None:
     """Print the geometric mean and the least of the gains for each shape and cost."""
-    table = Table("shape", "cost", "S / formulas", "least", "calibration error", "formulas", title=f"{tokens:,} tokens")
+    lines = []
     for shape, cost in (*MEASURED, ("all", None)):
         of_setting = [row for row in rows if cost is None or (row["shape"], row["cost"]) == (shape, cost)]
         gains = np.array([row["S"] / row["S_formulas"] for row in of_setting])
         errors = [f"{np.mean([row[name] or 0.0 for row in of_setting]):.4f}" for name in ("ece", "ece_formulas")]
         cells = (f"{np.exp(np.log(gains).mean()):.4f}", f"{gains.min():.3f}", *errors)
-        table.add_row(shape, "" if cost is None else f"{cost:g}", *cells)
-    Console().print(table)
+        lines.append((shape, "" if cost is None else f"{cost:g}", *cells))
+    heads = ("shape", "cost", "S / formulas", "least", "calibration error", "formulas")
+    Console().print(console_table(heads, lines, title=f"{tokens:,} tokens"))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.priors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("priors", __doc__)
     add: Any = parser.add_argument
     add("--traces", type=Path, default=Path("build/traces"), metavar="FOLDER", help="recordings (build/traces)")
-    add("--output", type=Path, default=Path("ssd/kernels/prior.npz"), metavar="FILE", help="(ssd/kernels/prior.npz)")
     add("--leave-one-out", action="store_true", help="measure instead of writing the file")
     add("--tokens", type=list_of(positive), default=[1000, 5000, 40_000], help="output tokens (1000,5000,40000)")
     add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
-    add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")
+    add("--out", type=Path, metavar="FILE", help=f"file to write ({PRIOR}; with --leave-one-out none)")
     return parser
 
 

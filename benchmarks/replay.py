@@ -20,20 +20,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from benchmarks.support.command import list_of, new_parser, positive, print_document
 from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates, with_library
 from benchmarks.support.peers import PEERS, ROLLOUT_PEERS, missing, peer_candidates
 from benchmarks.support.scores import BY_VERSION, Row, best_rows, compare, row_of
 from benchmarks.traces import Trace, copy_edit, load_trace
+from drafter_service.observability.pages.tables import console_table
 from ssd.config import MAX_DRAFT, check_cost
 
 PLAIN_WIDTH = 200
@@ -75,10 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparison = compare(rows)
     print_best(console, rows)
     print_comparison(console, comparison)
-    document = json.dumps({"results": rows, "comparison": comparison, "skipped": skipped})
-    if options.json:
-        options.json.write_text(document + "\n")
-    print(document)
+    print_document({"results": rows, "comparison": comparison, "skipped": skipped}, options.out)
 
 
 def candidates_of(drafter: str, options: argparse.Namespace) -> list[Candidate]:
@@ -105,7 +102,6 @@ def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options
                 trace,
                 concurrency,
                 times=times,
-                refresh_every=options.refresh,
                 groups=options.groups,
                 watch=lambda tokens: progress.advance(bar, tokens),
             )
@@ -116,12 +112,12 @@ def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options
 
 def print_best(console: Console, rows: Sequence[Row]) -> None:
     """Print the best setting of each drafter for each trace and cost."""
-    table = Table(title="best setting for each trace and cost")
-    for name in COLUMNS:
-        table.add_column(name.replace("_", " "), no_wrap=name in ("trace", "setting"))
-    for row in sorted(best_rows(rows), key=_place):
-        table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-    console.print(table)
+    lines = [
+        ["-" if row[name] is None else str(row[name]) for name in COLUMNS]
+        for row in sorted(best_rows(rows), key=_place)
+    ]
+    heads = [name.replace("_", " ") for name in COLUMNS]
+    console.print(console_table(heads, lines, title="best setting for each trace and cost"))
 
 
 def _place(row: Row) -> tuple[Any, ...]:
@@ -133,19 +129,18 @@ def print_comparison(console: Console, comparison: Sequence[Row]) -> None:
     """Print the ratio of this project's drafters to each of the others."""
     if not comparison:
         return
-    who, traces = ("concurrency", "cost", "ssd", "against"), comparison[0]["by_trace"]
-    table = Table(*who, *traces, "geometric mean", title="S of ssd / S of the other at its best")
+    who, traces = ("ssd", "against", "concurrency", "cost"), comparison[0]["by_trace"]
+    lines = []
     for line in comparison:
         ratios = (*line["by_trace"].values(), line["geometric_mean"])
-        table.add_row(*(str(line[name]) for name in who), *(f"{ratio:.3f}" for ratio in ratios))
-    console.print(table)
+        lines.append([*(str(line[name]) for name in who), *(f"{ratio:.3f}" for ratio in ratios)])
+    heads = (*who, *traces, "geometric mean")
+    console.print(console_table(heads, lines, title="S of ssd / S of the other at its best"))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("replay", __doc__)
     add, names = parser.add_argument, (*OWN_DRAFTERS, *PEERS, *ROLLOUT_PEERS)
     add("--trace", nargs="+", type=Path, default=[], metavar="PATH", help="recorded traffic, .npz")
     add(
@@ -184,35 +179,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="replay the second half of each trace with ssd, without and with the first half of this one as a library",
     )
     add(
-        "--refresh",
-        type=refresh,
-        default=0,
-        help="live, or index ssd's and classic's corpus after every N finished requests (live)",
-    )
-    add(
         "--warm",
         action="store_true",
         help="replay twice and show the second time; overstates: in production no answer is known in advance",
     )
     add("--max-output-tokens", type=positive, metavar="N", help="stop after N output tokens of each trace")
-    add("--json", type=Path, metavar="FILE", help="file for a copy of the last line")
+    add("--out", type=Path, metavar="FILE", help="file for the results")
     return parser
-
-
-def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Return a parser of comma-separated values."""
-
-    def parse(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",")]
-
-    return parse
-
-
-def positive(text: str) -> int:
-    """Parse a whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def concurrency(text: str) -> int | str:
@@ -242,11 +215,6 @@ def shape(text: str) -> str:
     if text not in ("path", "tree"):
         raise argparse.ArgumentTypeError(f"shapes are path and tree, not {text!r}")
     return text
-
-
-def refresh(text: str) -> int:
-    """Parse `live` to 0, or a number of requests."""
-    return 0 if text == "live" else positive(text)
 
 
 def synthetic(text: str) -> Trace:

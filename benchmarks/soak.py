@@ -14,13 +14,13 @@ output. The exit code is 1 if a target was missed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.cluster.options import add_engine_options, settings_of
+from benchmarks.support.command import new_parser
 
 CAPACITY = 200_000
 """Tokens of each namespace, so that the ring buffers are full after seconds."""
@@ -42,7 +42,7 @@ def soak(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, o
     from benchmarks.cluster.observation import Observations
     from benchmarks.cluster.topology import running_cluster
     from benchmarks.cluster.traffic import Traffic, mixed_prompts
-    from benchmarks.sidecar import NAMESPACE
+    from benchmarks.support.sidecar_load import NAMESPACE
 
     environment = {"SSD_DRAFTER_LOG__MAX_TOKENS": str(LOG_TOKENS)}
     settings = settings_of(options, capacity=CAPACITY, sidecar_environment=environment)
@@ -70,7 +70,7 @@ def soak(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, o
 
 def main() -> None:
     """Run the load and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("soak", __doc__)
     add_engine_options(parser)
     parser.add_argument("--minutes", type=float, default=60.0, help=f"{MIN_MINUTES:g} at least (60)")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder for results and logs")
@@ -79,6 +79,7 @@ def main() -> None:
         parser.error(f"--minutes must be at least {MIN_MINUTES:g}")
 
     from benchmarks.cluster.soak_page import render_page
+    from benchmarks.support.targets import conclude
     from ssd.errors import UserError
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,10 +87,7 @@ def main() -> None:
         document = soak(options, lambda text: print(text, file=sys.stderr, flush=True))
     except UserError as problem:
         raise SystemExit(str(problem)) from None
-    (options.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "soak.html").write_text(render_page(document), encoding="utf-8")
-    print(json.dumps(document))
-    sys.exit(not all(row["met"] for row in document["targets"]))
+    conclude("soak", document, render_page(document), options.out)
 
 
 if __name__ == "__main__":

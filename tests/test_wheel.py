@@ -18,7 +18,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from benchmarks.startup import ROOT, Environment, build, can_install
+from tests.wheel_environment import ROOT, Environment, build, can_install
 
 MOST_MB = 350
 """Size of the base install."""

@@ -6,14 +6,13 @@ document is also the last line of the output. The exit code is 1 if a target was
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.cluster.faults import FAULTS
 from benchmarks.cluster.options import add_engine_options, settings_of
+from benchmarks.support.command import new_parser
 
 COST = 0.02
 """Fixed, so that the lengths of drafts do not depend on measured step times."""
@@ -21,7 +20,7 @@ COST = 0.02
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("cluster", __doc__)
     add_engine_options(parser)
     parser.add_argument("--only", default=",".join(FAULTS), help=f"faults to cause ({','.join(FAULTS)}); '' for none")
     parser.add_argument("--out", type=Path, default=Path("build/cluster"), help="folder for results and logs")
@@ -32,6 +31,7 @@ def main() -> None:
 
     from benchmarks.cluster.page import render_page
     from benchmarks.cluster.run import Run, targets
+    from benchmarks.support.targets import conclude
     from ssd.errors import UserError
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -45,14 +45,7 @@ def main() -> None:
     except UserError as problem:
         raise SystemExit(str(problem)) from None
     document["targets"] = targets(document)
-    for row in document["targets"]:
-        verdict = "reached" if row["met"] else "MISSED "
-        log(f"{verdict}  {row['name']}: {row['value']:.4g} ({row['sense']} {row['target']})")
-    (options.out / "cluster.json").write_text(json.dumps(document, indent=1) + "\n")
-    (options.out / "cluster.html").write_text(render_page(document), encoding="utf-8")
-    log(f"wrote {options.out / 'cluster.html'}")
-    print(json.dumps(document))
-    sys.exit(not all(row["met"] for row in document["targets"]))
+    conclude("cluster", document, render_page(document), options.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.cluster.engines import MODEL
 from benchmarks.cluster.topology import Node
-from benchmarks.sidecar import Feed, client_of, engine_on, texts_message
+from benchmarks.support.sidecar_load import Feed, client_of, engine_on, texts_message
 from drafter_service.client.identity import model_identity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.cluster.learned import observe
 from benchmarks.cluster.topology import Cluster
-from benchmarks.sidecar import NAMESPACE, Feed
+from benchmarks.support.sidecar_load import NAMESPACE, Feed
 from drafter_service.stubs import drafter_pb2 as pb
 
 TOKENS_PER_S, SECONDS = 200_000, 8.0

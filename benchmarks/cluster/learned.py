@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.cluster.engines import MODEL
 from benchmarks.cluster.topology import Node
-from benchmarks.sidecar import LONG_DEADLINE_S, texts_message
+from benchmarks.support.sidecar_load import LONG_DEADLINE_S, texts_message
 from drafter_service.client import DrafterClient
 from drafter_service.client.identity import model_identity
 from drafter_service.stubs import drafter_pb2 as pb

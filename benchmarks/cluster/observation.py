@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from datetime import date
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,8 @@ import numpy as np
 from benchmarks.cluster.processes import Usage
 from benchmarks.cluster.topology import Cluster
 from benchmarks.cluster.traffic import Record
+from benchmarks.support.targets import at_most
+from drafter_service.observability.measuring.results import machine
 
 PARTS = 6
 """The first part of the run is the warm-up; the second part is compared with the last one."""
@@ -66,9 +67,8 @@ class Observations:
         p99 = [round(float(np.percentile(seconds, 99)) * 1000, 1) for seconds in latencies]
         p50 = [round(float(np.percentile(seconds, 50)) * 1000, 1) for seconds in latencies]
         document: Document = {
-            "date": str(date.today()),
+            **machine(),
             "engine": engine,
-            "cores": os.cpu_count(),
             "seconds": round(ended - began),
             "requests": len(records),
             "errors": list(errors[:20]),
@@ -137,13 +137,10 @@ def targets(document: Document) -> list[Document]:
     """Return the targets, and whether the run has reached them."""
     processes = document["processes"]
     p99 = document["latency_ms"]["p99"]
-    rows = [("errors", document["error_count"], 0.0)]
+    rows: list[tuple[str, float, float]] = [("errors", document["error_count"], 0.0)]
     rows += [(f"memory of {each['name']}, growth", each["growth"], MAX_GROWTH) for each in processes]
     for kind in ("threads", "descriptors"):
         rows.append((f"{kind} left over", sum(max(0, each[kind][1] - each[kind][0]) for each in processes), 0.0))
     rows.append(("files left over", max(0, document["files"][1] - document["files"][0]), 0.0))
     rows.append(("latency, p99, growth", round(p99[1] / p99[0] - 1, 4), MAX_SLOWER))
-    return [
-        {"name": name, "value": value, "sense": "<=", "target": target, "met": value <= target}
-        for name, value, target in rows
-    ]
+    return [at_most(most).row(name, value) for name, value, most in rows]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-import drafter_service.observability.charts as charts
-from drafter_service.observability.charts import Frame
+from benchmarks.support.targets import target_panel
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages import svg
+from drafter_service.observability.pages.charts import Axis, Series, line_chart
+from drafter_service.observability.pages.svg import Frame, Scale
+from drafter_service.observability.pages.tables import html_table
 
 Document = Mapping[str, Any]
-WIDE, NARROW = Frame(width=900, height=350, left=70, right=20, top=30), Frame(height=320)
-HALF = Frame()
+FRAMES = Frame(width=900, height=350, left=70, right=20, top=30), Frame(height=320)
 COLORS = ("blue", "violet")
 """Colors of the engines."""
 
@@ -20,84 +22,78 @@ def render_page(document: Document) -> str:
     """Return the page of a document of `benchmarks.cluster`."""
     mixed, delay = document["mixed"], document["delay_ms"]
     cards = [
-        charts.card("tokens per step, two engines / one", f"{mixed['ratio']:.3f}", "mixed traffic, from empty corpora"),
-        charts.card("a sidecar drafts what the other learned", f"{delay['p50']:.0f} ms", f"p99 {delay['p99']:.0f} ms"),
-        charts.card("failed requests", f"{document['failed']}", f"of {document['requests']:,} with faults"),
-        charts.card("acknowledged texts lost", f"{_sum(document, 'lost')}", f"of {_sum(document, 'acknowledged')}"),
+        pages.card("tokens per step, two engines / one", f"{mixed['ratio']:.3f}", "mixed traffic, from empty corpora"),
+        pages.card("a sidecar drafts what the other learned", f"{delay['p50']:.0f} ms", f"p99 {delay['p99']:.0f} ms"),
+        pages.card("failed requests", f"{document['failed']}", f"of {document['requests']:,} with faults"),
+        pages.card("acknowledged texts lost", f"{_sum(document, 'lost')}", f"of {_sum(document, 'acknowledged')}"),
     ]
-    panels = (
-        charts.panel(
+    panels = [
+        pages.panel(
             "Tokens per step",
             "Repeated traffic that has been learned, by round of its prompts. Shaded: from each fault to its end.",
-            _timeline(document, WIDE, "wide") + _timeline(document, NARROW, "narrow") + _legend(document),
+            _timeline(document),
             kind="across",
-        )
-        + charts.panel("Faults", "One at a time, under load.", _faults(document), kind="across")
-        + charts.panel(
+        ),
+        pages.panel("Faults", "One at a time, under load.", _faults(document), kind="across"),
+        pages.panel(
             "Delay of replication",
             "From the end of a request at one sidecar until the other one drafts its text: share of probes.",
             _delays(delay["all"]),
-        )
-        + charts.panel("Processes", "During the mixed traffic with two engines.", process_table(document["processes"]))
-        + charts.panel(
-            "Cost of replication", "Text that one sidecar learns and nobody drafts.", _cost(document["cost"])
-        )
-        + charts.panel("Targets", "", target_table(document["targets"]), kind="across")
-    )
-    main = f'{charts.cards(cards)}<div class="plots">{panels}</div>'
-    title = "Two engines, two sidecars, one corpus"
+        ),
+        pages.panel("Processes", "During the mixed traffic with two engines.", _processes(document["processes"])),
+        pages.panel("Cost of replication", "Text that one sidecar learns and nobody drafts.", _cost(document["cost"])),
+        target_panel(document["targets"]),
+    ]
     lead = f"Engines: {document['engine']}. {document['cores']} cores, {document['date']}, {document['seconds']} s."
-    header = f"<h1>{escape(title)}</h1><p class='soft'>{escape(lead)}</p>"
-    return charts.page(title, header, main, "python -m benchmarks.cluster")
+    main = pages.cards(cards) + pages.panels(panels)
+    return pages.page("Two engines, two sidecars, one corpus", main, "python -m benchmarks.cluster", lead=lead)
 
 
 def _sum(document: Document, name: str) -> int:
     return sum(fault.get(name, 0) for fault in document["faults"])
 
 
-def _timeline(document: Document, frame: Frame, kind: str) -> str:
+def _timeline(document: Document) -> str:
     windows = [window for window in document["windows"] if window["tokens_per_step"] is not None]
-    values = [value for window in windows for value in (window["tokens_per_step"], *window["by_engine"]) if value]
-    marks = charts.ticks(max(values))
-    seconds = charts.ticks(windows[-1]["ended"])
-    x, y = frame.x_scale(0, windows[-1]["ended"]), frame.y_scale(0, marks[-1])
-    parts = []
-    for fault in document["faults"]:
-        if "fault_at" in fault:
-            left, right = x(fault["fault_at"]), x(fault["healed_at"])
-            parts.append(
-                charts.rect(left, frame.top, right - left, frame.floor - frame.top, fault["title"], kind="area amber")
-            )
-            parts.append(charts.line(left, frame.top, left, frame.floor, kind="dashed"))
-            if frame is WIDE:
-                parts.append(charts.text(fault["name"], left, frame.top - 8))
-    parts += charts.y_axis(frame, y, marks, lambda value: f"{value:g}")
-    parts += charts.x_axis(frame, x, [(second, f"{second:,.0f}") for second in seconds[:-1]])
-    parts += [charts.x_title(frame, "seconds"), charts.y_title(frame, "tokens per step")]
-    for number, color in enumerate(COLORS):
-        points = [(x(window["ended"]), y(window["by_engine"][number] or 0)) for window in windows]
-        parts.append(charts.polyline(points, kind=f"line {color}"))
-    parts.append(
-        charts.polyline([(x(each["ended"]), y(each["tokens_per_step"])) for each in windows], kind="line green")
-    )
-    return charts.chart(frame, "Tokens per step over time", parts, kind)
-
-
-def _legend(document: Document) -> str:
     names = sorted(document["mixed"]["by_engine"])
-    entries = [("line green", "both engines")]
-    entries += [(f"line {color}", f"engine {name}") for color, name in zip(COLORS, names, strict=True)]
-    return charts.legend(entries)
+    series = [
+        Series(f"engine {name}", color, [(each["ended"], each["by_engine"][number] or 0) for each in windows])
+        for number, (name, color) in enumerate(zip(names, COLORS, strict=True))
+    ]
+    series.append(Series("both engines", "green", [(each["ended"], each["tokens_per_step"]) for each in windows]))
+    largest = max(value for each in series for _, value in each.points)
+
+    def faults(frame: Frame, x: Scale, _: Scale) -> list[str]:
+        parts = []
+        for fault in document["faults"]:
+            if "fault_at" in fault:
+                left, right = x(fault["fault_at"]), x(fault["healed_at"])
+                height = frame.floor - frame.top
+                parts.append(svg.rect(left, frame.top, right - left, height, fault["title"], kind="volume amber"))
+                if frame is FRAMES[0]:
+                    parts.append(svg.text(fault["name"], left, frame.top - 8))
+        return parts
+
+    return line_chart(
+        "Tokens per step over time",
+        Axis.to(windows[-1]["ended"], "seconds", "{:,.0f}".format, is_exact=True),
+        Axis.to(largest, "tokens per step"),
+        series,
+        frames=FRAMES,
+        behind=faults,
+        remarks=[("amber pale", "faults")],
+    )
 
 
 def _delays(delays: Sequence[float]) -> str:
-    marks = charts.ticks(max(delays))
-    x, y = HALF.x_scale(0, marks[-1]), HALF.y_scale(0, 1)
-    points = [(x(delay), y((number + 1) / len(delays))) for number, delay in enumerate(delays)]
-    parts = charts.y_axis(HALF, y, (0, 0.25, 0.5, 0.75, 1), lambda share: f"{share:.0%}")
-    parts += charts.x_axis(HALF, x, [(mark, f"{mark:g}") for mark in marks])
-    parts += [charts.x_title(HALF, "milliseconds"), charts.polyline(points, kind="line green")]
-    return charts.chart(HALF, "Share of probes by delay", parts)
+    shares = [(share, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    points = [(delay, (number + 1) / len(delays)) for number, delay in enumerate(delays)]
+    return line_chart(
+        "Share of probes by delay",
+        Axis.to(max(delays), "milliseconds"),
+        Axis("share of probes", 0, 1, shares),
+        [Series("share of probes", "green", points)],
+    )
 
 
 def _faults(document: Document) -> str:
@@ -122,11 +118,10 @@ def _faults(document: Document) -> str:
         lost = f"{fault['lost']} of {fault['acknowledged']}"
         title = fault["title"] + ("" if fault["took_effect"] else " (without effect)")
         rows.append((title, f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
-    return charts.table(heads, rows, kinds=("name", *[""] * 6, "name"))
+    return html_table(heads, rows, kinds=("name", *[""] * 6, "name"))
 
 
-def process_table(processes: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the resources of processes."""
+def _processes(processes: Sequence[Mapping[str, Any]]) -> str:
     heads = ("process", "cores", "memory, MB", "threads", "descriptors")
     rows = [
         (
@@ -138,7 +133,7 @@ def process_table(processes: Sequence[Mapping[str, Any]]) -> str:
         )
         for each in processes
     ]
-    return charts.table(heads, rows)
+    return html_table(heads, rows)
 
 
 def _cost(cost: Mapping[str, Any]) -> str:
@@ -150,21 +145,4 @@ def _cost(cost: Mapping[str, Any]) -> str:
         (f"{name}, bytes to and from Redis", f"{value:.1f} per token")
         for name, value in cost["bytes_per_token"].items()
     ]
-    return charts.table(("", ""), rows, kinds=("name", ""))
-
-
-def target_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of targets."""
-    return charts.table(
-        ("target", "", "measured", ""),
-        [
-            (
-                row["name"],
-                f"{row['sense']} {row['target']}",
-                f"{row['value']:.4g}",
-                "reached" if row["met"] else "missed",
-            )
-            for row in rows
-        ],
-        kinds=("name", "", "", ""),
-    )
+    return html_table(("", ""), rows, kinds=("name", ""))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import cycle
 from typing import Any
 
@@ -19,6 +17,8 @@ from benchmarks.cluster.learned import SentTexts, measure_delays
 from benchmarks.cluster.meter import Meter, Recovery, recovery
 from benchmarks.cluster.topology import Cluster, Node, Settings, running_cluster
 from benchmarks.cluster.traffic import MIXED_RATE, RATE, ROUND, Traffic, mixed_prompts, round_prompts
+from benchmarks.support.targets import at_least, at_most
+from drafter_service.observability.measuring.results import machine
 
 PROBES = 120
 LEARNING_ROUNDS = 4
@@ -52,7 +52,7 @@ class Run:
     def execute(self) -> Document:
         """Run all parts; return the document."""
         began = time.monotonic()
-        self.document = {"date": str(date.today()), "engine": self.settings.engine, "cores": os.cpu_count()}
+        self.document = {**machine(), "engine": self.settings.engine}
         self.log("one engine and one sidecar: starting")
         with running_cluster(1, self.settings) as cluster:
             one = self._mixed(cluster)
@@ -225,28 +225,15 @@ def targets(document: Document) -> list[Document]:
     """Return the targets, and whether the run has reached them."""
     faults = [fault for fault in document["faults"] if "skipped" not in fault]
     recoveries = [fault.get("seconds") for fault in faults]
-    rows = [
-        ("tokens per step of two engines / of one", document["mixed"]["ratio"], ">=", MIN_RATIO),
-        ("delay until the other sidecar drafts, p99, ms", document["delay_ms"]["p99"], "<=", MAX_DELAY_MS),
-        ("failed requests", document["failed"] + document["mixed"]["failed"], "<=", 0),
-        ("outputs that differ from the first one of their prompt", document["different_outputs"], "<=", 0),
-        ("acknowledged texts lost", sum(fault["lost"] for fault in faults), "<=", 0),
-        ("faults without effect", sum(not fault["took_effect"] for fault in faults), "<=", 0),
-        ("faults without recovery within a minute", recoveries.count(None), "<=", 0),
-        (
-            "longest recovery of tokens per step after a fault, s",
-            max((seconds for seconds in recoveries if seconds is not None), default=0),
-            "<=",
-            RECOVERY_S,
-        ),
-    ]
+    longest = max((seconds for seconds in recoveries if seconds is not None), default=0)
+    failed = document["failed"] + document["mixed"]["failed"]
     return [
-        {
-            "name": name,
-            "value": value,
-            "sense": sense,
-            "target": target,
-            "met": value >= target if sense == ">=" else value <= target,
-        }
-        for name, value, sense, target in rows
+        at_least(MIN_RATIO).row("tokens per step of two engines / of one", document["mixed"]["ratio"]),
+        at_most(MAX_DELAY_MS).row("delay until the other sidecar drafts, p99, ms", document["delay_ms"]["p99"]),
+        at_most(0).row("failed requests", failed),
+        at_most(0).row("outputs that differ from the first one of their prompt", document["different_outputs"]),
+        at_most(0).row("acknowledged texts lost", sum(fault["lost"] for fault in faults)),
+        at_most(0).row("faults without effect", sum(not fault["took_effect"] for fault in faults)),
+        at_most(0).row("faults without recovery within a minute", recoveries.count(None)),
+        at_most(RECOVERY_S).row("longest recovery of tokens per step after a fault, s", longest),
     ]

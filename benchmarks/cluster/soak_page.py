@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-import drafter_service.observability.charts as charts
-from benchmarks.cluster.page import target_table
-from drafter_service.observability.charts import Frame
+from benchmarks.support.targets import target_panel
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages.charts import Axis, Series, line_chart
+from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages.tables import html_table
 
 Document = Mapping[str, Any]
-FRAME = Frame(width=900, height=260, left=70, right=20, top=20)
+FRAMES = Frame(width=900, height=260, left=70, right=20, top=20), Frame()
 
 
 def render_page(document: Document) -> str:
@@ -20,44 +21,40 @@ def render_page(document: Document) -> str:
     minutes = [second / 60 for second in curves["seconds"]]
     growth = max(each["growth"] for each in document["processes"])
     cards = [
-        charts.card("requests", f"{document['requests']:,}", f"{document['error_count']} errors"),
-        charts.card("largest growth of memory", f"{growth:+.1%}", "of any process, after the warm-up"),
-        charts.card("latency, p99", f"{p99[1]:.0f} ms", f"{p99[0]:.0f} ms after the warm-up"),
-        charts.card("files", f"{document['files'][1]}", f"{document['files'][0]} after the warm-up"),
+        pages.card("requests", f"{document['requests']:,}", f"{document['error_count']} errors"),
+        pages.card("largest growth of memory", f"{growth:+.1%}", "of any process, after the warm-up"),
+        pages.card("latency, p99", f"{p99[1]:.0f} ms", f"{p99[0]:.0f} ms after the warm-up"),
+        pages.card("files", f"{document['files'][1]}", f"{document['files'][0]} after the warm-up"),
     ]
-    panels = charts.panel(
-        "Latency of requests, p99",
-        "By time of the request.",
-        curve(minutes, curves["latency_p99_ms"], "ms"),
-        kind="across",
-    )
-    for name, memory in curves["memory_mb"].items():
-        panels += charts.panel(
-            f"Memory of {name}", "Proportional set size.", curve(minutes, memory, "MB"), kind="across"
+    latency = curve(minutes, curves["latency_p99_ms"], "latency, p99", "ms")
+    panels = [pages.panel("Latency of requests, p99", "By time of the request.", latency, kind="across")]
+    panels += [
+        pages.panel(
+            f"Memory of {name}", "Proportional set size.", curve(minutes, memory, "memory", "MB"), kind="across"
         )
-    panels += charts.panel("Processes", "After the warm-up, and at the end.", _processes(document), kind="across")
-    panels += charts.panel("Targets", "", target_table(document["targets"]), kind="across")
-    title = "A cluster under constant load"
+        for name, memory in curves["memory_mb"].items()
+    ]
+    panels.append(pages.panel("Processes", "After the warm-up, and at the end.", _processes(document), kind="across"))
+    panels.append(target_panel(document["targets"]))
     lead = (
         f"Engines: {document['engine']}. {document['seconds'] / 60:.0f} minutes, {document['cores']} cores, "
         f"{document['date']}. The {document['part_s'] / 60:.1f} minutes after a warm-up of the same length are "
         "compared with the last ones."
     )
-    header = f"<h1>{escape(title)}</h1><p class='soft'>{escape(lead)}</p>"
-    main = f'{charts.cards(cards)}<div class="plots">{panels}</div>'
-    return charts.page(title, header, main, "python -m benchmarks.soak")
+    main = pages.cards(cards) + pages.panels(panels)
+    return pages.page("A cluster under constant load", main, "python -m benchmarks.soak", lead=lead)
 
 
-def curve(minutes: Sequence[float], values: Sequence[float | None], unit: str) -> str:
+def curve(minutes: Sequence[float], values: Sequence[float | None], name: str, unit: str) -> str:
     """Return a chart of values over time."""
     known = [(minute, value) for minute, value in zip(minutes, values, strict=True) if value is not None]
-    marks = charts.ticks(max(value for _, value in known) * 1.1)
-    x, y = FRAME.x_scale(0, minutes[-1]), FRAME.y_scale(0, marks[-1])
-    parts = charts.y_axis(FRAME, y, marks, lambda value: f"{value:g}")
-    parts += charts.x_axis(FRAME, x, [(mark, f"{mark:g}") for mark in charts.ticks(minutes[-1])])
-    parts += [charts.x_title(FRAME, "minutes"), charts.y_title(FRAME, unit)]
-    parts.append(charts.polyline([(x(minute), y(value)) for minute, value in known], kind="line green"))
-    return charts.chart(FRAME, f"{unit} over time", parts)
+    return line_chart(
+        f"{name} over time",
+        Axis.to(minutes[-1], "minutes", is_exact=True),
+        Axis.to(max(value for _, value in known) * 1.1, unit),
+        [Series(name, "green", known)],
+        frames=FRAMES,
+    )
 
 
 def _processes(document: Document) -> str:
@@ -68,4 +65,4 @@ def _processes(document: Document) -> str:
         counts = [" / ".join(map(str, each[kind])) for kind in ("threads", "descriptors")]
         cores = " / ".join(f"{value:.2f}" for value in each["cores"])
         rows.append((each["name"], memory, f"{each['growth']:+.2%}", *counts, cores))
-    return charts.table(heads, rows)
+    return html_table(heads, rows)

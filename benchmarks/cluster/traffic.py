@@ -120,4 +120,6 @@ def round_prompts() -> list[str]:
 
 
 def _prompts() -> list[str]:
-    return [json.loads(line)["prompt"] for line in (MODEL / "prompts.jsonl").read_text().splitlines()]
+    from engine.commands.prompts import read_texts
+
+    return read_texts(MODEL / "prompts.jsonl")

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from benchmarks.evidence.results import FILE, PARTS, measure, read, write
 from benchmarks.evidence.tables import DOCUMENTS, updated
+from benchmarks.support.command import new_parser
 
 TRACES = Path("build/traces")
 
@@ -42,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("evidence", __doc__)
     parser.add_argument("--traces", type=Path, default=TRACES, help=f"folder of traces ({TRACES})")
     parser.add_argument("--tables-only", action="store_true", help="make the tables from the last results")
     return parser

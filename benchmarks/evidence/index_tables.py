@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.evidence.markdown import RESULTS, table
+from benchmarks.support.command import RESULTS
+from drafter_service.observability.pages.tables import markdown_table
 
 FILES = {size: f"index-{size.replace(' ', '')}-2026-11-26" for size in ("16 M", "64 M", "256 M", "1 G")}
 """Results by number of tokens in the corpus."""
@@ -38,7 +39,7 @@ def index_table() -> str:
     ]
     head = ("tokens in the corpus", *FILES, f"target, {SIZE}")
     made = ", ".join(f"`{name}.json`" for name in FILES.values())
-    return f"{table(head, lines)}\nMedian / 99th percentile. `benchmarks/results/`: {made}.\n"
+    return f"{markdown_table(head, lines)}\nMedian / 99th percentile. `benchmarks/results/`: {made}.\n"
 
 
 def _figures(size: str) -> Figures:

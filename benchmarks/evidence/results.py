@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.markdown import RESULTS, ROOT
 from benchmarks.evidence.measure import OUTPUT_TOKENS, Sections, sections_of, skipped
+from benchmarks.support.command import RESULTS, ROOT, source_commit
 from benchmarks.traces import load_trace
+from drafter_service.observability.measuring.results import machine, versions
 
 FILE = RESULTS / "evidence.json"
 PARTS = ROOT / "build" / "evidence"
@@ -28,7 +25,7 @@ def measure(paths: Sequence[Path], parts: Path, note: Callable[[str], None]) -> 
 
     parts: folder for the results of each trace; those of the same commit and versions are not measured again.
     """
-    made_with = {"commit": commit(), "versions": versions(), "output_tokens": OUTPUT_TOKENS}
+    made_with = {"commit": source_commit(), "versions": versions(PACKAGES), "output_tokens": OUTPUT_TOKENS}
     parts.mkdir(parents=True, exist_ok=True)
     sections: Sections = {}
     for path in paths:
@@ -40,8 +37,7 @@ def measure(paths: Sequence[Path], parts: Path, note: Callable[[str], None]) -> 
             part.write_text(json.dumps(kept))
         for name, rows in kept["sections"].items():
             sections.setdefault(name, []).extend(rows)
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return {"date": today, **made_with, "skipped": skipped(), "sections": sections}
+    return {**machine(), **made_with, "skipped": skipped(), "sections": sections}
 
 
 def write(document: Document, path: Path = FILE) -> None:
@@ -58,26 +54,3 @@ def write(document: Document, path: Path = FILE) -> None:
 def read(path: Path = FILE) -> Document:
     """Read a document."""
     return json.loads(path.read_text())
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of installed packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """Return the commit of the source tree, with `-changed` if files differ from it; empty without git."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", "--dirty=-changed"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip()

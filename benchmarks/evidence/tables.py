@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.evidence.index_tables import index_table
-from benchmarks.evidence.markdown import ROOT, table
 from benchmarks.evidence.results import Document
+from benchmarks.support.command import ROOT
 from benchmarks.support.scores import Row
+from drafter_service.observability.pages.tables import markdown_table
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
 """Documents that have blocks of evidence."""
@@ -57,7 +58,7 @@ def summary(document: Document) -> str:
         for name in _names(rows)
     ]
     head = ("drafter", f"S at a cost of {COST}", "SSD, trees / this", "tokens per step")
-    return table(head, lines) + "\n" + _made_with(document)
+    return markdown_table(head, lines) + "\n" + _made_with(document)
 
 
 def by_cost(document: Document) -> str:
@@ -117,7 +118,7 @@ def _costs(rows: Sequence[Row]) -> str:
         means = [_mean(_at(rows, cost), name, "S") for cost in costs]
         ratios = [ours[row["trace"]] / row["S"] for row in _at(rows, COST) if _name(row) == name]
         lines.append((NAMES[name], *(f"{mean:.3f}" for mean in means), f"{_geometric(ratios):.2f} ({min(ratios):.2f})"))
-    return table(("S", *(f"c = {cost:g}" for cost in costs), f"SSD, trees / this, c = {COST}"), lines)
+    return markdown_table(("S", *(f"c = {cost:g}" for cost in costs), f"SSD, trees / this, c = {COST}"), lines)
 
 
 def _calibration(rows: Sequence[Row]) -> str:
@@ -149,7 +150,7 @@ def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     traces = sorted({row["trace"] for row in rows})
     cells = {(_name(row), row["trace"]): cell(row) for row in rows}
     lines = [(NAMES[name], *(cells[name, trace] for trace in traces)) for name in _names(rows)]
-    return table(("", *traces), lines)
+    return markdown_table(("", *traces), lines)
 
 
 def _at(rows: Sequence[Row], cost: float) -> list[Row]:

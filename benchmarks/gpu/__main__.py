@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,9 @@ from benchmarks.gpu.command import PAGE, RESULTS, TRACE, build_parser, child_arg
 from benchmarks.gpu.page import merged, read_results, update_page
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.processes import run_part
-from benchmarks.support.memory import device_name
+from benchmarks.support.command import source_commit
+from benchmarks.support.resources import device_name
+from drafter_service.observability.measuring.results import versions
 from ssd.errors import UserError
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy", "numba")
@@ -96,9 +95,9 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 def verdict(row: dict[str, Any]) -> str:
     """Return whether a figure reaches its target, as text."""
-    if row["target"] is None:
+    if "target" not in row:
         return ""
-    return f" ({row['target']['sense']} {row['target']['value']:g}: {'reached' if row['met'] else 'NOT reached'})"
+    return f" ({row['sense']} {row['target']:g}: {'reached' if row['met'] else 'NOT reached'})"
 
 
 def new_results_path(folder: Path, date: str) -> Path:
@@ -108,38 +107,18 @@ def new_results_path(folder: Path, date: str) -> Path:
 
 
 def describe(device: str, commit: str | None) -> dict[str, object]:
-    """Return the metadata of a run: date, device, versions, commit."""
+    """Return what the results were made with."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "gpu": device_name(device),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions()},
-        "commit": commit or commit_of_git(),
+        "versions": {**versions(PACKAGES), "cuda": torch.version.cuda},
+        "commit": commit or source_commit() or "unknown",
     }
 
 
 def today() -> str:
     """Return the date for a file name."""
     return datetime.now(UTC).date().isoformat()
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of packages that affect speed; None for those that are not installed."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def commit_of_git() -> str:
-    """Return the commit of the source tree, marked if files changed since; "unknown" without git."""
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or "unknown"
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
-from benchmarks.support.memory import free_bytes
-from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.gpu.shapes import SHAPES, random_model
+from benchmarks.support.resources import free_bytes
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
@@ -54,7 +54,6 @@ class Scale:
     output_tokens: int
     streams: int
     """Number of streams in a batch for figures without a stated concurrency."""
-    peer_requests: int
 
 
 FULL = Scale(
@@ -70,7 +69,6 @@ FULL = Scale(
     prompt_tokens=5000,
     output_tokens=128,
     streams=64,
-    peer_requests=6,
 )
 TINY = Scale(
     copy_bytes=1 << 20,
@@ -85,7 +83,6 @@ TINY = Scale(
     prompt_tokens=40,
     output_tokens=20,
     streams=4,
-    peer_requests=2,
 )
 SCALES = {"full": FULL, "tiny": TINY}
 
@@ -117,11 +114,7 @@ class Bench:
     @cached_property
     def model(self) -> Decoder:
         """Packed model with random weights of the shape, with room for the long context."""
-        return pack(self.plain_model())
-
-    def plain_model(self) -> Decoder:
-        """Return a new copy of the model that is not packed."""
-        return random_model(self.config, self.dtype, self.setting.device)
+        return pack(random_model(self.config, self.dtype, self.setting.device))
 
     @property
     def config(self) -> ModelConfig:

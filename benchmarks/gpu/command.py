@@ -7,7 +7,8 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import SCALES, Setting
 from benchmarks.gpu.parts import PARTS
-from benchmarks.support.shapes import SHAPES
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.support.command import new_parser
 from engine.commands.options import ATTENTIONS
 from engine.models.loader import DTYPES
 
@@ -18,9 +19,7 @@ PAGE = Path("docs/gpu.md")
 
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Return the parser with all options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("gpu", description)
     add = parser.add_argument
     add("--list", action="store_true", help="list what would run, and stop")
     add("--part", action="append", choices=[part.name for part in PARTS], help="run only this part; may be repeated")

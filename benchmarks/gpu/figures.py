@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.support.targets import Target
 
 
 class SkippedError(Exception):
     """Raised if a part cannot run here; the message gives the reason."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure to reach."""
-
-    value: float
-    sense: Literal["at least", "at most"]
-
-    def is_met(self, value: float) -> bool:
-        """Return whether `value` reaches the target."""
-        return value >= self.value if self.sense == "at least" else value <= self.value
 
 
 @dataclass(frozen=True)
@@ -37,17 +27,6 @@ class Figure:
 
     def as_row(self) -> dict[str, Any]:
         """Return the figure as a row of a document."""
-        row = asdict(self)
-        row["value"] = round(self.value, 5)
-        row["met"] = None if self.target is None else self.target.is_met(self.value)
-        return row
-
-
-def at_least(value: float) -> Target:
-    """Return a target that larger values meet."""
-    return Target(value, "at least")
-
-
-def at_most(value: float) -> Target:
-    """Return a target that smaller values meet."""
-    return Target(value, "at most")
+        value = round(self.value, 5)
+        row = {"name": self.name, "value": value} if self.target is None else self.target.row(self.name, value)
+        return {**row, "unit": self.unit, "of": self.of, "details": self.details}

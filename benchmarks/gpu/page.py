@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter_service.observability.pages.tables import markdown_table
 from ssd.errors import UserError
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOTHING = "Nothing has been run or measured on a GPU yet. The table below has the targets.\n"
+FIGURE_HEADS = ("figure", "measured", "median of", "target", "")
+PART_HEADS = ("part", "question", "ended", "s", "commit")
 
 Document = dict[str, Any]
 
@@ -59,32 +62,24 @@ def tables(document: Document | None) -> str:
         f"Random weights of the shape {settings['shape']}, {settings['dtype']}; "
         f"steps in flight: {'decided at run time' if settings['in_flight'] is None else settings['in_flight']}.",
         "",
-        "| figure | measured | median of | target | |",
-        "|---|---|---|---|---|",
+        markdown_table(FIGURE_HEADS, [figure_row(row) for part in document["parts"] for row in part["figures"]]),
+        markdown_table(PART_HEADS, [part_row(part) for part in document["parts"]]),
     ]
-    for part in document["parts"]:
-        lines += [figure_row(row) for row in part["figures"]]
-    lines += ["", *part_table(document["parts"]), ""]
     for part in document["parts"]:
         lines += details(part)
     return "\n".join(lines)
 
 
-def figure_row(row: Document) -> str:
-    """Return the row of a figure and its target."""
-    target = row["target"]
-    wanted = f"{target['sense']} {target['value']:g}" if target else ""
-    verdict = "" if target is None else "reached" if row["met"] else "**not reached**"
-    return f"| {row['name']} | {row['value']:,.4g} {row['unit']} | {row['of']} | {wanted} | {verdict} |"
+def figure_row(row: Document) -> tuple[str, ...]:
+    """Return the cells under `FIGURE_HEADS`."""
+    target = f"{row['sense']} {row['target']:g}" if "target" in row else ""
+    verdict = {None: "", True: "reached", False: "**not reached**"}[row.get("met")]
+    return row["name"], f"{row['value']:,.4g} {row['unit']}", str(row["of"]), target, verdict
 
 
-def part_table(parts: Sequence[Document]) -> list[str]:
-    """Return a table of how each part ended."""
-    rows = [
-        f"| {part['name']} | {part['title']} | {ending(part)} | {part['seconds']:g} | {part['commit']} |"
-        for part in parts
-    ]
-    return ["| part | question | ended | s | commit |", "|---|---|---|---|---|", *rows]
+def part_row(part: Document) -> tuple[str, ...]:
+    """Return the cells under `PART_HEADS`."""
+    return part["name"], part["title"], ending(part), f"{part['seconds']:g}", part["commit"]
 
 
 def details(part: Document) -> list[str]:
@@ -96,8 +91,8 @@ def details(part: Document) -> list[str]:
             text = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
             lines += [f"- {row['name']}: {text}"]
         if kernels := row["details"].get("kernels"):
-            lines += ["", "| kernel | share of the kernels' time |", "|---|---|"]
-            lines += [f"| `{name.replace('|', '/')}` | {100 * share:.1f} % |" for name, share in kernels] + [""]
+            rows = [(f"`{name.replace('|', '/')}`", f"{100 * share:.1f} %") for name, share in kernels]
+            lines += ["", markdown_table(("kernel", "share of the kernels' time"), rows)]
     return [f"**{part['name']}**", "", *lines, ""] if lines else []
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.serving_parts import drafting, peers, rejected, replay
+from benchmarks.gpu.serving_parts import drafting, rejected, replay
 from benchmarks.gpu.step_parts import ceilings, decode, start, streams, trees, verify
 
 
@@ -31,7 +31,6 @@ PARTS = (
     Part("replay", "ssd against none on recorded traffic", 90, replay),
     Part("rejected", "drafts that are always rejected, against none", 40, rejected),
     Part("drafting", "CPU drafting on the GPU's timeline, embedded and remote", 40, drafting),
-    Part("peers", "transformers' generate and prompt lookup, one stream", 35, peers),
     Part("streams", "64 streams without drafts, against the estimate", 25, streams),
 )
-"""Parts in the order in which they run: 390 seconds in total, 9 minutes with the tests that need a GPU."""
+"""Parts in the order in which they run: 355 seconds in total, 9 minutes with the tests that need a GPU."""

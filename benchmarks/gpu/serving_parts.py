@@ -1,5 +1,5 @@
-"""Parts that serve requests: recorded traffic with and without drafts, drafts that are always rejected, a comparison
-with transformers, and the GPU idle time that drafting on the CPU adds.
+"""Parts that serve requests: recorded traffic with and without drafts, drafts that are always rejected, and the GPU
+idle time that drafting on the CPU adds.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from statistics import median
 from time import sleep
 
 from benchmarks.gpu.bench import MAX_DRAFT, Bench
-from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
+from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.requests import Item
+from benchmarks.gpu.serving import Run, serve
 from benchmarks.gpu.stepping import FixedDrafter, Stream, path, random_requests
 from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
 from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
-from benchmarks.support.engine_rows import overhead, share
-from benchmarks.support.requests import Item
-from benchmarks.support.serving import Run, serve
-from engine.commands.demo.sidecar import running_sidecar
+from benchmarks.support.targets import at_least, at_most
+from drafter_service.observability.measuring.rounds import median_of, median_ratio
+from drafter_service.observability.measuring.sidecar import running_sidecar
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine
 from ssd.baselines.none import NoDrafter
@@ -31,7 +32,6 @@ SPEEDUPS = {1: 2.2, 16: 1.8, 64: 1.3, 256: 1.0}
 """Target speed-ups of `ssd` on recorded traffic, by concurrency."""
 REJECTED_SPEED = 0.98
 """Target throughput with drafts that are always rejected, relative to that without drafts."""
-PEER_SPEEDUP = 4.0
 REJECTED_PROMPT = 128
 """Largest prompt length with rejected drafts; longer prompts would take most of the time."""
 MIN_REJECTED_REQUESTS = 4
@@ -79,32 +79,6 @@ def rejected(bench: Bench) -> Iterator[Figure]:
         yield Figure(name, ratio, "x", len(rounds), at_least(REJECTED_SPEED), details)
 
 
-def peers(bench: Bench) -> Iterator[Figure]:
-    """Compare transformers' `generate` and its prompt lookup on the same weights and requests, one stream."""
-    from benchmarks.support.transformers_peer import PEERS, TransformersPeer, is_installed, same_model
-
-    if not is_installed():
-        raise SkippedError("transformers is not installed")
-    workload = traffic(bench, bench.scale.peer_requests, 1)
-    model = bench.plain_model()
-    other = same_model(None, model, bench.dtype)
-    runs: dict[str, list[Run]] = {name: [] for name in (*PEERS, "ssd")}
-    caches = {}
-    for name in PEERS:
-        peer = TransformersPeer(other, lookup=name != "transformers", eos_token_ids=())
-        peer.find_best_cache(workload.served[0])
-        caches[name] = peer.cache or "dynamic"
-        runs[name].append(peer.run(workload.served, lambda: None))
-    del other, model, peer
-    runs["ssd"] = serve_traffic(bench, "ssd", workload, 1, rounds=1)
-    ours = median(tokens_per_s(run) for run in runs["ssd"])
-    for name in PEERS:
-        theirs = tokens_per_s(runs[name][0])
-        details = {**workload.notes, "tokens_per_s": round(ours, 1), f"{name}_tokens_per_s": round(theirs, 1)}
-        details |= {"cache": caches[name], "torch.compile": False}
-        yield Figure(f"ssd by {name}", ours / theirs, "x", len(runs["ssd"]), at_least(PEER_SPEEDUP), details)
-
-
 def serve_traffic(bench: Bench, name: str, workload: Traffic, concurrency: int, rounds: int) -> list[Run]:
     """Serve the requests in several rounds with a drafter that has learned the earlier requests."""
     size = -(-len(workload.served) // rounds)
@@ -117,7 +91,7 @@ def serve_traffic(bench: Bench, name: str, workload: Traffic, concurrency: int, 
 
 def warmed_drafter(stack: ExitStack, name: str, workload: Traffic) -> Drafter:
     """Return a drafter that has learned the earlier requests; its sidecar, if any, runs until `stack` is closed."""
-    address = stack.enter_context(running_sidecar()) if name == "ssd-remote" else ""
+    address = stack.enter_context(running_sidecar()).address if name == "ssd-remote" else ""
     drafter = build_drafter(
         name,
         DrafterConfig(max_draft=MAX_DRAFT),
@@ -154,8 +128,8 @@ def serve_rounds(
     """
     longest = max(len(item.request.prompt) + item.request.sampling.max_tokens for item in chain(warm, *rounds))
     with closing(drafting_engine(bench, name, drafter, concurrency, longest)) as engine:
-        serve(engine, shortened(warm[:concurrency]), concurrency, lambda: None)
-        return [serve(engine, items, concurrency, lambda: None) for items in rounds]
+        serve(engine, shortened(warm[:concurrency]), concurrency)
+        return [serve(engine, items, concurrency) for items in rounds]
 
 
 def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:
@@ -164,26 +138,21 @@ def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> lis
     return [Item(request, session) for session, request in enumerate(requests)]
 
 
-def tokens_per_s(run: Run) -> float:
-    """Return output tokens per second of the whole run, prompts included."""
-    return run.tokens / run.seconds
-
-
 def speedup(runs: Sequence[Run], others: Sequence[Run]) -> float:
     """Return the median over the rounds of the ratio within each."""
-    return median(tokens_per_s(run) / tokens_per_s(other) for run, other in zip(runs, others, strict=True))
+    return median_ratio(runs, others, lambda run: run.rate)
 
 
 def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, object]:
     """Return additional figures of the runs, as medians over the rounds."""
     details: dict[str, object] = {}
     for name, own in runs.items():
-        details[f"{name}_tokens_per_s"] = round(median(tokens_per_s(run) for run in own), 1)
-        details[f"{name}_tokens_per_step"] = round(median(run.tokens / run.deliveries for run in own), 3)
-        details[f"{name}_drafted_per_step"] = round(median((run.drafted or 0) / run.deliveries for run in own), 3)
-        details[f"{name}_overhead_ms"] = round(median(1e3 * overhead(run, concurrency) for run in own), 3)
-        details[f"{name}_launched_ahead"] = round(median(run.launched_ahead / len(run.steps) for run in own), 3)
-        details[f"{name}_draft_share"] = round(median(share(run, "draft") for run in own), 4)
+        details[f"{name}_tokens_per_s"] = round(median_of(own, lambda run: run.rate), 1)
+        details[f"{name}_tokens_per_step"] = round(median_of(own, lambda run: run.tokens / run.deliveries), 3)
+        details[f"{name}_drafted_per_step"] = round(median_of(own, lambda run: run.drafted / run.deliveries), 3)
+        details[f"{name}_overhead_ms"] = round(median_of(own, lambda run: 1e3 * run.overhead(concurrency)), 3)
+        details[f"{name}_launched_ahead"] = round(median_of(own, lambda run: run.launched_ahead / len(run.steps)), 3)
+        details[f"{name}_draft_share"] = round(median_of(own, lambda run: run.share("draft")), 4)
         details[f"{name}_peak_mib"] = max(run.peak_bytes for run in own) >> 20
     return details
 

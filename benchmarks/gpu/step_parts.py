@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.gpu.bench import CEILING_TRIES, MAX_DRAFT, Bench
 from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
-from benchmarks.gpu.figures import Figure, SkippedError, at_least, at_most
+from benchmarks.gpu.figures import Figure, SkippedError
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
 from benchmarks.gpu.timeline import MIN_GAP_US, Interval, by_name, idle_share, span
+from benchmarks.support.targets import at_least, at_most
 from ssd.baselines.none import NoDrafter
 
 RECORDED_STEPS = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import SkippedError
-from benchmarks.support.requests import Item, Limits, is_renumbered, replay_items
+from benchmarks.gpu.requests import Item, Limits, is_renumbered, replay_items
 from benchmarks.traces import Trace, load_trace
 from ssd.types import Drafter
 

@@ -12,16 +12,14 @@ written to --out; the document is also the last line of the output. The exit cod
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.rollouts.settings import Settings
+from benchmarks.support.command import new_parser
 
 if TYPE_CHECKING:
     from benchmarks.rollouts.runs import Run
@@ -52,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     from benchmarks.rollouts.page import render_page
     from benchmarks.rollouts.report import document
     from benchmarks.rollouts.runs import write_trace
+    from benchmarks.support.targets import conclude
+    from drafter_service.observability.measuring.results import machine
 
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = options.minutes * 60 / 2 - START_S
@@ -62,19 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
     if drafter == "none":
         return
     drafted = run_once(settings, drafter, options.out, limit(len(plain.steps), None), log)
-    result = document(settings, plain, drafted) | {
-        "date": date.today().isoformat(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    for row in result["targets"]:
-        log(f"{'reached' if row['met'] else 'MISSED '}  {row['name']}: {row['value']:.4g} (at most {row['target']})")
+    result = document(settings, plain, drafted) | machine()
     for text in result["differences"]:
         log(text)
-    (options.out / "rollouts.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "rollouts.html").write_text(render_page(result), encoding="utf-8")
-    log(f"wrote {options.out / 'rollouts.html'}")
-    print(json.dumps(result))
-    sys.exit(not all(row["met"] for row in result["targets"]))
+    conclude("rollouts", result, render_page(result), options.out)
 
 
 def limit(steps: int | None, seconds: float | None) -> Callable[[Run], bool]:
@@ -109,9 +100,7 @@ def run_once(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rollouts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("rollouts", __doc__)
     usual, add = Settings(), parser.add_argument
     add("--minutes", type=float, default=10.0, help="time of both runs (10)")
     add("--steps", type=int, metavar="N", help="training steps of each run, in place of --minutes")

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.rollouts.problems import Problem, read_problems
 from benchmarks.rollouts.settings import Settings
-from engine.commands.demo.sidecar import running_sidecar
+from drafter_service.observability.measuring.sidecar import running_sidecar
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
@@ -146,7 +146,7 @@ class EngineProcesses:
 def running_engines(settings: Settings, drafter: str) -> Iterator[Engines]:
     """Yield engines with a drafter, and a sidecar that they share if the drafter is `ssd-remote`."""
     with ExitStack() as stack:
-        address = stack.enter_context(running_sidecar()) if drafter == REMOTE else ""
+        address = stack.enter_context(running_sidecar()).address if drafter == REMOTE else ""
         if settings.engines > 1:
             yield EngineProcesses(settings, drafter, address, stack)
         else:

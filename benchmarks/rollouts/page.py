@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-import drafter_service.observability.charts as charts
-from benchmarks.cluster.page import target_table
-from drafter_service.observability.charts import Frame
+from benchmarks.support.targets import target_panel
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages.charts import Axis, Series, line_chart
+from drafter_service.observability.pages.tables import html_table
 
 Document = Mapping[str, Any]
-Series = Sequence[tuple[str, Sequence[float | None]]]
-"""Colors and values."""
-FRAME = Frame()
 STEP = "training step"
 COLORS = ("green", "blue", "violet", "amber", "gray")
 
@@ -24,18 +21,24 @@ def render_page(document: Document) -> str:
     count, rates = len(document["differences"]), _column(epochs, "tokens_per_step")
     rewards = _column(steps, "reward")
     cards = [
-        charts.card("results that differ", str(count), "of tokens, rewards, losses and final weights"),
-        charts.card("rollouts, with drafts / without", f"{document['ratio']:.2f}", "seconds, last third of the steps"),
-        charts.card("tokens per step", f"{rates[-1]:.2f}", f"{rates[0]:.2f} in the first epoch"),
-        charts.card("reward", f"{rewards[-1]:.2f}", f"{rewards[0]:.2f} in the first training step"),
+        pages.card("results that differ", str(count), "of tokens, rewards, losses and final weights"),
+        pages.card("rollouts, with drafts / without", f"{document['ratio']:.2f}", "seconds, last third of the steps"),
+        pages.card("tokens per step", f"{rates[-1]:.2f}", f"{rates[0]:.2f} in the first epoch"),
+        pages.card("reward", f"{rewards[-1]:.2f}", f"{rewards[0]:.2f} in the first training step"),
     ]
+    timing = {"without drafts": _column(steps, "without_s"), "with drafts": _column(steps, "with_s")}
     panels = [
-        charts.panel("Rollouts", "Seconds of each training step.", _timing(steps), _table(steps)),
-        charts.panel("Tokens per step", "With drafts, by epoch.", _lines("epoch", [("green", rates)])),
-        charts.panel("Reward", "Mean, equal in both runs.", _lines(STEP, [("green", rewards)])),
-        charts.panel("Output", "Mean tokens.", _lines(STEP, [("green", _column(steps, "mean_tokens"))])),
-        charts.panel("Accepted draft tokens", "Share of each source, by epoch.", _sources(epochs)),
-        charts.panel("Targets", "", target_table(document["targets"]), kind="across"),
+        pages.panel(
+            "Rollouts",
+            "Seconds of each training step.",
+            _lines(STEP, "seconds", timing, ("gray", "green")),
+            _table(steps),
+        ),
+        _panel("Tokens per step", "With drafts, by epoch.", "epoch", rates),
+        _panel("Reward", "Mean, equal in both runs.", STEP, rewards),
+        _panel("Output", "Mean tokens.", STEP, _column(steps, "mean_tokens")),
+        pages.panel("Accepted draft tokens", "Share of each source, by epoch.", _sources(epochs)),
+        target_panel(document["targets"]),
     ]
     title = "Rollouts of reinforcement learning, with and without drafts"
     lead = (
@@ -43,41 +46,34 @@ def render_page(document: Document) -> str:
         f"{settings['samples']} samples each, {len(steps)} training steps, {document['cores']} cores, "
         f"{document['date']}."
     )
-    header = f"<h1>{escape(title)}</h1><p class='soft'>{escape(lead)}</p>"
-    main = f'{charts.cards(cards)}<div class="plots">{"".join(panels)}</div>'
-    return charts.page(title, header, main, "python -m benchmarks.rollouts")
+    return pages.page(title, pages.cards(cards) + pages.panels(panels), "python -m benchmarks.rollouts", lead=lead)
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     return [row[name] for row in rows]
 
 
-def _timing(steps: Sequence[Mapping[str, Any]]) -> str:
-    names = charts.legend([("line gray", "without drafts"), ("line green", "with drafts")])
-    return _lines(STEP, [("gray", _column(steps, "without_s")), ("green", _column(steps, "with_s"))]) + names
+def _panel(title: str, note: str, x: str, values: Sequence[float | None]) -> str:
+    return pages.panel(title, note, _lines(x, title.lower(), {title.lower(): values}))
 
 
 def _sources(epochs: Sequence[Mapping[str, Any]]) -> str:
     shares = _column(epochs, "share_of_accepted")
-    colors = dict(zip(sorted({name for share in shares for name in share}), COLORS, strict=False))
-    series = [(color, [share.get(name) or 0.0 for share in shares]) for name, color in colors.items()]
-    return _lines("epoch", series) + charts.legend([(f"line {color}", name) for name, color in colors.items()])
+    names = sorted({name for share in shares for name in share})[: len(COLORS)]
+    return _lines("epoch", "share", {name: [share.get(name) or 0.0 for share in shares] for name in names})
 
 
-def _lines(x_name: str, series: Series) -> str:
+def _lines(x: str, y: str, values: Mapping[str, Sequence[float | None]], colors: Sequence[str] = COLORS) -> str:
     """Return a chart of values by number, from 0."""
-    known = [value for _, values in series for value in values if value is not None]
-    marks = charts.ticks(max(known, default=1.0))
-    count = max((len(values) for _, values in series), default=1)
-    x, y = FRAME.x_scale(0, max(1, count - 1)), FRAME.y_scale(0, marks[-1])
-    parts = charts.y_axis(FRAME, y, marks, lambda value: f"{value:g}")
-    numbers = [mark for mark in charts.ticks(max(1, count - 1), 1) if mark < count]
-    parts += charts.x_axis(FRAME, x, [(number, f"{number:g}") for number in numbers])
-    parts.append(charts.x_title(FRAME, x_name))
-    for color, values in series:
-        points = [(x(number), y(value)) for number, value in enumerate(values) if value is not None]
-        parts.append(charts.polyline(points, kind=f"line {color}"))
-    return charts.chart(FRAME, f"By {x_name}", parts)
+    largest = max((value for each in values.values() for value in each if value is not None), default=1.0)
+    count = max(map(len, values.values()), default=1)
+    series = [
+        Series(name, color, [(number, value) for number, value in enumerate(each) if value is not None])
+        for color, (name, each) in zip(colors, values.items(), strict=False)
+    ]
+    return line_chart(
+        f"{y} by {x}", Axis.to(max(1, count - 1), x, min_step=1, is_exact=True), Axis.to(largest, y), series
+    )
 
 
 def _table(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -93,4 +89,4 @@ def _table(steps: Sequence[Mapping[str, Any]]) -> str:
         )
         for number, step in enumerate(steps)
     ]
-    return charts.table(heads, rows)
+    return html_table(heads, rows)

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.rollouts.runs import Run, Step, differences
 from benchmarks.rollouts.settings import Settings
+from benchmarks.support.targets import at_most
 from engine.drafters.sources import sum_by_name
 
 LARGEST_RATIO = 0.7
@@ -26,8 +27,8 @@ def document(settings: Settings, plain: Run, drafted: Run) -> dict[str, Any]:
     }
     found = differences(plain, drafted)
     targets = [
-        _target("results that differ between the runs", len(found), 0),
-        _target("rollout seconds with drafts / without, last third", ratios["ratio"], LARGEST_RATIO),
+        at_most(0).row("results that differ between the runs", len(found)),
+        at_most(LARGEST_RATIO).row("rollout seconds with drafts / without, last third", ratios["ratio"]),
     ]
     return {
         "settings": asdict(settings),
@@ -40,10 +41,6 @@ def document(settings: Settings, plain: Run, drafted: Run) -> dict[str, Any]:
         "steps": [_step(one, other) for one, other in zip(plain.steps, drafted.steps, strict=False)],
         "targets": targets,
     }
-
-
-def _target(name: str, value: float, most: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "sense": "at most", "target": most, "met": value <= most}
 
 
 def _epochs(settings: Settings, run: Run) -> int:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from benchmarks.support.memory import forget_peak, peak_bytes, resident_bytes
+from benchmarks.support.resources import forget_peak, peak_bytes, resident_bytes
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
 from ssd.corpus.ring import SEPARATOR, Ring

@@ -43,17 +43,12 @@ class Stopwatch:
 class MeasuredDrafter(TimedDrafter):
     """A drafter whose other calls are timed, too."""
 
-    def __init__(self, inner: Any, refresh_every: int, grouped: Traffic | None = None) -> None:
-        """refresh_every: number of finished requests between refreshes; 0: refresh before every draft.
-
-        grouped: requests whose group and version the drafter is given if its `start` has these arguments.
-        """
+    def __init__(self, inner: Any, grouped: Traffic | None = None) -> None:
+        """grouped: requests whose group and version the drafter is given if its `start` has these arguments."""
         super().__init__(inner)
         self._taken = inspect.signature(inner.start).parameters
         self._grouped = grouped if {"group", "rollout"} & self._taken.keys() else None
         self.inserting = Stopwatch()
-        self._refresh_every = refresh_every
-        self._unrefreshed = 0
 
     def start(self, sequence_id: int, prompt: np.ndarray, session: int, **options: Any) -> None:
         """Begin a sequence; the classic drafter gets no session ids."""
@@ -71,16 +66,13 @@ class MeasuredDrafter(TimedDrafter):
 
     def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
         """End a sequence."""
-        self._unrefreshed += 1
         with self.inserting:
             super().finish(sequence_id, tokens, verified)
 
     def refresh(self) -> None:
-        """Index all text, if enough requests have ended."""
-        if self._unrefreshed >= self._refresh_every:
-            with self.inserting:
-                super().refresh()
-            self._unrefreshed = 0
+        """Index all text."""
+        with self.inserting:
+            super().refresh()
 
     def path_probs(self, drafts: DraftBatch) -> list[float] | None:
         """Return the estimated probability that each token of the last drafts and all before it on its path are
@@ -145,34 +137,32 @@ def replay(
     concurrency: int | str = 1,
     *,
     times: int = 1,
-    refresh_every: int = 0,
     groups: bool = False,
     drafter: Any = None,
     watch: Callable[[int], None] = lambda _tokens: None,
 ) -> Tally:
     """Replay a trace with a new drafter, `concurrency` requests at a time or by version (see `BY_VERSION`).
 
-    times: number of replays with the same drafter; the tally is that of the last one. refresh_every: see
-    `MeasuredDrafter`. groups: whether the drafter is given groups and versions. drafter: instead of a new one. watch:
-    called with numbers of replayed output tokens.
+    times: number of replays with the same drafter; the tally is that of the last one. groups: whether the drafter is
+    given groups and versions. drafter: instead of a new one. watch: called with numbers of replayed output tokens.
     """
     traffic = trace.traffic(times)
     inner = drafter or candidate.build(traffic)
     for requests in np.split(np.arange(len(traffic)), times):
         TimedDrafter(inner).refresh()
-        measured = _measured(inner, refresh_every, traffic if groups else None)
+        measured = _measured(inner, traffic if groups else None)
         tally = _count(measured, traffic, requests, concurrency, candidate.k, watch)
     return tally
 
 
-def _measured(inner: Any, refresh_every: int, grouped: Traffic | None = None) -> MeasuredDrafter:
-    return (MeasuredPeer if hasattr(inner, "speculate") else MeasuredDrafter)(inner, refresh_every, grouped)
+def _measured(inner: Any, grouped: Traffic | None = None) -> MeasuredDrafter:
+    return (MeasuredPeer if hasattr(inner, "speculate") else MeasuredDrafter)(inner, grouped)
 
 
 def running_steps(candidate: Candidate, traffic: Traffic, concurrency: int) -> Iterator[Running]:
     """Replay traffic with a new drafter, and yield the running requests after each step."""
     inner = candidate.build(traffic)
-    drafter = _measured(inner, 0)
+    drafter = _measured(inner)
     for running in steps_of(traffic, np.arange(len(traffic)), drafter, concurrency=concurrency, max_draft=candidate.k):
         yield running
         drafter.commit(running)

@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from drafter_service.observability.charts import style_sheet
+from drafter_service.observability.pages.page import style_sheet
 from engine.api.chat import chat
 from engine.api.completions import complete
 from engine.api.engine_process import EngineGoneError

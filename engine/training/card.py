@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.commands.reports import cpu_name
+from drafter_service.observability.measuring.results import cpu_name
 from engine.models.shipped import SHIPPED_MODEL
 from engine.training.acceptance import MAX_TOKENS, TREE_NODES, Acceptance
 from engine.training.recipe import Recipe

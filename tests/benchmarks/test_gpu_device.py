@@ -5,9 +5,9 @@ import torch
 
 from benchmarks.gpu.bench import TINY, Bench, Setting
 from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.shapes import SHAPES, random_model
 from benchmarks.gpu.timeline import record, span
-from benchmarks.support.memory import free_bytes, peak_bytes
-from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.support.resources import free_bytes, peak_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -21,12 +21,13 @@ from benchmarks.gpu.estimate import (
     step_flops,
     step_seconds,
 )
-from benchmarks.gpu.figures import Figure, at_least, at_most
+from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.page import BEGIN, END, NOTHING, merged, read_results, tables, update_page
 from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.shapes import SHAPES, random_model
 from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, recorded_output
 from benchmarks.gpu.timeline import Interval, by_name, gaps, idle_share, span
-from benchmarks.support.shapes import SHAPES, random_model
+from benchmarks.support.targets import at_least, at_most
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.errors import UserError
 
@@ -128,7 +129,7 @@ def test_targets_are_lower_or_upper_bounds():
     assert Figure("speed", 2.2, "x", 3, at_least(2.2)).as_row()["met"] is True
     assert Figure("speed", 2.1, "x", 3, at_least(2.2)).as_row()["met"] is False
     assert Figure("idle", 2.1, "%", 3, at_most(2.0)).as_row()["met"] is False
-    assert Figure("speed", 2.1, "x", 3).as_row()["met"] is None
+    assert "met" not in Figure("speed", 2.1, "x", 3).as_row()
 
 
 def test_random_weights_have_the_dtype_and_are_reproducible():
@@ -311,7 +312,7 @@ def test_a_run_writes_its_results(tmp_path, capsys):
     written = json.loads(out.read_text())
     assert written["commit"] == "c0ffee"
     assert [(one["name"], one["status"], one["reason"]) for one in written["parts"]] == [("ceilings", "ok", "")]
-    assert set(written["parts"][0]["figures"][0]) == {"name", "value", "unit", "of", "target", "details", "met"}
+    assert set(written["parts"][0]["figures"][0]) == {"name", "value", "unit", "of", "details"}
     assert "GB/s" in capsys.readouterr().out
     assert read_results(out) == written
 
@@ -345,31 +346,3 @@ def test_reported_figures_are_kept_for_any_end_of_a_part(monkeypatch, program, s
     ended = processes.run_part(Part("any", "a question", 2, iter), [], 2)
     assert (ended["status"], ended["reason"]) == (status, reason)
     assert ended["figures"] == [row()]
-
-
-def test_the_kv_cache_is_limited_by_free_memory():
-    from benchmarks.support.engine_comparison import engine_config
-    from benchmarks.support.requests import Item
-    from engine.scheduling.request import Request, SamplingParams
-
-    items = [Item(Request([1] * 1000, SamplingParams(max_tokens=1000)), 0)]
-    wide = engine_config(LLAMA, items, 16, torch.bfloat16)
-    assert wide.kv_memory_mib == 2 * 16 * (2000 + 16 + 16) * 128 // 1024
-    assert engine_config(LLAMA, items, 16, torch.float32).kv_memory_mib == 2 * wide.kv_memory_mib
-    assert engine_config(LLAMA, items, 16, torch.bfloat16, free=1 << 30).kv_memory_mib == 1024
-
-
-def test_a_missing_gpu_is_refused_in_one_line(capsys):
-    from benchmarks.engine import main
-
-    with pytest.raises(SystemExit):
-        main(["--device", "cuda:99"])
-    assert "error: --device cuda:99: PyTorch finds no such device here" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_unavailable_attention_is_refused_in_one_line(capsys):
-    from benchmarks.engine import main
-
-    with pytest.raises(SystemExit):
-        main(["--shape", "tiny", "--no-peers", "--device", "cpu", "--attention", "flashinfer"])
-    assert "error: --attention flashinfer needs a CUDA device" in capsys.readouterr().err.splitlines()[-1]

@@ -45,7 +45,7 @@ def test_parts_that_need_a_trace_are_skipped_without_one(tmp_path):
     for path in (None, tmp_path / "absent.npz"):
         bench = Bench(Setting("cpu", "float32", "auto", "tiny", TINY, path))
         for part in PARTS:
-            if part.name in ("replay", "drafting", "peers"):
+            if part.name in ("replay", "drafting"):
                 with pytest.raises(SkippedError, match="--trace"):
                     list(part.run(bench))
 

@@ -33,10 +33,3 @@ def test_drafting_is_timed_embedded_and_remote(bench):
     embedded, remote = figures_of(bench, "drafting")
     assert ["ssd" in embedded.name, "ssd-remote" in remote.name] == [True, True]
     assert embedded.details["streams"] == TINY.served[-1] < TINY.streams
-
-
-def test_peers_run_the_same_requests(bench):
-    pytest.importorskip("transformers")
-    generate, lookup = figures_of(bench, "peers")
-    assert "transformers_tokens_per_s" in generate.details
-    assert lookup.details["cache"] == "dynamic"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SLOW = {"gpu", "library_corpus"}
+SLOW = {"gpu"}
 """Commands that load kernels or PyTorch first."""
 COMMANDS = {path.stem for path in FOLDER.glob("*.py")} | {path.parent.name for path in FOLDER.glob("*/__main__.py")}
 BENCHMARKS = sorted(COMMANDS - SLOW - {"__init__"})

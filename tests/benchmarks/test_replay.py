@@ -104,17 +104,16 @@ def test_a_repeated_replay_has_the_same_outcome(trace_path):
     assert (first.steps, first.drafted, first.path_probs) == (second.steps, second.drafted, second.path_probs)
 
 
-@pytest.mark.parametrize(("refresh_every", "expected"), [(0, 10), (5, 2), (100, 0)])
-def test_the_corpus_is_refreshed_before_each_draft_or_every_n_requests(monkeypatch, refresh_every, expected):
+def test_the_corpus_is_refreshed_before_each_draft(monkeypatch):
     drafter, refreshes, nothing = candidate_of("ssd").build(traffic_of([])), [], np.empty(0, np.uint32)
-    measured = MeasuredDrafter(drafter, refresh_every)
+    measured = MeasuredDrafter(drafter)
     monkeypatch.setattr(drafter.corpus, "refresh", lambda: refreshes.append(1))
     for request in range(11):
         measured.start(request, np.array([1], np.uint32), -1)
         if request:
             measured.draft(Progress.of_one(request, nothing, max_draft=8))
         measured.finish(request, nothing, 0)
-    assert len(refreshes) == expected
+    assert len(refreshes) == 10
 
 
 @pytest.mark.parametrize("drafter", ["ssd", "classic", "rest-like", "arctic"])
@@ -256,7 +255,7 @@ def test_the_last_line_is_one_json_document(trace_path, tmp_path, capsys, monkey
     monkeypatch.setattr(peers, "find_spec", lambda package: None)
     copy = tmp_path / "copy.json"
     arguments = ["--trace", str(trace_path), "--drafter", *OWN_DRAFTERS, "arctic", "pld", "--cost", "0.005,0.1"]
-    main([*arguments, "--concurrency", "1,4", "--max-output-tokens", "300", "--json", str(copy)])
+    main([*arguments, "--concurrency", "1,4", "--max-output-tokens", "300", "--out", str(copy)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "skipped arctic: arctic_inference is not installed (make peers)"
     assert lines[1].startswith("skipped pld: ")

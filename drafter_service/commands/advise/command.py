@@ -135,30 +135,27 @@ def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile:
 
     from drafter_service.commands.advise.page import render_page
 
-    details = [
-        ("ssd-drafter", version("ssd-drafter")),
-        ("log", ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common())),
-        ("requests", f"{len(traffic):,}"),
-        ("output tokens", f"{int(traffic.output_lengths.sum()):,}"),
-        ("cost profile", profile.label),
-    ]
+    details = {
+        "ssd-drafter": version("ssd-drafter"),
+        "log": ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common()),
+        "requests": f"{len(traffic):,}",
+        "output tokens": f"{int(traffic.output_lengths.sum()):,}",
+        "cost profile": profile.label,
+    }
     return render_page(advice, toml, details)
 
 
 def _show(advice: Advice) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from drafter_service.commands.advise.page import HEADS, rows_of, sample_of
+    from drafter_service.observability.pages.tables import console_table
 
     console = Console()
     console.print(escape(advice.verdict))
     console.print(f"\nSettings compared on {sample_of(advice)}:")
-    table = Table(*HEADS, box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for row in rows_of(advice):
-        table.add_row(*row)
-    console.print(table)
+    console.print(console_table(HEADS, rows_of(advice)))
     for note in advice.notes:
         console.print(f"note: {escape(note)}")
     for owner, share in (("user", advice.other_users), ("session", advice.other_sessions)):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from html import escape
 
-import drafter_service.observability.charts as charts
 from drafter_service.commands.advise.advice import Advice, Group, Speedup
-from drafter_service.observability.charts import Frame, Value
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages.charts import Axis, Series, line_chart
+from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages.tables import Cell, Value, html_table
 from drafter_service.observability.report import units
 
-FRAME = Frame(480, 260, right=16, top=16)
+FRAMES = (Frame(480, 260, right=16, top=16),)
 COLORS = {
     ("ssd", "path"): "green",
     ("ssd", "tree"): "blue",
@@ -18,34 +20,28 @@ COLORS = {
     ("classic", "path"): "violet",
     ("arctic", "tree"): "gray",
 }
-NO_DRAFTS = (charts.DASHED, "no drafts, 1")
+NO_DRAFTS = (1.0, "no drafts, 1")
 HEADS = ("drafter", "shape", "max draft", "concurrency", "tokens per step", "drafted", "speed-up")
 
 
-def render_page(advice: Advice, settings_toml: str, facts: Sequence[tuple[str, str]]) -> str:
+def render_page(advice: Advice, settings_toml: str, facts: Mapping[str, object]) -> str:
     """Return the page; settings_toml: the recommended settings as a file; facts: how it was computed."""
     best = advice.best
     over = f"over {units.count(best.output_tokens)} output tokens"
+    at_once = f"{units.counted(best.concurrency, 'request')} at once"
     cards = [
-        charts.card(
-            "predicted speed-up",
-            f"{best.speedup:.2f}x",
-            f"{units.counted(best.concurrency, 'request')} at once",
-            kind="green",
-        ),
-        charts.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
-        charts.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
+        pages.card("predicted speed-up", f"{best.speedup:.2f}x", at_once, kind="green"),
+        pages.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
+        pages.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
     ]
     for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
         if share is not None:
-            cards.append(charts.card(f"from {name}", units.share(share), "of accepted draft tokens"))
+            cards.append(pages.card(f"from {name}", units.share(share), "of accepted draft tokens"))
     settings = _settings(settings_toml, advice.vllm)
     panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), settings]
-    notes = "".join(f"<p class='soft'>{escape(note)}</p>" for note in advice.notes)
-    header = f"<h1>Advice for this traffic</h1><p>{escape(advice.verdict)}</p>{notes}"
-    footer = " · ".join(f"{escape(name)}: {escape(value)}" for name, value in facts)
-    main = f"{charts.cards(cards)}<section class='plots'>{''.join(panels)}</section>"
-    return charts.page("Advice for this traffic", header, main, footer)
+    main = pages.cards(cards) + pages.panels(panels)
+    notes = pages.small_print(advice.notes)
+    return pages.page("Advice for this traffic", main, pages.facts(facts), lead=advice.verdict, more=notes)
 
 
 def _by_concurrency(advice: Advice) -> str:
@@ -54,23 +50,27 @@ def _by_concurrency(advice: Advice) -> str:
     for one in sorted(advice.speedups, key=lambda one: one.concurrency):
         lines.setdefault((one.drafter, one.draft_shape), []).append(one)
     numbers = sorted({one.concurrency for one in advice.speedups})
-    marks = charts.ticks(max(one.speedup for one in advice.speedups))
-    y = FRAME.y_scale(0, marks[-1])
-    x = FRAME.x_scale(0, max(1, len(numbers) - 1))
-    parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}x")
-    parts += charts.x_axis(FRAME, x, [(place, str(count)) for place, count in enumerate(numbers)])
-    parts += [charts.x_title(FRAME, "requests at once"), charts.y_title(FRAME, "speed-up")]
-    parts.append(charts.reference_line(FRAME, y(1)))
-    for key, line in lines.items():
-        points = [(x(numbers.index(one.concurrency)), y(one.speedup)) for one in line]
-        parts.append(charts.polyline(points, kind=f"line {COLORS[key]}"))
-        for (left, top), one in zip(points, line, strict=True):
-            words = f"{' '.join(key)}, {units.counted(one.concurrency, 'request')} at once: {one.speedup:.2f}x"
-            parts.append(charts.circle(left, top, 3.5, words, kind=f"dot {COLORS[key]}"))
-    legend = charts.legend([*((COLORS[key], " ".join(key)) for key in lines), NO_DRAFTS])
+    chart = line_chart(
+        "Predicted speed-up by concurrency",
+        Axis.of([str(count) for count in numbers], "requests at once"),
+        Axis.to(max(one.speedup for one in advice.speedups), "speed-up", "{:g}x".format),
+        [
+            Series(
+                " ".join(key),
+                COLORS[key],
+                [(numbers.index(one.concurrency), one.speedup) for one in line],
+                words=[
+                    f"{' '.join(key)}, {units.counted(one.concurrency, 'request')} at once: {one.speedup:.2f}x"
+                    for one in line
+                ],
+            )
+            for key, line in lines.items()
+        ],
+        frames=FRAMES,
+        reference=NO_DRAFTS,
+    )
     note = f"Predicted from the cost profile and the acceptance on {sample_of(advice)}."
-    chart = charts.chart(FRAME, "Predicted speed-up by concurrency", parts)
-    return charts.panel("Speed-up by concurrency", note, legend + chart, charts.table(HEADS, rows_of(advice)))
+    return pages.panel("Speed-up by concurrency", note, chart, html_table(HEADS, rows_of(advice)))
 
 
 def sample_of(advice: Advice) -> str:
@@ -97,56 +97,50 @@ def _cells_of(one: Speedup) -> tuple[str, ...]:
 
 def _growth(advice: Advice) -> str:
     """Chart tokens per step while the corpus grows."""
-    marks = charts.ticks(max(value for _, value in advice.growth))
-    y, most = FRAME.y_scale(0, marks[-1]), advice.growth[-1][0]
-    x, points = FRAME.x_scale(0, most), [(tokens, value) for tokens, value in advice.growth]
-    parts = charts.y_axis(FRAME, y, marks, lambda mark: f"{mark:g}")
+    most = advice.growth[-1][0]
     ends = [(share * most, units.count(share * most)) for share in (0, 0.25, 0.5, 0.75, 1)]
-    parts += charts.x_axis(FRAME, x, ends)
-    parts += [charts.x_title(FRAME, "output tokens seen"), charts.y_title(FRAME, "tokens per step")]
-    placed = [(x(tokens), y(value)) for tokens, value in points]
-    parts += [charts.area(placed, y(0), "green"), charts.polyline(placed, kind="line green")]
-    parts.append(charts.reference_line(FRAME, y(1)))
-    rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in points]
-    legend = charts.legend([("green", "tokens per step of each part"), NO_DRAFTS])
-    chart = legend + charts.chart(FRAME, "Tokens per step while the corpus grows", parts)
+    chart = line_chart(
+        "Tokens per step while the corpus grows",
+        Axis("output tokens seen", 0, most, ends),
+        Axis.to(max(value for _, value in advice.growth), "tokens per step"),
+        [Series("tokens per step of each part", "green", advice.growth, "area")],
+        frames=FRAMES,
+        reference=NO_DRAFTS,
+    )
+    rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in advice.growth]
     note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
-    return charts.panel("While the corpus grows", note, chart, charts.table(("tokens", "tokens per step"), rows))
+    return pages.panel("While the corpus grows", note, chart, html_table(("tokens", "tokens per step"), rows))
 
 
 def _kept(advice: Advice) -> str:
     """Chart how much of the gain a corpus of limited capacity keeps."""
     if not advice.kept:
-        return charts.panel("Capacity", "No accepted token came from an earlier request.", "")
-    y, x = FRAME.y_scale(0, 1), FRAME.x_scale(0, max(1, len(advice.kept) - 1))
-    every = max(1, -(-len(advice.kept) // 6))
-    parts = charts.y_axis(FRAME, y, (0, 0.25, 0.5, 0.75, 1), units.share)
-    labels = [(place, units.count(age)) for place, (age, _) in enumerate(advice.kept) if place % every == 0]
-    parts += charts.x_axis(FRAME, x, labels)
-    parts += [charts.x_title(FRAME, "tokens remembered"), charts.y_title(FRAME, "accepted tokens kept")]
-    placed = [(x(place), y(share)) for place, (_, share) in enumerate(advice.kept)]
-    parts.append(charts.polyline(placed, kind="line violet"))
+        return pages.panel("Capacity", "No accepted token came from an earlier request.", "")
+    chart = line_chart(
+        "Share of accepted tokens whose source is still remembered, by capacity",
+        Axis.of([units.count(age) for age, _ in advice.kept], "tokens remembered", at_most=6),
+        Axis("accepted tokens kept", 0, 1, [(share, units.share(share)) for share in (0, 0.25, 0.5, 0.75, 1)]),
+        [Series("accepted tokens kept", "violet", [(place, share) for place, (_, share) in enumerate(advice.kept)])],
+        frames=FRAMES,
+    )
     per_hour = advice.tokens_per_hour
     rows = [
         (units.count(age), units.duration(age / per_hour * 3600) if per_hour else "", units.share(share))
         for age, share in advice.kept
     ]
     heads = ("tokens remembered", "time to fill", "accepted tokens kept")
-    legend = charts.legend([("violet", "accepted tokens kept")])
-    label = "Share of accepted tokens whose source is still remembered, by capacity"
-    chart = legend + charts.chart(FRAME, label, parts)
     note = "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
-    return charts.panel("Capacity, and how long text stays useful", note, chart, charts.table(heads, rows))
+    return pages.panel("Capacity, and how long text stays useful", note, chart, html_table(heads, rows))
 
 
 def _groups(advice: Advice) -> str:
     heads = ("requests", "number", "share of output", "tokens per step")
-    tables = charts.table(heads, map(_group_cells, advice.groups), map(_group_cells, advice.sizes))
+    tables = html_table(heads, map(_group_cells, advice.groups), map(_group_cells, advice.sizes))
     note = "By the first tokens of the prompt, and by the length of the output."
-    return charts.panel("Which requests gain", note, tables, kind="across")
+    return pages.panel("Which requests gain", note, tables, kind="across")
 
 
-def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
+def _group_cells(group: Group) -> tuple[Cell, ...]:
     return (
         group.name,
         Value(group.requests, units.count),
@@ -158,4 +152,4 @@ def _group_cells(group: Group) -> tuple[charts.Cell, ...]:
 def _settings(toml: str, vllm: str) -> str:
     note = "Save as ssd-drafter.toml and start: ssd-drafter serve --config ssd-drafter.toml."
     flags = f"<p>Then: vllm serve MODEL ...</p><pre>{escape(vllm)}</pre>" if vllm else ""
-    return charts.panel("Settings", note, f"<pre>{escape(toml)}</pre>{flags}")
+    return pages.panel("Settings", note, f"<pre>{escape(toml)}</pre>{flags}")

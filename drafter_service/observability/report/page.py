@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from drafter_service.observability import charts
-from drafter_service.observability.charts import Markup, Value
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages.charts import sparkline
+from drafter_service.observability.pages.tables import Cell, Markup, Value, html_table
 from drafter_service.observability.report import units
 from drafter_service.observability.report.panels import namespace_panels, service_panel
 from drafter_service.observability.report.schema import Drafting, NamespaceReport, Report
@@ -32,34 +33,34 @@ OVERVIEW = (
 def render_page(report: Report) -> str:
     """Return the whole page."""
     namespaces = by_saving(report)
-    header = f'<p class="kicker">{TITLE}</p>{_lead(report, namespaces)}{_remarks(service_remarks(report))}'
+    heading, lead = _heading(report, namespaces)
     service = "" if report.service is None else service_panel(report.service)
     main = _one(namespaces[0], service) if len(namespaces) == 1 else _many(report, namespaces, service)
-    return charts.page(TITLE, header, main, _footer(report))
+    more = pages.remarks(service_remarks(report))
+    return pages.page(TITLE, main, _foot(report), heading=heading, lead=lead, more=more)
 
 
-def _lead(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
+def _heading(report: Report, namespaces: Sequence[NamespaceReport]) -> tuple[str, str]:
+    """Return what was saved, and what that is worth."""
     if not namespaces:
-        return "<h1>No drafts yet: this service has not drafted or learned anything.</h1>"
+        return "No drafts yet: this service has not drafted or learned anything.", ""
     what = (
         units.shortened(namespaces[0].name) if len(namespaces) == 1 else f"Drafting from {len(namespaces)} namespaces"
     )
-    return f'<h1>{escape(what)} {escape(saving(report.total))}</h1><p class="soft">{escape(worth(report.total))}</p>'
+    return f"{what} {saving(report.total)}", worth(report.total)
 
 
-def _footer(report: Report) -> str:
+def _foot(report: Report) -> str:
     taken = units.moment(report.taken_at)
     if report.service is None:
         return f"From a snapshot of {taken}. Values of the running service are not included."
-    return escape(f"{taken} · ssd-drafter {report.service.version}")
+    return f"{taken} · ssd-drafter {report.service.version}"
 
 
 def _one(namespace: NamespaceReport, more: str = "") -> str:
     """Return a namespace in full, followed by the panel `more`."""
-    panels = f'<div class="plots">{"".join(namespace_panels(namespace))}{more}</div>'
-    shadow = escape(in_shadow(namespace.shadow))
-    head = _remarks(remarks(namespace)) + (f'<p class="soft">{shadow}</p>' if shadow else "")
-    return head + _cards(namespace.drafting, namespace) + panels
+    head = pages.remarks(remarks(namespace)) + pages.small_print(filter(None, [in_shadow(namespace.shadow)]))
+    return head + _cards(namespace.drafting, namespace) + pages.panels([*namespace_panels(namespace), more])
 
 
 def _many(report: Report, namespaces: Sequence[NamespaceReport], more: str) -> str:
@@ -67,18 +68,13 @@ def _many(report: Report, namespaces: Sequence[NamespaceReport], more: str) -> s
     for index, namespace in enumerate(namespaces[:MAX_IN_FULL]):
         is_open = " open" if index == 0 else ""
         name = f"<h2>{escape(units.shortened(namespace.name))}</h2>"
-        sentence = f'<p class="soft">{escape(saving(namespace.drafting))}</p>'
+        sentence = pages.small_print([saving(namespace.drafting)])
         parts.append(f'<details class="whole"{is_open}><summary>{name}{sentence}</summary>{_one(namespace)}</details>')
     if len(namespaces) > MAX_IN_FULL:
         others = len(namespaces) - MAX_IN_FULL
-        parts.append(
-            f"<section><p class='soft'>{others} more in the table; --namespace shows one in full.</p></section>"
-        )
-    return "".join([*parts, f'<div class="plots">{more}</div>'])
-
-
-def _remarks(sentences: Iterable[str]) -> str:
-    return "".join(f'<p class="remark" role="note">{escape(sentence)}</p>' for sentence in sentences)
+        rest = pages.small_print([f"{others} more in the table; --namespace shows one in full."])
+        parts.append(f"<section>{rest}</section>")
+    return "".join([*parts, pages.panels([more])])
 
 
 def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
@@ -98,17 +94,17 @@ def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
         if recent is not None and lately is not None:
             more = f"<p><em>{escape(unit(lately))}</em>, last {escape(units.duration(recent.seconds))}</p>"
         value = Value(getattr(drafting, field), unit)
-        cards.append(charts.card(name, value, hint, more, "" if index else "green"))
-    return charts.cards(cards)
+        cards.append(pages.card(name, value, hint, more, "" if index else "green"))
+    return pages.cards(cards)
 
 
 def _overview(namespaces: Sequence[NamespaceReport]) -> str:
     heads, kinds = zip(*OVERVIEW, strict=True)
-    table = charts.table(heads, [_overview_row(namespace) for namespace in namespaces], kinds=kinds)
+    table = html_table(heads, [_overview_row(namespace) for namespace in namespaces], kinds=kinds)
     return f"<section><h2>Namespaces</h2>{table}</section>"
 
 
-def _overview_row(namespace: NamespaceReport) -> tuple[charts.Cell, ...]:
+def _overview_row(namespace: NamespaceReport) -> tuple[Cell, ...]:
     drafting = namespace.drafting
     values = [period.tokens_per_step for period in namespace.over_time or []]
     known = [value for value in values if value is not None] or [0.0]
@@ -116,7 +112,7 @@ def _overview_row(namespace: NamespaceReport) -> tuple[charts.Cell, ...]:
     return (
         units.shortened(namespace.name),
         Value(drafting.tokens_per_step, units.ratio),
-        Markup(charts.sparkline(values, label)),
+        Markup(sparkline(values, label)),
         Value(drafting.saved_share, units.share),
         Value(drafting.hit_rate, units.share),
         Value(drafting.acceptance, units.share),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from drafter_service.observability.charts import DASHED, Cell, Value, description_list, legend, panel, table
+from drafter_service.observability.pages.charts import legend
+from drafter_service.observability.pages.page import panel
+from drafter_service.observability.pages.svg import DASHED
+from drafter_service.observability.pages.tables import Cell, Value, description_list, html_table
 from drafter_service.observability.report import plots, table_rows, units
 from drafter_service.observability.report.plots import SOURCE_COLORS
 from drafter_service.observability.report.schema import LatencyReport, NamespaceReport, ServiceReport, Tally
@@ -87,7 +90,9 @@ def _over_time(namespace: NamespaceReport) -> list[str]:
         ("amber", "acceptance: accepted draft tokens"),
     )
     plot = plots.drafting_over_time(periods) + legend(colors)
-    return [panel("Over time", "The shaded area is the gain over plain decoding.", plot, table(heads, rows), "across")]
+    return [
+        panel("Over time", "The shaded area is the gain over plain decoding.", plot, html_table(heads, rows), "across")
+    ]
 
 
 def _positions(namespace: NamespaceReport) -> list[str]:
@@ -97,7 +102,7 @@ def _positions(namespace: NamespaceReport) -> list[str]:
     shares = [Value(tally.accepted_share_of_drafts, units.share) for tally in namespace.by_position]
     lines = [(row.label, of_drafts, *_tally_cells(row.tally)) for row, of_drafts in zip(known, shares, strict=True)]
     plot = plots.shares(known, "Acceptance by position in the draft", "position in the draft", "position {}", 12)
-    data = table(("position", "of all drafts", *TALLY_HEADS), lines)
+    data = html_table(("position", "of all drafts", *TALLY_HEADS), lines)
     return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
 
 
@@ -137,7 +142,7 @@ def _calibration(namespace: NamespaceReport) -> list[str]:
         for one in known.bins
     ]
     note = f"Predicted and actual acceptance differ by {units.share(known.error)} on average."
-    data = table(("path probability", "predicted", "accepted", "draft tokens"), rows)
+    data = html_table(("path probability", "predicted", "accepted", "draft tokens"), rows)
     return [panel("Calibration", note, plots.calibration(known), data)]
 
 
@@ -149,7 +154,7 @@ def _sources(namespace: NamespaceReport) -> list[str]:
         (SOURCE_COLORS[tally.source], f"{SOURCE_NAMES[tally.source]}, {units.share(tally.acceptance)} accepted")
         for tally in tallies
     ]
-    data = table(("source", *TALLY_HEADS), [(tally.source, *_tally_cells(tally)) for tally in tallies])
+    data = html_table(("source", *TALLY_HEADS), [(tally.source, *_tally_cells(tally)) for tally in tallies])
     note = "Where draft tokens were found."
     if namespace.libraries:
         note += f" The namespace reads {', '.join(namespace.libraries)}."
@@ -168,7 +173,7 @@ def _speed(namespace: NamespaceReport) -> list[str]:
         f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
         f"Verifying them is worthwhile if one costs less than {units.share(drafting.break_even_cost)} of a step."
     )
-    return [panel("Estimated speed-up", note, table(("cost of verifying a token", "speed"), rows))]
+    return [panel("Estimated speed-up", note, html_table(("cost of verifying a token", "speed"), rows))]
 
 
 def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
@@ -181,7 +186,7 @@ def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
 
 
 def _tally_table(head: str, known: Iterable[table_rows.Row]) -> str:
-    return table((head, *TALLY_HEADS), [(row.label, *_tally_cells(row.tally)) for row in known])
+    return html_table((head, *TALLY_HEADS), [(row.label, *_tally_cells(row.tally)) for row in known])
 
 
 # --- Latencies, corpus, engines
@@ -193,15 +198,15 @@ def _step_sizes(namespace: NamespaceReport) -> list[str]:
         return []
     note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
     note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
-    plot = plots.step_times(budget.step_sizes) + legend([("blue", "mean duration"), (DASHED, "expected")])
-    return [panel("Steps of engines", note, plot, table(table_rows.STEP_HEADS, table_rows.step_sizes(budget)))]
+    plot = plots.step_times(budget.step_sizes)
+    return [panel("Steps of engines", note, plot, html_table(table_rows.STEP_HEADS, table_rows.step_sizes(budget)))]
 
 
 def _versions(namespace: NamespaceReport) -> list[str]:
     if not namespace.by_version:
         return []
     note = "Rollouts that ended, by the training step of the policy: the versions whose rollouts ended last."
-    data = table(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version))
+    data = html_table(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version))
     return [panel("Versions of the policy", note, data, kind="across")]
 
 
@@ -225,7 +230,7 @@ def _latency(title: str, note: str, counted: str, known: LatencyReport) -> str:
         ("number measured", Value(known.count, units.count)),
     ]
     plot = plots.durations(known, title, counted) + legend([("blue", f"{units.count(known.count)} {counted}")])
-    return panel(title, note, plot, table(("", ""), lines))
+    return panel(title, note, plot, html_table(("", ""), lines))
 
 
 def _occupancy(namespace: NamespaceReport) -> list[str]:
@@ -244,11 +249,8 @@ def _occupancy(namespace: NamespaceReport) -> list[str]:
     note = f"Overwritten {units.ratio(corpus.turnovers)} times"
     if corpus.turnover_s is not None:
         note += f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
-    colors = [("violet", "tokens remembered"), (DASHED, "capacity")]
-    plot = plots.corpus_over_time(periods, corpus.capacity_tokens) + legend(
-        colors[: 2 if corpus.capacity_tokens else 1]
-    )
-    data = table(("until", "tokens remembered", "tokens learned", "memory"), rows)
+    plot = plots.corpus_over_time(periods, corpus.capacity_tokens)
+    data = html_table(("until", "tokens remembered", "tokens learned", "memory"), rows)
     return [panel("Occupancy", f"{note}.", plot, data)]
 
 
@@ -280,4 +282,4 @@ def _engines(namespace: NamespaceReport) -> list[str]:
     content = description_list(table_rows.engines(namespace))
     heads = ("engine", "client", "connected", "tokens", "per step", "accepted", "late steps", "late")
     kinds = ("name", "name", "", "", "", "", "", "")
-    return [panel("Engines", note, content + table(heads, by_client, kinds=kinds), kind="across")]
+    return [panel("Engines", note, content + html_table(heads, by_client, kinds=kinds), kind="across")]

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from drafter_service.observability import charts
-from drafter_service.observability.charts import Frame, Scale
+from drafter_service.observability.pages import charts, svg
+from drafter_service.observability.pages.charts import Axis, Series
+from drafter_service.observability.pages.svg import Frame, Scale
 from drafter_service.observability.report import units
 from drafter_service.observability.report.schema import Calibration, LatencyReport, Period, SourceTally, StepSize
 from drafter_service.observability.report.table_rows import Row
 
 FRAME = Frame()
+TIME = "time (UTC)"
 WIDE, NARROW = Frame(width=1080, height=348), Frame(width=400, height=348)
 LOWER_HEIGHT, LOWER_GAP = 78, 30
 """Height of the lower chart of `drafting_over_time`, and of the gap above it, in pixels."""
@@ -38,8 +40,8 @@ DAY_S = 86_400
 
 
 def drafting_over_time(periods: Sequence[Period]) -> str:
-    """Chart tokens per step, with hit rate and acceptance below; one version for wide and one for narrow screens."""
-    return _drafting(periods, WIDE, "wide") + _drafting(periods, NARROW, "narrow")
+    """Chart tokens per step, with hit rate and acceptance below."""
+    return svg.for_screens(lambda frame, kind: _drafting(periods, frame, kind), (WIDE, NARROW))
 
 
 def _drafting(periods: Sequence[Period], frame: Frame, kind: str) -> str:
@@ -49,50 +51,52 @@ def _drafting(periods: Sequence[Period], frame: Frame, kind: str) -> str:
     known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
     # The axis starts at 1, plain decoding, unless a value is below it.
     base = 1.0 if min(known) >= 1 else 0.0
-    marks = [base + mark for mark in charts.ticks(max([2.0, *known]) - base)]
+    marks = [base + mark for mark in svg.ticks(max([2.0, *known]) - base)]
     y, lower_y = upper.y_scale(marks[0], marks[-1]), lower.y_scale(0, 1)
     parts = [
-        *charts.y_axis(upper, y, marks, "{:g}".format),
-        *charts.y_axis(lower, lower_y, (0.0, 0.5, 1.0), units.share),
+        *svg.y_axis(upper, y, marks, "{:g}".format),
+        *svg.y_axis(lower, lower_y, (0.0, 0.5, 1.0), units.share),
         *_dates(periods, frame, x),
-        charts.y_title(upper, "tokens per step"),
-        charts.y_title(lower, "share"),
+        svg.y_title(upper, "tokens per step"),
+        svg.y_title(lower, "share"),
     ]
     for run in _runs(periods):
         points = _curve(run, "tokens_per_step", x, y)
-        parts.append(charts.area(points, y(1), "green"))
-        parts.append(charts.polyline(points, kind="line green"))
+        parts.append(svg.area(points, y(1), "green"))
+        parts.append(svg.polyline(points, kind="line green"))
         for name, color in (("hit_rate", "blue"), ("acceptance", "amber")):
-            parts.append(charts.polyline(_curve(run, name, x, lower_y), kind=f"line thin {color}"))
-    parts.append(charts.reference_line(frame, y(1)))
+            parts.append(svg.polyline(_curve(run, name, x, lower_y), kind=f"line thin {color}"))
+    parts.append(svg.reference_line(frame, y(1)))
     parts += [_spot(period, frame, x, y(period.tokens_per_step or 0.0)) for period in periods]
     label = f"Tokens per step over time, now {units.ratio(known[-1])}; hit rate and acceptance below"
-    return charts.chart(frame, label, parts, kind)
+    return svg.chart(frame, label, parts, kind)
 
 
 def corpus_over_time(periods: Sequence[Period], capacity: int | None) -> str:
     """Chart the number of remembered tokens, with the capacity as a line."""
-    frame = FRAME
-    x = frame.x_scale(periods[0].begins_at, periods[-1].ends_at)
+    first, last = periods[0].begins_at, periods[-1].ends_at
     most = max([1, capacity or 0, *(period.corpus_tokens for period in periods)])
-    marks = charts.ticks(most, min_step=1)
-    y = frame.y_scale(0, marks[-1])
-    points = [(x(period.ends_at), y(period.corpus_tokens)) for period in periods]
-    points.insert(0, (frame.left, points[0][1]))
-    parts = [
-        *charts.y_axis(frame, y, marks, units.count),
-        *_dates(periods, frame, x),
-        charts.y_title(frame, "tokens"),
-        charts.area(points, frame.floor, "violet"),
-        charts.polyline(points, kind="line violet"),
-    ]
-    if capacity:
-        parts.append(charts.reference_line(frame, y(capacity)))
-    for period in periods:
-        words = f"{units.moment(period.ends_at)}: {units.counted(period.corpus_tokens, 'token')}"
-        parts.append(charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words))
-    label = f"Tokens remembered over time, now {units.count(periods[-1].corpus_tokens)}"
-    return charts.chart(frame, label, parts)
+    points = [(period.ends_at, float(period.corpus_tokens)) for period in periods]
+
+    def strips(frame: Frame, x: Scale, _: Scale) -> list[str]:
+        return [
+            svg.hover_strip(
+                frame,
+                x(period.begins_at),
+                x(period.ends_at),
+                f"{units.moment(period.ends_at)}: {units.counted(period.corpus_tokens, 'token')}",
+            )
+            for period in periods
+        ]
+
+    return charts.line_chart(
+        f"Tokens remembered over time, now {units.count(periods[-1].corpus_tokens)}",
+        Axis(TIME, first, last, time_ticks(first, last, 4)),
+        Axis.to(most, "tokens", units.count, min_step=1),
+        [Series("tokens remembered", "violet", [(first, points[0][1]), *points], "area")],
+        reference=(capacity, "capacity") if capacity else None,
+        behind=strips,
+    )
 
 
 def time_ticks(begin: float, end: float, at_most: int) -> list[tuple[float, str]]:
@@ -108,7 +112,7 @@ def time_ticks(begin: float, end: float, at_most: int) -> list[tuple[float, str]
 def _dates(periods: Sequence[Period], frame: Frame, x: Scale) -> list[str]:
     at_most = 8 if frame.width > 600 else 4
     marks = time_ticks(periods[0].begins_at, periods[-1].ends_at, at_most)
-    return [*charts.x_axis(frame, x, marks), charts.x_title(frame, "time (UTC)")]
+    return [*svg.x_axis(frame, x, marks), svg.x_title(frame, TIME)]
 
 
 def _runs(periods: Iterable[Period]) -> list[list[Period]]:
@@ -117,7 +121,7 @@ def _runs(periods: Iterable[Period]) -> list[list[Period]]:
     return [list(run) for is_known, run in grouped if is_known]
 
 
-def _curve(run: Sequence[Period], name: str, x: Scale, y: Scale) -> list[charts.Point]:
+def _curve(run: Sequence[Period], name: str, x: Scale, y: Scale) -> list[svg.Point]:
     """Return the points of a field over consecutive periods; a horizontal line for a single period."""
     if len(run) == 1:
         height = y(getattr(run[0], name) or 0.0)
@@ -135,10 +139,10 @@ def _spot(period: Period, frame: Frame, x: Scale, y: float) -> str:
         f"acceptance {units.share(period.acceptance)}, {units.rate(period.committed / seconds)} tokens/s"
     )
     middle = x(_middle(period))
-    mark = "" if period.tokens_per_step is None else charts.circle(middle, y, 4.5)
-    guide = charts.line(middle, frame.top, middle, frame.floor)
-    strip = charts.hover_strip(frame, x(period.begins_at), x(period.ends_at), words)
-    return charts.element("g", guide + mark + strip, kind="spot")
+    mark = "" if period.tokens_per_step is None else svg.circle(middle, y, 4.5)
+    guide = svg.line(middle, frame.top, middle, frame.floor)
+    strip = svg.hover_strip(frame, x(period.begins_at), x(period.ends_at), words)
+    return svg.element("g", guide + mark + strip, kind="spot")
 
 
 def _middle(period: Period) -> float:
@@ -160,41 +164,41 @@ def shares(rows: Sequence[Row], label: str, x_title: str, name: str, labels: int
     y, volume_y = upper.y_scale(0, 1), lower.y_scale(0, most)
     slot = (frame.right_edge - frame.left) / len(rows)
     gap = min(4.0, slot * 0.2)
-    parts = charts.y_axis(upper, y, QUARTERS, units.share)
-    parts += charts.y_axis(lower, volume_y, (0, most), units.count)
-    parts += [charts.y_title(upper, "accepted"), charts.y_title(lower, "tokens"), charts.x_title(frame, x_title)]
+    parts = svg.y_axis(upper, y, QUARTERS, units.share)
+    parts += svg.y_axis(lower, volume_y, (0, most), units.count)
+    parts += [svg.y_title(upper, "accepted"), svg.y_title(lower, "tokens"), svg.x_title(frame, x_title)]
     every = max(1, math.ceil(len(rows) / labels))
     for index, row in enumerate(rows):
         tally = row.tally
         left, width = frame.left + index * slot + gap / 2, slot - gap
         top, volume_top = y(tally.acceptance or 0.0), volume_y(tally.drafted)
         kind = "bar green" if tally.drafted >= FEW_TOKENS else "bar green pale"
-        parts.append(charts.rect(left, top, width, upper.floor - top, kind=kind))
-        parts.append(charts.rect(left, volume_top, width, frame.floor - volume_top, kind="volume violet"))
+        parts.append(svg.rect(left, top, width, upper.floor - top, kind=kind))
+        parts.append(svg.rect(left, volume_top, width, frame.floor - volume_top, kind="volume violet"))
         words = f"{name.format(row.label)}: {units.share(tally.acceptance)} of {units.count(tally.drafted)} accepted"
-        parts.append(charts.hover_strip(frame, left - gap / 2, left - gap / 2 + slot, words))
+        parts.append(svg.hover_strip(frame, left - gap / 2, left - gap / 2 + slot, words))
         if index % every == 0:
-            drop = frame.floor + charts.X_LABEL_DROP
-            parts.append(charts.text(row.start, left + width / 2, drop, text_anchor="middle"))
+            drop = frame.floor + svg.X_LABEL_DROP
+            parts.append(svg.text(row.start, left + width / 2, drop, text_anchor="middle"))
     colors = [("green", "accepted"), ("green pale", f"accepted of fewer than {FEW_TOKENS}"), ("violet", "draft tokens")]
     has_few = any(row.tally.acceptance is not None and row.tally.drafted < FEW_TOKENS for row in rows)
-    return charts.chart(frame, label, parts) + charts.legend(colors if has_few else [colors[0], colors[2]])
+    return svg.chart(frame, label, parts) + charts.legend(colors if has_few else [colors[0], colors[2]])
 
 
 def calibration(known: Calibration) -> str:
     """Chart predicted probabilities against the shares that were accepted; perfect predictions are on the diagonal."""
     frame = FRAME
     x, y = frame.x_scale(0, 1), frame.y_scale(0, 1)
-    parts = charts.y_axis(frame, y, QUARTERS, units.share)
-    parts += charts.x_axis(frame, x, [(mark, units.share(mark)) for mark in (0.0, 0.5, 1.0)])
-    parts += [charts.y_title(frame, "accepted"), charts.x_title(frame, "predicted")]
-    parts.append(charts.line(x(0), y(0), x(1), y(1), kind=charts.DASHED))
+    parts = svg.y_axis(frame, y, QUARTERS, units.share)
+    parts += svg.x_axis(frame, x, [(mark, units.share(mark)) for mark in (0.0, 0.5, 1.0)])
+    parts += [svg.y_title(frame, "accepted"), svg.x_title(frame, "predicted")]
+    parts.append(svg.line(x(0), y(0), x(1), y(1), kind=svg.DASHED))
     placed = [
         (one, x(one.predicted), y(one.acceptance))
         for one in known.bins
         if one.predicted is not None and one.acceptance is not None
     ]
-    parts.append(charts.polyline([(left, top) for _, left, top in placed], kind="line thin green"))
+    parts.append(svg.polyline([(left, top) for _, left, top in placed], kind="line thin green"))
     most = max((one.drafted for one, _, _ in placed), default=1)
     for one, left, top in placed:
         words = (
@@ -202,13 +206,13 @@ def calibration(known: Calibration) -> str:
             f"of {units.count(one.drafted)} draft tokens"
         )
         radius = max(3.0, MAX_RADIUS * math.sqrt(one.drafted / most))
-        parts.append(charts.circle(left, top, radius, words, kind="dot green"))
+        parts.append(svg.circle(left, top, radius, words, kind="dot green"))
     label = f"Predicted and actual acceptance, mean difference {units.share(known.error)}; the diagonal is perfect"
     colors = [
         ("green", f"areas in proportion to draft tokens, at most {units.count(most)}"),
-        (charts.DASHED, "perfect"),
+        (svg.DASHED, "perfect"),
     ]
-    return charts.chart(frame, label, parts) + charts.legend(colors)
+    return svg.chart(frame, label, parts) + charts.legend(colors)
 
 
 def sources(tallies: Sequence[SourceTally]) -> str:
@@ -218,18 +222,18 @@ def sources(tallies: Sequence[SourceTally]) -> str:
     accepted = sum(tally.accepted for tally in tallies)
     for row, (name, whole) in enumerate((("drafted", drafted), ("accepted", accepted))):
         top, left = 28 + row * 56, 0.0
-        parts.append(charts.text(f"{units.count(whole)} {name}", 0, top - 8))
+        parts.append(svg.text(f"{units.count(whole)} {name}", 0, top - 8))
         for tally in tallies:
             number = getattr(tally, name)
             part = number / whole if whole else 0.0
             words = f"{tally.source}: {units.count(number)} {name}, {units.share(part)}"
             kind, width = f"bar {SOURCE_COLORS[tally.source]}", max(0.0, frame.width * part - 2)
-            parts.append(charts.rect(left, top, width, 26, words, kind=kind, rx=4))
+            parts.append(svg.rect(left, top, width, 26, words, kind=kind, rx=4))
             if part > 0.12:
-                parts.append(charts.text(units.share(part), left + 8, top + 18, kind="on-bar"))
+                parts.append(svg.text(units.share(part), left + 8, top + 18, kind="on-bar"))
             left += frame.width * part
     known = ", ".join(f"{tally.source} {units.share(tally.acceptance)} accepted" for tally in tallies)
-    return charts.chart(frame, f"Draft tokens by source: {known}", parts)
+    return svg.chart(frame, f"Draft tokens by source: {known}", parts)
 
 
 # --- Durations
@@ -241,45 +245,45 @@ def durations(known: LatencyReport, title: str, counted: str) -> str:
     counted: what was measured, in the plural.
     """
     frame = FRAME
-    marks = charts.ticks(max([1, *(one.count for one in known.bins)]), min_step=1)
+    marks = svg.ticks(max([1, *(one.count for one in known.bins)]), min_step=1)
     y = frame._replace(top=frame.top + QUANTILE_LABELS_HEIGHT).y_scale(0, marks[-1])
     slots = max(MIN_BINS, len(known.bins))
     slot, every = (frame.right_edge - frame.left) / slots, max(1, math.ceil(slots / 5))
-    parts = charts.y_axis(frame, y, marks, units.count)
-    parts += [charts.y_title(frame, counted), charts.x_title(frame, "duration")]
+    parts = svg.y_axis(frame, y, marks, units.count)
+    parts += [svg.y_title(frame, counted), svg.x_title(frame, "duration")]
     for index, one in enumerate(known.bins):
         left, top = frame.left + index * slot, y(one.count)
         upper = "and more" if one.most_s is None else f"to {units.duration(one.most_s)}"
         words = f"{units.duration(one.least_s)} {upper}: {units.count(one.count)}"
-        parts.append(charts.rect(left + 0.5, top, slot - 1, frame.floor - top, kind="bar blue"))
-        parts.append(charts.hover_strip(frame, left, left + slot, words))
+        parts.append(svg.rect(left + 0.5, top, slot - 1, frame.floor - top, kind="bar blue"))
+        parts.append(svg.hover_strip(frame, left, left + slot, words))
         if index % every == 0:
-            drop = frame.floor + charts.X_LABEL_DROP
-            parts.append(charts.text(units.duration(one.least_s), left, drop, text_anchor="middle"))
+            drop = frame.floor + svg.X_LABEL_DROP
+            parts.append(svg.text(units.duration(one.least_s), left, drop, text_anchor="middle"))
     parts += _quantile(frame, known, "p50", known.p50_s, slot, frame.top + 8)
     parts += _quantile(frame, known, "p99", known.p99_s, slot, frame.top + 24)
     label = f"{title}: half within {units.duration(known.p50_s)}, 99% within {units.duration(known.p99_s)}"
-    return charts.chart(frame, label, parts)
+    return svg.chart(frame, label, parts)
 
 
 def step_times(sizes: Sequence[StepSize]) -> str:
     """Chart the mean durations of steps, and the expected ones, against their numbers of tokens."""
-    frame = FRAME
     longest = max(max(size.mean_s, size.expected_s) for size in sizes)
     scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
-    marks = charts.ticks(scale * longest)
-    y, x = frame.y_scale(0, marks[-1]), frame.x_scale(0, max(1, len(sizes) - 1))
     labels = [units.count(size.most_tokens) if size.most_tokens else "more" for size in sizes]
-    parts = charts.y_axis(frame, y, marks, "{:g}".format)
-    parts += charts.x_axis(frame, x, list(enumerate(labels)))
-    parts += [charts.x_title(frame, "tokens of a step, at most"), charts.y_title(frame, unit)]
-    expected = [(x(place), y(scale * size.expected_s)) for place, size in enumerate(sizes)]
-    measured = [(x(place), y(scale * size.mean_s)) for place, size in enumerate(sizes)]
-    parts += [charts.polyline(expected, kind=charts.DASHED), charts.polyline(measured, kind="line blue")]
-    for (left, top), size, label in zip(measured, sizes, labels, strict=True):
-        words = f"{label} tokens: {units.duration(size.mean_s)}, expected {units.duration(size.expected_s)}"
-        parts.append(charts.circle(left, top, 3.5, f"{words}, {units.counted(size.steps, 'step')}", kind="dot blue"))
-    return charts.chart(frame, "Mean duration of steps by number of tokens", parts)
+    words = [
+        f"{label} tokens: {units.duration(size.mean_s)}, expected {units.duration(size.expected_s)}, "
+        f"{units.counted(size.steps, 'step')}"
+        for label, size in zip(labels, sizes, strict=True)
+    ]
+    expected = [(float(place), scale * size.expected_s) for place, size in enumerate(sizes)]
+    measured = [(float(place), scale * size.mean_s) for place, size in enumerate(sizes)]
+    return charts.line_chart(
+        "Mean duration of steps by number of tokens",
+        Axis.of(labels, "tokens of a step, at most", at_most=len(labels)),
+        Axis.to(scale * longest, unit),
+        [Series("expected", "gray", expected, "dashed"), Series("mean duration", "blue", measured, words=words)],
+    )
 
 
 def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None, slot: float, y: float) -> list[str]:
@@ -288,8 +292,8 @@ def _quantile(frame: Frame, known: LatencyReport, name: str, value: float | None
     is_right = x > (frame.left + frame.width) / 2
     shift, anchor = (-5, "end") if is_right else (5, "start")
     return [
-        charts.line(x, frame.top + 4, x, frame.floor, kind=charts.DASHED),
-        charts.text(f"{name} {units.duration(value)}", x + shift, y, text_anchor=anchor, kind="halo"),
+        svg.line(x, frame.top + 4, x, frame.floor, kind=svg.DASHED),
+        svg.text(f"{name} {units.duration(value)}", x + shift, y, text_anchor=anchor, kind="halo"),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from drafter_service.observability.charts import Value
+from drafter_service.observability.pages.tables import Value
 from drafter_service.observability.report import units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from drafter_service.observability.charts import Value
+from drafter_service.observability.pages.tables import Value
 from drafter_service.observability.report import table_rows, units
 from drafter_service.observability.report.figures import share
 from drafter_service.observability.report.schema import (

@@ -12,7 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from engine.commands.compare.page import console_tables, notes, render_markdown, render_page
+from drafter_service.observability.measuring.results import prepare, write
+from drafter_service.observability.pages.tables import console_table
+from engine.commands.compare.page import notes, render_markdown, render_page, table_of
 from engine.commands.compare.profile import measure_steps
 from engine.commands.compare.results import Comparison, Condition, read_results
 from engine.commands.compare.rows import Row, unusable
@@ -21,7 +23,7 @@ from engine.commands.launch import load
 from engine.commands.options import EngineOptions
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_prompt_file
-from engine.commands.reports import package_versions, prepare_reports
+from engine.commands.reports import made_with
 from engine.config import Verification
 from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
@@ -82,12 +84,12 @@ def run_comparison(options: CompareOptions) -> bool:
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     settings = settings_of(options, workload)
     earlier = read_results(options.out / JSON_FILE, settings) if options.resume else []
-    prepare_reports(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
+    prepare(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
     console = Console(highlight=False)
     model = load(options.engine)
     with console.status("measuring steps"):
         profile = measure_steps(model, options.engine, sorted({1, *options.concurrency, BATCH}))
-    comparison = Comparison(settings, profile, options.predicted_for, package_versions(), earlier, skipped)
+    comparison = Comparison(settings, profile, options.predicted_for, made_with(), earlier, skipped)
     done = {result.key for result in earlier}
     missing = {
         condition: [
@@ -164,17 +166,13 @@ def write_reports(comparison: Comparison, out: Path) -> None:
         PAGE_FILE: render_page(comparison),
         TABLE_FILE: render_markdown(comparison),
     }
-    try:
-        for name, content in contents.items():
-            (out / name).write_text(content, encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"cannot write to {out}: {problem.strerror}; give another folder with --out") from None
+    write(out, contents)
 
 
 def _print_report(comparison: Comparison, console: Console) -> None:
     """Print the tables, what they show, and the recommendation."""
-    for table in console_tables(comparison, console.width):
-        console.print(table)
+    for condition in comparison.conditions:
+        console.print(console_table(*table_of(comparison, condition, console.width), title=str(condition)))
     for note in notes(comparison, console.width):
         console.print(note, markup=False, style="dim")
     console.print(comparison.recommendation(), markup=False, style="bold")
@@ -183,7 +181,12 @@ def _print_report(comparison: Comparison, console: Console) -> None:
 def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
     """Return the number of requests that all engines run together."""
     measured = len(workload.measured)
-    earlier = sum(workload.earlier_count(row) for rows in missing.values() for row in rows)
+    earlier = sum(
+        workload.earlier_count(row, verifies_all=verifies_all)
+        for rows in missing.values()
+        for row in rows
+        for verifies_all in (False, True)
+    )
     baselines = len({(each.temperature, each.concurrency) for each, rows in missing.items() if rows})
     rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
-    return (baselines + rounds + sum(map(len, missing.values()))) * measured + 2 * earlier
+    return (baselines + rounds + sum(map(len, missing.values()))) * measured + earlier

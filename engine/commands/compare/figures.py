@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from engine.commands.demo.outputs import find_loops
 from engine.engine import Engine, StepReport
 from engine.scheduling.plan import SequenceResult
 from engine.scheduling.request import Request
+
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -111,8 +113,8 @@ def run_group(
     return list(outputs.values())
 
 
-def groups(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
-    """Divide requests into groups of `size`, the last one smaller."""
-    rest = iter(requests)
+def groups(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Divide items into groups of `size`, the last one smaller."""
+    rest = iter(items)
     while group := list(islice(rest, size)):
         yield group

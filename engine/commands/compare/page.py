@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from rich import box
-from rich.table import Table
-
-import drafter_service.observability.charts as charts
-from drafter_service.observability.charts import Frame
+from drafter_service.observability.pages import page as pages
+from drafter_service.observability.pages import svg
+from drafter_service.observability.pages.charts import legend
+from drafter_service.observability.pages.svg import Frame
+from drafter_service.observability.pages.tables import html_table, markdown_table
 from engine.commands.compare.results import Comparison, Condition, Result
 
 COLUMNS = (
@@ -106,75 +106,55 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def console_tables(comparison: Comparison, width: int) -> Iterator[Table]:
-    """Return a table per condition for a console of a width in characters."""
-    for condition in comparison.conditions:
-        headings, rows = table_of(comparison, condition, width)
-        table = Table(title=str(condition), box=box.SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column(headings[0], overflow="fold")
-        for column, heading in enumerate(headings[1:], start=1):
-            words = [*heading.split(), *(row[column] for row in rows)]
-            table.add_column(heading, justify="right", width=max(map(len, words)))
-        for row in rows:
-            table.add_row(*row)
-        yield table
-
-
 def render_markdown(comparison: Comparison) -> str:
     """Return the tables in Markdown, as in docs/drafters.md."""
     parts = []
     for condition in comparison.conditions:
-        headings, rows = table_of(comparison, condition)
-        lines = [headings, ["---"] * len(headings), *rows]
-        parts.append(f"{condition}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+        parts.append(f"{condition}:\n\n{markdown_table(*table_of(comparison, condition))}")
     return "\n".join([*parts, *(f"{note}\n" for note in notes(comparison))])
 
 
 def render_page(comparison: Comparison) -> str:
     """Return the HTML page."""
-    title = f"Drafters for {comparison.settings['model']}"
     drafted = [result for result in comparison.results if result.drafter != "none"]
     is_exact = all(result.identical is not False for result in drafted)
     fastest = max(drafted, key=lambda result: result.speedup, default=None)
-    cards = [charts.card("outputs of exact verification", "identical" if is_exact else "DIFFERENT")]
+    cards = [pages.card("outputs of exact verification", "identical" if is_exact else "DIFFERENT")]
     if fastest is not None:
         where = f"{fastest.drafter}, {fastest.condition}"
-        cards.append(charts.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
+        cards.append(pages.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
+    colors = [("gray pale", "tokens per step"), ("green", "speed-up here"), (svg.DASHED, "no drafts, 1")]
     sections = []
     for condition in comparison.conditions:
-        headings, rows = table_of(comparison, condition)
-        content = _bars(comparison.of(condition), str(condition)) + charts.table(headings, rows)
-        sections.append(f"<section><h2>{escape(str(condition))}</h2>{content}</section>")
-    legend = charts.legend(
-        [("gray pale", "tokens per step"), ("green", "speed-up here"), (charts.DASHED, "no drafts, 1")]
-    )
-    header = f"<h1>{escape(title)}</h1><p>{escape(comparison.recommendation())}</p>"
-    explained = "".join(f"<p class='soft'>{escape(note)}</p>" for note in notes(comparison))
-    facts = {**comparison.settings, **comparison.versions}
-    footer = " · ".join(f"{escape(name)}: {escape(str(value))}" for name, value in facts.items())
-    return charts.page(title, header, charts.cards(cards) + legend + "".join(sections) + explained, footer)
+        table = html_table(*table_of(comparison, condition))
+        sections.append(f"<section><h2>{escape(str(condition))}</h2>{_bars(comparison, condition)}{table}</section>")
+    main = "".join([pages.cards(cards), legend(colors), *sections, pages.small_print(notes(comparison))])
+    title = f"Drafters for {comparison.settings['model']}"
+    facts = pages.facts({**comparison.settings, **comparison.versions})
+    return pages.page(title, main, facts, lead=comparison.recommendation())
 
 
-def _bars(results: Sequence[Result], label: str) -> str:
-    """Return a chart with two bars per drafter, tokens per step and speed-up, for wide and for narrow screens."""
+def _bars(comparison: Comparison, condition: Condition) -> str:
+    """Return a chart with two bars per drafter, tokens per step and speed-up."""
+    results = comparison.of(condition)
     height = BAR * len(results) + 50
-    wide, narrow = Frame(900, height, left=200, right=60, top=6), Frame(height=height, left=130, top=6)
-    return _bars_in(wide, results, label, "wide") + _bars_in(narrow, results, label, "narrow")
+    frames = Frame(900, height, left=200, right=60, top=6), Frame(height=height, left=130, top=6)
+    return svg.for_screens(lambda frame, kind: _bars_in(frame, results, str(condition), kind), frames)
 
 
 def _bars_in(frame: Frame, results: Sequence[Result], label: str, kind: str) -> str:
-    ticks = charts.ticks(max(result.tokens_per_step for result in results))
+    ticks = svg.ticks(max(result.tokens_per_step for result in results))
     x = frame.x_scale(0, ticks[-1])
-    parts = charts.x_axis(frame, x, [(tick, f"{tick:g}") for tick in ticks])
+    parts = svg.x_axis(frame, x, [(tick, f"{tick:g}") for tick in ticks])
     parts += [
-        charts.x_title(frame, "tokens per step, and speed-up"),
-        charts.line(x(1), frame.top, x(1), frame.floor, kind=charts.DASHED),
+        svg.x_title(frame, "tokens per step, and speed-up"),
+        svg.line(x(1), frame.top, x(1), frame.floor, kind=svg.DASHED),
     ]
     for number, result in enumerate(results):
         y = frame.top + BAR * number
         name = f"{result.drafter}, K = {result.K}" if result.has_depth else result.drafter
-        parts.append(charts.text(name, frame.left - charts.LABEL_GAP, y + 14, text_anchor="end"))
+        parts.append(svg.text(name, frame.left - svg.LABEL_GAP, y + 14, text_anchor="end"))
         for top, value, color in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup, "green")):
             tooltip = f"{name}: {value:.2f}"
-            parts.append(charts.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {color}"))
-    return charts.chart(frame, label, parts, kind)
+            parts.append(svg.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {color}"))
+    return svg.chart(frame, label, parts, kind)

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from drafter_service.observability.measuring.results import cpu_name
 from engine.commands.compare.figures import run_group
 from engine.commands.compare.rows import Row, unusable
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
-from engine.commands.reports import cpu_name
 from engine.config import EngineConfig
 from engine.engine import COMMON_SAMPLING, Engine, StepReport
 from engine.executor.build import SIZES, build_executors

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from drafter_service.observability.measuring.rounds import Timer, alternated, columns, median_of, median_ratio
 from engine.commands.compare.figures import Figures, Output, groups, run_group
 from engine.commands.compare.results import Condition, Result
 from engine.commands.compare.rows import Row
@@ -58,10 +60,15 @@ class Workload:
         sampling = SamplingParams(self.max_tokens, condition.temperature)
         return [Request(tokens, replace(sampling, seed=seed)) for seed, tokens in enumerate(self.earlier[:count])]
 
-    def earlier_count(self, row: Row) -> int:
-        """Return how many of the earlier requests a drafter runs: a batch suffices for the calibration of drafters that
-        remember nothing else."""
-        return len(self.earlier) if row.remembers else min(BATCH, len(self.earlier))
+    def earlier_count(self, row: Row, *, verifies_all: bool) -> int:
+        """Return how many of the earlier requests a drafter runs.
+
+        A batch suffices for the calibration of drafters that remember nothing else, and paths of which all tokens are
+        verified do not depend on the calibration.
+        """
+        if row.remembers:
+            return len(self.earlier)
+        return 0 if verifies_all and row.shape == "path" else min(BATCH, len(self.earlier))
 
 
 class Counted(NamedTuple):
@@ -73,6 +80,15 @@ class Counted(NamedTuple):
     """Median duration of a step, without the time of drafting, in seconds."""
     drafting_s: float
     """Median duration of drafting in a step, in seconds."""
+
+
+class Turn(NamedTuple):
+    """A group of prompts that was run with the token budget."""
+
+    rate: float
+    """Tokens per second."""
+    is_same: bool
+    """Whether the outputs are the expected ones."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,7 @@ class Trial:
                 counted.append((row, self._count(row, condition)))
             except UserError as problem:
                 skip(row.name, f"cannot be built: {problem}")
-        rates, same = self._alternate([row for row, _ in counted], condition, expected.outputs)
+        turns = self._alternate([row for row, _ in counted], condition, expected.outputs)
         must_equal = condition.verification == "exact" or condition.temperature == 0
         return [
             Result.of(
@@ -114,17 +130,17 @@ class Trial:
                 Figures.of(own.outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
                 step_ms=1e3 * own.step_s,
                 drafting_ms=1e3 * own.drafting_s,
-                identical=is_same and all(map(self._equal, own.outputs, expected.outputs)) if must_equal else None,
-                tokens_per_s=float(median(own_rates)),
-                speedup=float(np.median(np.array(own_rates) / np.array(rates[0]))),
+                identical=self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
+                tokens_per_s=median_of(mine, lambda turn: turn.rate),
+                speedup=median_ratio(mine, turns[0], lambda turn: turn.rate),
             )
-            for (row, own), own_rates, is_same in zip(counted, rates, same, strict=True)
+            for (row, own), mine in zip(counted, turns, strict=True)
         ]
 
     def _count(self, row: Row, condition: Condition) -> Counted:
         """Run the measured requests after the earlier ones, and verify all draft tokens."""
         with closing(self._engine(row, condition, verifies_all=True)) as engine:
-            self._run_earlier(engine, row, condition)
+            self._run_earlier(engine, row, condition, verifies_all=True)
             times: list[StageTimes] = []
 
             def observe(report: StepReport) -> None:
@@ -141,45 +157,47 @@ class Trial:
             return Counted(outputs, median(each.total for each in times) - on_device, on_device)
         return Counted(outputs, median(each.total - each.draft for each in times), median(each.draft for each in times))
 
-    def _alternate(
-        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
-    ) -> tuple[list[list[float]], list[bool]]:
-        """Run groups of prompts with one engine after the other, in another order for each group.
-
-        Return for each row its tokens per second for each group, and whether all outputs equal the expected ones.
-        """
-        rates: list[list[float]] = [[] for _ in rows]
-        same = [True] * len(rows)
+    def _alternate(self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]) -> list[list[Turn]]:
+        """Run groups of prompts with the engines of all rows in alternation; return the turns of each row."""
         with ExitStack() as stack:
-            engines = [stack.enter_context(closing(self._engine(row, condition, verifies_all=False))) for row in rows]
-            for row, engine in zip(rows, engines, strict=True):
-                self._run_earlier(engine, row, condition)
-            done = 0
-            for number, group in enumerate(groups(self.workload.requests_of(condition), condition.concurrency)):
-                for index in np.roll(np.arange(len(rows)), -number).tolist():
-                    began = time.perf_counter()
-                    completions = engines[index].generate(group)
-                    seconds = time.perf_counter() - began
-                    rates[index].append(sum(len(each.tokens) for each in completions) / seconds)
-                    same[index] &= all(
-                        np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
-                        for completion, output in zip(completions, expected[done:], strict=False)
-                    )
-                    self.advance(len(group), rows[index].name)
-                done += len(group)
-        return rates, same
+            cases = {}
+            for number, row in enumerate(rows):
+                engine = stack.enter_context(closing(self._engine(row, condition, verifies_all=False)))
+                self._run_earlier(engine, row, condition, verifies_all=False)
+                cases[number] = partial(self._turn, engine, row)
+            requests = self.workload.requests_of(condition)
+            items = zip(groups(requests, condition.concurrency), groups(expected, condition.concurrency), strict=True)
+            turns = columns(alternated(cases, items))
+        return [turns[number] for number in cases]
 
-    def _run_earlier(self, engine: Engine, row: Row, condition: Condition) -> None:
+    def _turn(self, engine: Engine, row: Row, item: tuple[list[Request], list[Output]]) -> Turn:
+        """Run a group of prompts, whose outputs are known."""
+        requests, expected = item
+        with Timer() as timer:
+            completions = engine.generate(requests)
+        self.advance(len(requests), row.name)
+        is_same = all(
+            np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
+            for completion, output in zip(completions, expected, strict=True)
+        )
+        return Turn(sum(len(each.tokens) for each in completions) / timer.wall_s, is_same)
+
+    def _run_earlier(self, engine: Engine, row: Row, condition: Condition, *, verifies_all: bool) -> None:
         if row is not BASELINE:
-            earlier = self.workload.earlier_requests(condition, self.workload.earlier_count(row))
+            count = self.workload.earlier_count(row, verifies_all=verifies_all)
+            earlier = self.workload.earlier_requests(condition, count)
             for group in groups(earlier, BATCH):
                 engine.generate(group)
                 self.advance(len(group), row.name)
-            time.sleep(INDEXING_S if self.workload.earlier else 0)
+            time.sleep(INDEXING_S if row.remembers and earlier else 0)
 
-    def _equal(self, output: Output, expected: Output) -> bool:
+    def _is_same(self, outputs: Sequence[Output], expected: Sequence[Output], turns: Sequence[Turn]) -> bool:
+        """Return whether the outputs of both runs of a row are the expected ones."""
         length = self.workload.max_tokens
-        return np.array_equal(output.tokens[:length], expected.tokens[:length])
+        pairs = zip(outputs, expected, strict=True)
+        return all(turn.is_same for turn in turns) and all(
+            np.array_equal(own.tokens[:length], other.tokens[:length]) for own, other in pairs
+        )
 
     def _engine(self, row: Row, condition: Condition, *, verifies_all: bool) -> Engine:
         config = self.options.config

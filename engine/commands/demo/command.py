@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from drafter_service.client import DrafterClient
+from drafter_service.observability.measuring.results import prepare
+from drafter_service.observability.measuring.sidecar import running_sidecar
+from drafter_service.observability.pages.tables import console_table
 from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
 from engine.commands.demo.outputs import find_lengths
-from engine.commands.demo.report import JSON_FILE, PAGE_FILE, console_table, write_report
-from engine.commands.demo.sidecar import running_sidecar
+from engine.commands.demo.report import COLUMNS, JSON_FILE, PAGE_FILE, table_rows, write_report
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_texts
-from engine.commands.reports import prepare_reports
 from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.models.decoder import Decoder
@@ -118,7 +119,7 @@ def demonstrate(options: DemoOptions) -> bool:
 
     Raises UserError.
     """
-    prepare_reports(options.out, (JSON_FILE, PAGE_FILE))
+    prepare(options.out, (JSON_FILE, PAGE_FILE))
     console = Console()
     folder = find_model(options.model)
     prompts = read_texts(folder / PROMPTS_FILE)
@@ -127,8 +128,8 @@ def demonstrate(options: DemoOptions) -> bool:
     model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
     sampling = SamplingParams(options.max_tokens, options.temperature)
-    with running_sidecar(*SIDECAR_OPTIONS) as address:
-        pair = EnginePair(model, tokenizer, sampling, DrafterClient(address, deadline_s=STEP_DEADLINE_S))
+    with running_sidecar(*SIDECAR_OPTIONS) as sidecar:
+        pair = EnginePair(model, tokenizer, sampling, DrafterClient(sidecar.address, deadline_s=STEP_DEADLINE_S))
         with closing(pair.drafting):
             seconds = pair.probe(prompts[:PROBE_REQUESTS])
             count = options.requests or choose_requests(seconds, len(prompts))
@@ -163,7 +164,9 @@ def _introduction(model: str, count: int, seconds: float, is_chosen: bool) -> st
 
 
 def _print_summary(summary: Summary, console: Console) -> None:
-    console.print(console_table(summary))
+    console.print(
+        console_table(COLUMNS, *table_rows(summary), title="by tenth of the workload, and by kind of request")
+    )
     for name, part in (("requests", summary.last_tenth), ("new ones among them", summary.last_tenth_new)):
         if part is not None:
             rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
+from drafter_service.observability.measuring.rounds import Timer, alternated
 from engine.commands.demo.outputs import count_loop_tokens
 from engine.commands.demo.workload import KINDS, Kind, WorkItem
 from engine.engine import Engine
@@ -45,16 +46,15 @@ def measure(
     learned_prompt_tokens: int,
     observe: Callable[[Measurement], None] = lambda _: None,
 ) -> list[Measurement]:
-    """Run every item's request with both engines, alternating which one is first, so that noise affects both equally.
+    """Run every item's request with both engines in alternation.
 
     learned_prompt_tokens: prompt tokens that the drafter remembers per request.
     """
     measurements = []
     corpus_tokens = 0
-    for index, (item, request) in enumerate(zip(items, requests, strict=True)):
-        in_turn = (plain, drafting) if index % 2 == 0 else (drafting, plain)
-        timed = {engine: _run_timed(engine, request) for engine in in_turn}
-        (expected, plain_s), (completion, drafted_s) = timed[plain], timed[drafting]
+    rounds = alternated({"plain": partial(_run, plain), "drafted": partial(_run, drafting)}, requests)
+    for item, request, results in zip(items, requests, rounds, strict=True):
+        (expected, plain_s), (completion, drafted_s) = results["plain"], results["drafted"]
         measurement = Measurement(
             kind=item.kind,
             prompt_tokens=len(request.prompt),
@@ -76,10 +76,10 @@ def measure(
     return measurements
 
 
-def _run_timed(engine: Engine, request: Request) -> tuple[Completion, float]:
-    began = time.perf_counter()
-    [completion] = engine.generate([request])
-    return completion, time.perf_counter() - began
+def _run(engine: Engine, request: Request) -> tuple[Completion, float]:
+    with Timer() as timer:
+        [completion] = engine.generate([request])
+    return completion, timer.wall_s
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,10 @@
-"""HTML pages with SVG charts: small functions from numbers and text to markup. Nothing here is specific to drafting.
-
-A page loads nothing and runs no script. Colors are classes (`green`, `blue`, `amber`, `violet`, `gray`) of the style
-sheet `charts.css`, for light and dark screens.
-"""
+"""SVG: elements, scales, axes and areas of charts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from html import escape
-from importlib.resources import files
 from typing import NamedTuple
 
 Scale = Callable[[float], float]
@@ -24,24 +18,6 @@ X_LABEL_DROP = 17
 """Distance of the base line of the lower axis' labels from the plotting area, in pixels."""
 DASHED = "dashed"
 """Class of dashed lines in charts and legends."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content security policy: nothing is loaded and no script runs, even if a text on the page contains markup."""
-
-
-class Value(NamedTuple):
-    """A number and the function that formats it for display. None: not known."""
-
-    number: float | None
-    format: Callable[[float | None], str]
-
-
-class Markup(NamedTuple):
-    """The content of a table cell that is markup already."""
-
-    html: str
-
-
-Cell = str | Value | Markup
 
 
 class Frame(NamedTuple):
@@ -208,100 +184,7 @@ def hover_strip(frame: Frame, left: float, right: float, words: str) -> str:
     return rect(left, frame.top, right - left, frame.floor - frame.top, words, kind="strip")
 
 
-def sparkline(values: Sequence[float | None], label: str) -> str:
-    """Return a small curve without axes, for a table row; empty where fewer than two values are known."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return ""
-    x, y = linear(0, len(values) - 1, 1, 99), linear(min(known), max(known), 21, 3)
-    points = [(x(index), y(value)) for index, value in enumerate(values) if value is not None]
-    return chart(Frame(100, 24), label, [polyline(points, kind="line green")], "spark")
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return the meaning of colors, from pairs of classes and name; a name without a class is a remark."""
-    spans = (
-        f'<span><i class="{color}"></i>{escape(name)}</span>' if color else f"<span>{escape(name)}</span>"
-        for color, name in entries
-    )
-    return f'<div class="legend">{"".join(spans)}</div>'
-
-
-# --- Tables, panels, the page
-
-
-def cell_markup(cell: Cell) -> str:
-    """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
-    if isinstance(cell, Markup):
-        return cell.html
-    if isinstance(cell, str):
-        return escape(cell)
-    if cell.number is None:
-        return escape(cell.format(None))
-    return f'<data value="{cell.number!r}">{escape(cell.format(cell.number))}</data>'
-
-
-def table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
-    """Return a table that scrolls where it is too wide; groups of rows are separated by a line.
-
-    kinds: a class for each column: `minor` columns are hidden on small screens, `name` columns wrap. Default: none.
-    """
-    kinds = kinds or [""] * len(heads)
-    top = f"<thead>{_row('th', heads, kinds)}</thead>" if any(heads) else ""
-    bodies = "".join(f"<tbody>{''.join(_row('td', row, kinds) for row in rows)}</tbody>" for rows in groups)
-    return f'<div class="scroll"><table>{top}{bodies}</table></div>'
-
-
-def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
-    parts = (
-        f'<{tag} class="{kind}">{cell_markup(cell)}</{tag}>' if kind else f"<{tag}>{cell_markup(cell)}</{tag}>"
-        for cell, kind in zip(cells, kinds, strict=True)
-    )
-    return f"<tr>{''.join(parts)}</tr>"
-
-
-def description_list(rows: Iterable[tuple[str, Value]]) -> str:
-    """Return values with their names."""
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{cell_markup(value)}</dd>' for name, value in rows)}</dl>"
-
-
-def card(name: str, value: Cell, hint: str = "", more: str = "", kind: str = "") -> str:
-    """Return a large value with its name above and a hint below, followed by the markup `more`."""
-    below = f"<p>{escape(hint)}</p>" if hint else ""
-    return f'<div class="card {kind}"><span>{escape(name)}</span><b>{cell_markup(value)}</b>{below}{more}</div>'
-
-
-def cards(parts: Iterable[str]) -> str:
-    """Return cards in a row that wraps."""
-    return f'<div class="cards">{"".join(parts)}</div>'
-
-
-def panel(title: str, note: str, content: str, data: str = "", kind: str = "") -> str:
-    """Return a heading, a sentence and content. `data` is the same as a table, collapsed.
-
-    kind: `across` takes the whole width.
-    """
-    folded = f"<details><summary>as a table</summary>{data}</details>" if data else ""
-    caption = f"<figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p></figcaption>"
-    return f'<figure class="{kind}">{caption}{content}{folded}</figure>'
-
-
-@cache
-def style_sheet() -> str:
-    """Return the style sheet that all pages share."""
-    return files(__package__).joinpath("charts.css").read_text(encoding="utf-8")
-
-
-def page(title: str, header: str, main: str, footer: str) -> str:
-    """Return a whole document; `header`, `main` and `footer` are markup."""
-    return f"""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">
-<title>{escape(title)}</title><style>{style_sheet()}</style></head>
-<body>
-<header>{header}</header>
-<main>{main}</main>
-<footer>{footer}</footer>
-</body></html>
-"""
+def for_screens(draw: Callable[[Frame, str], str], frames: Sequence[Frame]) -> str:
+    """Return a chart that `draw` returns for a frame and a class; of two frames the second is for narrow screens."""
+    kinds = ("wide", "narrow") if len(frames) > 1 else ("",)
+    return "".join(draw(frame, kind) for frame, kind in zip(frames, kinds, strict=True))

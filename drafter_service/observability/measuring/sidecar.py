@@ -1,4 +1,4 @@
-"""Run a drafter sidecar in a separate process for the duration of a run."""
+"""Run a sidecar in a process of its own while something is measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ssd.errors import UserError
 
@@ -16,9 +17,16 @@ LOG_LEVEL = ("--log-level", "warning")
 """Limits output, because the pipe is not read."""
 
 
+class Sidecar(NamedTuple):
+    """A process that serves."""
+
+    address: str
+    pid: int
+
+
 @contextmanager
-def running_sidecar(*arguments: str) -> Iterator[str]:
-    """Run `ssd-drafter serve` on a temporary Unix socket, yield its address, and stop it at the end.
+def running_sidecar(*arguments: str) -> Iterator[Sidecar]:
+    """Run `ssd-drafter serve` on a temporary Unix socket, yield it, and stop it at the end.
 
     Raises UserError if it does not start.
     """
@@ -33,7 +41,7 @@ def running_sidecar(*arguments: str) -> Iterator[str]:
                 _, error = process.communicate(timeout=STOP_TIMEOUT_S)
                 reason = (error.strip().splitlines() or ["it gave no reason"])[-1]
                 raise UserError(f"the sidecar did not start: {reason}")
-            yield address
+            yield Sidecar(address, process.pid)
         finally:
             process.terminate()
             try:

@@ -1,4 +1,4 @@
-"""llama.cpp in `benchmarks/hosts.py`, one request at a time: llama-cpp-python, and its own server for comparison.
+"""llama.cpp in `benchmarks.hosts`, one request at a time: llama-cpp-python, and its own server for comparison.
 
 llama-cpp-python needs the package gguf as well. The server is the command `llama-server`, of llama.cpp's own build.
 """
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import URLError
 from urllib.request import Request, urlopen
+
+from benchmarks.support.resources import cpu_seconds
 
 CONTEXT = 1024
 START_S = 60.0
@@ -135,8 +137,7 @@ class ServerHost:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the server."""
-        values = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self._process.pid)
 
     def _await_start(self) -> None:
         until = time.monotonic() + START_S

@@ -1,4 +1,4 @@
-"""Used and available memory of a benchmark: of the process, or of the GPU if it uses one.
+"""Processor time, and used and available memory: of the process, or of the GPU if it uses one.
 
 PyTorch is imported only by the functions that need a device.
 """
@@ -6,11 +6,18 @@ PyTorch is imported only by the functions that need a device.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
 SPARE = 0.1
 """GPU memory in bytes that is left for activations, captured graphs and workspaces of libraries."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a running process, without its children."""
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes() -> int:

@@ -1,0 +1,1 @@
+"""Parts of every measurement: alternated rounds, their medians and ratios, and the files that hold the results."""

@@ -1,0 +1,130 @@
+"""Charts with axes and a legend, and curves for rows of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import Literal, NamedTuple
+
+from drafter_service.observability.pages import svg
+from drafter_service.observability.pages.svg import DASHED, Frame, Point, Scale
+
+DOT = 3.5
+"""Radius of a dot, in pixels."""
+
+
+class Axis(NamedTuple):
+    """The range of an axis, and its labels."""
+
+    title: str
+    """With the unit."""
+    first: float
+    last: float
+    marks: Sequence[tuple[float, str]]
+    """Values with their labels, ascending."""
+
+    @classmethod
+    def to(
+        cls,
+        largest: float,
+        title: str,
+        written: Callable[[float], str] = "{:g}".format,
+        *,
+        min_step: float = 0.0,
+        is_exact: bool = False,
+    ) -> Axis:
+        """Return an axis from 0 to a round number of at least `largest`; is_exact: to `largest` itself."""
+        values = svg.ticks(largest, min_step)
+        last = largest if is_exact and largest > 0 else values[-1]
+        return cls(title, 0.0, last, [(value, written(value)) for value in values if value <= last])
+
+    @classmethod
+    def of(cls, labels: Sequence[str], title: str, at_most: int = 8) -> Axis:
+        """Return an axis of things that are placed at their index; `at_most` labels are shown."""
+        every = max(1, -(-len(labels) // at_most))
+        marks = [(float(place), label) for place, label in enumerate(labels) if place % every == 0]
+        return cls(title, 0.0, max(1.0, len(labels) - 1), marks)
+
+
+class Series(NamedTuple):
+    """Values that are drawn in one color."""
+
+    name: str
+    """For the legend."""
+    color: str
+    points: Sequence[Point]
+    style: Literal["line", "area", "dashed", "dots"] = "line"
+    words: Sequence[str] = ()
+    """Tooltips of the points, which then have dots; `dots` needs them."""
+
+
+def line_chart(
+    label: str,
+    x: Axis,
+    y: Axis,
+    series: Sequence[Series],
+    *,
+    frames: Sequence[Frame] = (Frame(),),
+    reference: tuple[float, str] | None = None,
+    behind: Callable[[Frame, Scale, Scale], Iterable[str]] = lambda _frame, _x, _y: (),
+    remarks: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return a chart with its legend; screen readers read `label`.
+
+    frames: see `svg.for_screens`. reference: a value of a dashed horizontal line, and its meaning. behind: returns
+    what is drawn behind the series. remarks: further entries of the legend.
+    """
+
+    def draw(frame: Frame, kind: str) -> str:
+        left, top = frame.x_scale(x.first, x.last), frame.y_scale(y.first, y.last)
+        parts = [*behind(frame, left, top)]
+        parts += svg.y_axis(frame, top, [value for value, _ in y.marks], dict(y.marks).__getitem__)
+        parts += svg.x_axis(frame, left, x.marks)
+        parts += [svg.x_title(frame, x.title), svg.y_title(frame, y.title)]
+        if reference is not None:
+            parts.append(svg.reference_line(frame, top(reference[0])))
+        for each in series:
+            placed = [(left(value), top(height)) for value, height in each.points]
+            parts += _marks(each, placed, top(max(0.0, y.first)))
+        return svg.chart(frame, label, parts, kind)
+
+    named = [(_legend_class(each), each.name) for each in series]
+    known = [] if reference is None else [(DASHED, reference[1])]
+    return svg.for_screens(draw, frames) + legend([*named, *known, *remarks])
+
+
+def _marks(series: Series, placed: Sequence[Point], base: float) -> list[str]:
+    parts = []
+    if series.style == "area" and placed:
+        parts.append(svg.area(placed, base, series.color))
+    if series.style != "dots" and placed:
+        parts.append(svg.polyline(placed, kind=DASHED if series.style == "dashed" else f"line {series.color}"))
+    if series.words:
+        parts += [
+            svg.circle(left, top, DOT, words, kind=f"dot {series.color}")
+            for (left, top), words in zip(placed, series.words, strict=True)
+        ]
+    return parts
+
+
+def _legend_class(series: Series) -> str:
+    return {"line": f"line {series.color}", "dashed": DASHED}.get(series.style, series.color)
+
+
+def sparkline(values: Sequence[float | None], label: str) -> str:
+    """Return a small curve without axes, for a table row; empty where fewer than two values are known."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    x, y = svg.linear(0, len(values) - 1, 1, 99), svg.linear(min(known), max(known), 21, 3)
+    points = [(x(index), y(value)) for index, value in enumerate(values) if value is not None]
+    return svg.chart(Frame(100, 24), label, [svg.polyline(points, kind="line green")], "spark")
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return the meaning of colors, from pairs of classes and name; a name without a class is a remark."""
+    spans = (
+        f'<span><i class="{color}"></i>{escape(name)}</span>' if color else f"<span>{escape(name)}</span>"
+        for color, name in entries
+    )
+    return f'<div class="legend">{"".join(spans)}</div>'

@@ -1,0 +1,85 @@
+"""Tables of text and numbers: for pages, for Markdown and for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Value(NamedTuple):
+    """A number and the function that formats it for display. None: not known."""
+
+    number: float | None
+    format: Callable[[float | None], str]
+
+
+class Markup(NamedTuple):
+    """The content of a table cell that is markup already; such cells are on pages only."""
+
+    html: str
+
+
+Cell = str | Value | Markup
+
+
+def cell_markup(cell: Cell) -> str:
+    """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
+    if isinstance(cell, Markup):
+        return cell.html
+    if isinstance(cell, str):
+        return escape(cell)
+    if cell.number is None:
+        return escape(cell.format(None))
+    return f'<data value="{cell.number!r}">{escape(cell.format(cell.number))}</data>'
+
+
+def html_table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
+    """Return a table that scrolls where it is too wide; groups of rows are separated by a line.
+
+    kinds: a class for each column: `minor` columns are hidden on small screens, `name` columns wrap. Default: none.
+    """
+    kinds = kinds or [""] * len(heads)
+    top = f"<thead>{_row('th', heads, kinds)}</thead>" if any(heads) else ""
+    bodies = "".join(f"<tbody>{''.join(_row('td', row, kinds) for row in rows)}</tbody>" for rows in groups)
+    return f'<div class="scroll"><table>{top}{bodies}</table></div>'
+
+
+def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
+    parts = (
+        f'<{tag} class="{kind}">{cell_markup(cell)}</{tag}>' if kind else f"<{tag}>{cell_markup(cell)}</{tag}>"
+        for cell, kind in zip(cells, kinds, strict=True)
+    )
+    return f"<tr>{''.join(parts)}</tr>"
+
+
+def description_list(rows: Iterable[tuple[str, Value]]) -> str:
+    """Return values with their names."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{cell_markup(value)}</dd>' for name, value in rows)}</dl>"
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, with a line break at its end."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ["---"] * len(heads), *rows))
+
+
+def console_table(heads: Sequence[str], *groups: Sequence[Sequence[str]], title: str = "") -> Table:
+    """Return a table for the console: groups of rows, whose first cell is a name and the others figures."""
+    from rich import box
+    from rich.markup import escape as plain
+    from rich.table import Table
+
+    table = Table(title=title or None, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column(heads[0], overflow="fold")
+    for column, head in enumerate(heads[1:], start=1):
+        # Headings may wrap between words, and nothing is cut.
+        words = [*head.split(), *(row[column] for rows in groups for row in rows)]
+        table.add_column(head, justify="right", width=max(map(len, words), default=1))
+    for rows in groups:
+        table.add_section()
+        for row in rows:
+            table.add_row(*map(plain, row))
+    return table
