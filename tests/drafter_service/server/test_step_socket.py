@@ -166,7 +166,8 @@ def test_with_tls_there_is_no_step_socket(tmp_path, socket_address):
             assert client.lost is None
 
 
-def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address):
+def test_a_client_with_a_ca_does_not_use_the_step_socket(tmp_path, address, monkeypatch):
+    monkeypatch.setattr("drafter_service.client.client.CONNECT_TIMEOUT_S", 0.5)
     ours = Authority(tmp_path, "ours")
     with pytest.raises(UserError):
         DrafterClient(address, access=ClientAccess(ca=ours.certificate))

@@ -29,6 +29,13 @@ def ssd(model):
 
 
 @pytest.fixture
+def untimed(ssd, monkeypatch):
+    """Return the plug-in without durations of steps, on which the lengths of drafts depend."""
+    monkeypatch.setattr(ssd._session, "record_step", lambda *_: None)
+    return ssd
+
+
+@pytest.fixture
 def log():
     """Return the lines of the plug-in's log."""
     lines = []

@@ -37,8 +37,8 @@ def test_the_installed_version_is_a_tested_one_and_has_the_private_names():
     assert "streamer" in inspect.signature(GenerationMixin.generate).parameters
 
 
-def test_greedy_outputs_are_identical_and_take_fewer_steps_the_second_time(model, tokenizer, ssd):
-    steps = []
+def test_greedy_outputs_are_identical_and_take_fewer_steps_the_second_time(model, tokenizer, untimed):
+    ssd, steps = untimed, []
     plain = [generated(model, ids(tokenizer, prompt)) for prompt in PROMPTS]
     for _ in range(2):
         before = ssd.counters.steps
