@@ -24,7 +24,7 @@ from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, s
 
 CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
 DEPTH = 3
-COMBINED = ["ssd+mtp", "ssd+eagle3", "ssd+recycle", "ngram+draft-model+medusa"]
+COMBINED = ["ssd+mtp", "ngram+draft-model+medusa"]
 # `ssd-remote` and `classic` draft like `ssd`: paths or trees of deterministic candidates.
 SINGLE = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "classic")]
 
@@ -95,7 +95,6 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
 @pytest.mark.parametrize(
     ("verification", "shape", "kind"),
     [
-        ("exact", "path", "self-int8"),
         ("exact", "tree", "self-int8"),
         ("rejection", "path", "mtp"),
         ("rejection", "tree", "self-int8"),

@@ -176,8 +176,6 @@ def function(**fields):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * 140_000}}}},
          "json_schema: it has 140,", "response_format.json_schema"),
         (function(parameters={"x-guidance": 5}) | {"tool_choice": "required"}, "it cannot be used", "tools"),
-        (function(parameters={"required": ["a"], "properties": {"a": {"const": "a" * 5_000}}})
-         | {"tool_choice": "required"}, "tools: it requires more than 4,096 bytes in a row", "tools"),
         (function(parameters={"properties": {"a": {"multipleOf": 123456789}}}) | {"tool_choice": "required"},
          "tools: it takes more than 0.2 s of processor time to compile", "tools"),
     ],

@@ -88,7 +88,7 @@ def test_networks_are_measured_again(monkeypatch):
     assert all(ran[-10:])
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "draft-model", "medusa"])
+@pytest.mark.parametrize("kind", ["mtp", "draft-model", "medusa"])
 def test_skipped_networks_catch_up(model, monkeypatch, kind):
     """Outputs and the drafts of later steps are the same as if the networks had run in each step."""
     recorder = Recorder(monkeypatch)

@@ -132,8 +132,10 @@ def requests(count, **given):
     ]
 
 
-@pytest.mark.parametrize("shape", ["path", "tree"])
-@pytest.mark.parametrize(("max_step_tokens", "verification"), [(256, "exact"), (64, "exact"), (64, "rejection")])
+@pytest.mark.parametrize(
+    ("shape", "max_step_tokens", "verification"),
+    [("path", 256, "exact"), ("path", 64, "rejection"), ("tree", 64, "exact"), ("tree", 256, "rejection")],
+)
 def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verification):
     """Some steps have room for few extra rows only."""
     config = replace(CONFIG, draft_shape=shape, max_step_tokens=max_step_tokens, verification=verification)
