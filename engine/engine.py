@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -69,6 +69,8 @@ class StepReport:
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
+    restarted: list[int] = field(default_factory=list)
+    """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)
     """Durations of the stages."""
     is_ahead: bool = False
@@ -229,16 +231,17 @@ class Engine:
         source: Source,
         *,
         version: int | None = None,
+        running: Literal["finish", "restart"] = "finish",
         observe: Callable[[StepReport], None] | None = None,
     ) -> None:
-        """Replace the weights of the model between two steps.
-
-        Requests that have begun end with the old weights; meanwhile no other begins.
+        """Replace the weights of the model between two steps; requests that begin later run with the new ones.
 
         source: a state dict with the names of the checkpoint, float tensors of any float dtype on any device; or the
         path of a safetensors file, or of a folder of such files. Neither may change during the call. version: the new
-        `Engine.version`, an int >= 0; None: one more than before. observe: called with the reports of the steps that
-        this takes; by default the following calls of `step` return them.
+        `Engine.version`, an int >= 0; None: one more than before. running: what happens to requests that have begun.
+        `finish`: they end with the old weights, and meanwhile no other begins. `restart`: their output is dropped, and
+        they begin again. observe: called with the reports of the steps that this takes; by default the following calls
+        of `step` return them.
 
         Blocks until the new weights are in use, and may be called from another thread than `step`. The prefix cache is
         emptied; what drafters have learned from text stays. Draft heads and draft models keep their own weights; parts
@@ -246,13 +249,15 @@ class Engine:
         be idle and have no prefix cache. Raises UserError for weights that do not fit, before anything changes, and for
         a model that cannot change, see `check_weights`.
         """
+        if running not in ("finish", "restart"):
+            raise UserError(f"running must be 'finish' or 'restart', not {running!r}")
         if version is not None and version < 0:
             raise UserError(f"version must be at least 0, not {version}")
         weights = check_weights(self._models[0], source)
         with self._turns:
             if self.scheduler.is_draining:
                 raise UserError("another update of the weights is under way; wait until it is complete")
-            self._drain(observe or self._reports.append)
+            self._drain(running == "restart", observe or self._reports.append)
             self.scheduler.pages.forget()
             for model in self._models:
                 overwrite_weights(model, weights)
@@ -260,8 +265,15 @@ class Engine:
                 adapt_to_weights()
             self.version = self.version + 1 if version is None else version
 
-    def _drain(self, observe: Callable[[StepReport], None]) -> None:
-        """End all requests that have begun, so that no step is in flight and no page is in use."""
+    def _drain(self, restart: bool, observe: Callable[[StepReport], None]) -> None:
+        """End or restart all requests that have begun, so that no step is in flight and no page is in use."""
+        if restart and (begun := self.scheduler.begun):
+            for sequence in begun:
+                self._speculation.finish(sequence, learn=False)
+                self.scheduler.remove(sequence)
+                sequence.begin_again(self._intake.sequence(sequence.sequence_id, sequence.request))
+                self.scheduler.add(sequence)
+            observe(StepReport(restarted=[sequence.sequence_id for sequence in begun]))
         self.scheduler.is_draining = True
         try:
             while self.scheduler.begun:

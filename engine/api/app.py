@@ -74,7 +74,7 @@ def _add_weights_route(app: FastAPI, service: Service, *, is_allowed: bool) -> N
             raise ApiError(403, "this server does not change its weights; start it with --allow-weight-updates")
         try:
             with engine_errors("path"):
-                return {"version": await service.engine.update_weights(body.path, body.version)}
+                return {"version": await service.engine.update_weights(body.path, body.version, body.running)}
         except EngineGoneError as problem:
             raise ApiError(503, f"the engine has stopped: {problem}") from None
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.api.messages import (
     CancelRequest,
@@ -23,6 +23,7 @@ from engine.api.messages import (
     Event,
     OutputEvent,
     RequestRefused,
+    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
@@ -107,7 +108,7 @@ class EngineProcess:
                 self._commands.put(SubmitRequest(request_id, request))
                 while not has_ended:
                     event = await events.get()
-                    has_ended = not isinstance(event, TokensProduced)
+                    has_ended = not isinstance(event, TokensProduced | RequestRestarted)
                     _raise_failure(event)
                     assert isinstance(event, OutputEvent)
                     yield event
@@ -115,13 +116,13 @@ class EngineProcess:
                 if not has_ended and self.gone is None:
                     self._commands.put(CancelRequest(request_id))
 
-    async def update_weights(self, path: str, version: int | None) -> int:
+    async def update_weights(self, path: str, version: int | None, running: Literal["finish", "restart"]) -> int:
         """Replace the weights, see `Engine.update_weights`; return the new version.
 
         Raises UserError for weights that do not fit, and EngineGoneError.
         """
         with self._stream() as (request_id, events):
-            self._commands.put(UpdateWeights(request_id, path, version))
+            self._commands.put(UpdateWeights(request_id, path, version, running))
             event = await events.get()
             _raise_failure(event)
             assert isinstance(event, WeightsUpdated)

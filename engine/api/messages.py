@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class UpdateWeights:
     request_id: int
     path: str
     version: int | None
+    running: Literal["finish", "restart"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,13 @@ class RequestRefused:
 
     request_id: int
     reason: str
+
+
+@dataclass(frozen=True)
+class RequestRestarted:
+    """Event: the output so far was dropped, because the weights changed."""
+
+    request_id: int
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,6 @@ class EngineStats:
 
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
-OutputEvent = TokensProduced | RequestEnded
+OutputEvent = TokensProduced | RequestRestarted | RequestEnded
 """Events of a request that runs."""
 Event = EngineReady | EngineFailed | RequestRefused | OutputEvent | WeightsUpdated | EngineStats

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.api.messages import OutputEvent, RequestEnded, RequestTimes
+from engine.api.messages import OutputEvent, RequestEnded, RequestRestarted, RequestTimes
 from engine.models.detokenize import Detokenizer
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, Request
@@ -41,6 +41,8 @@ class Delta:
     """Set in the last delta of an output."""
     times: RequestTimes | None = None
     """Set in the last delta of an output that the engine ran."""
+    is_restarted: bool = False
+    """Whether the output begins again, so that all earlier deltas of it are void; this one is empty."""
 
     @property
     def text(self) -> str:
@@ -149,6 +151,9 @@ async def _run_one(
                     pieces = text.feed(completion.content, 0) if completion.is_repeat else []
                     pieces += text.finish(completion.text)
                     deltas.put_nowait(Delta(index, pieces, NO_TOKENS, completion=completion, times=event.times))
+                elif isinstance(event, RequestRestarted):
+                    text = text_of(request)
+                    deltas.put_nowait(Delta(index, [], NO_TOKENS, is_restarted=True))
                 else:
                     pieces = text.feed(event.tokens[: event.visible], event.accepted)
                     deltas.put_nowait(Delta(index, pieces, event.tokens, event.logprobs))

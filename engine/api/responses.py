@@ -66,7 +66,12 @@ class ResponseFormat(ABC):
         return self._header | {"object": self.object_name, "choices": choices, "usage": self._usage()}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks for a delta: one, or none if nothing in it is visible."""
+        """Return the chunks for a delta: one, or none if nothing in it is visible.
+
+        Raises ApiError for an output that begins again, since its first chunks cannot be taken back.
+        """
+        if delta.is_restarted:
+            raise ApiError(503, "the weights of the model changed, and the output began again; send the request again")
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
         elif not delta.pieces and delta.logprobs is None:
@@ -175,7 +180,7 @@ async def _outputs(service: Service, body: SamplingFields, requests: Sequence[Re
     completions: dict[int, Completion] = {}
     async with aclosing(_deltas(service, body, requests)) as deltas:
         async for delta in deltas:
-            pieces[delta.index] += delta.pieces
+            pieces[delta.index] = [] if delta.is_restarted else pieces[delta.index] + delta.pieces
             if delta.completion is not None:
                 completions[delta.index] = delta.completion
     return [

@@ -18,6 +18,7 @@ from engine.api.messages import (
     Event,
     RequestEnded,
     RequestRefused,
+    RequestRestarted,
     Shutdown,
     SubmitRequest,
     TokensProduced,
@@ -143,7 +144,7 @@ class Worker:
             began = time.monotonic()
 
         try:
-            self._engine.update_weights(command.path, version=command.version, observe=observe)
+            self._engine.update_weights(command.path, version=command.version, running=command.running, observe=observe)
         except UserError as problem:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
         else:
@@ -158,7 +159,7 @@ class Worker:
         """Send the events of a step that began at a time on the monotonic clock."""
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.running, report)
-        events: list[Event] = []
+        events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
         for result in report.results:
             ended = report.finished.get(result.sequence_id)
             hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)

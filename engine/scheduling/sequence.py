@@ -106,6 +106,10 @@ class Sequence:
         self.in_flight = 0
         self.preemptions += 1
 
+    def begin_again(self, fresh: Sequence) -> None:
+        """Drop the output and all other state of a sequence that does not run. fresh: a new sequence of its request."""
+        vars(self).update(vars(fresh))
+
     def commit(
         self,
         tokens: np.ndarray,

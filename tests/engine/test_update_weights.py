@@ -23,16 +23,18 @@ from tests.engine.conftest import make_folder
 from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6, kv_memory_mib=4)
-CASES = [
-    ("none", 0),
-    ("none", 1),
-    ("recycle", 1),
-    ("draft-model", 1),
-    ("mtp", 0),
-    ("medusa", 1),
-    ("ssd+mtp+self-int8", 1),
+KINDS = [
+    "none",
+    "ssd",
+    "lookahead",
+    "recycle",
+    "self-int8",
+    "draft-model",
+    "mtp",
+    "eagle",
+    "medusa",
+    "ssd+mtp+self-int8",
 ]
-"""Drafters and steps in flight."""
 GREEDY, SAMPLED = requests(6), requests(6, temperature=1.0)
 
 
@@ -69,7 +71,8 @@ def expected(model_folder, new_folder):
     return found
 
 
-@pytest.mark.parametrize(("kind", "in_flight"), CASES)
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_of_an_engine_built_with_the_new_weights(
     model_folder, draft_folders, new, expected, kind, in_flight
 ):
@@ -112,8 +115,9 @@ def test_versions(model_folder, new):
         for version in (None, 9, None, 3):
             engine.update_weights(new, version=version)
             versions.append(engine.version)
-        with pytest.raises(UserError, match="version"):
-            engine.update_weights(new, version=-1)
+        for given in ({"version": -1}, {"running": "stop"}):
+            with pytest.raises(UserError, match=next(iter(given))):
+                engine.update_weights(new, **given)
     assert versions == [0, 1, 9, 10, 3]
     assert engine.version == 3
 
@@ -126,8 +130,9 @@ def test_weights_that_do_not_fit_change_nothing(model_folder, new, expected, tmp
         for source in (shape, missing, tmp_path / "cut.safetensors"):
             ids = [engine.add(request) for request in GREEDY]
             engine.step()
-            with pytest.raises(UserError):
-                engine.update_weights(source, version=2)
+            for running in ("finish", "restart"):
+                with pytest.raises(UserError):
+                    engine.update_weights(source, version=2, running=running)
             assert list(finished(engine, ids)) == expected["old"]["greedy"]
         assert engine.version == 0
 
@@ -142,20 +147,21 @@ def finished(engine, ids):
 
 
 def begin(engine, steps):
-    """Run the first steps of all requests; 4 run, 2 wait. Returns their ids."""
-    ids = [engine.add(request) for request in GREEDY]
+    """Run the first steps of all requests; 4 run, 2 wait. Returns their ids and the tokens so far."""
+    ids, tokens = [engine.add(request) for request in GREEDY], {}
     for _ in range(steps):
-        engine.step()
+        for sequence_id, produced in engine.step().tokens.items():
+            tokens.setdefault(sequence_id, []).extend(produced.tolist())
     assert len(engine.scheduler.running) == 4
-    return ids
+    return ids, tokens
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("kind", ["none", "ssd+mtp"])
+@pytest.mark.parametrize("kind", ["none", "ssd", "mtp", "medusa"])
 def test_requests_that_run_finish_with_the_old_weights(model_folder, draft_folders, new, expected, kind, in_flight):
     config = replace(CONFIG, in_flight=in_flight)
     with closing(engine_of(model_folder, kind, draft_folders, config)) as engine:
-        ids = begin(engine, 4)
+        ids, _ = begin(engine, 4)
         engine.update_weights(new)
         assert engine.version == 1
         assert not engine.scheduler.running
@@ -163,15 +169,70 @@ def test_requests_that_run_finish_with_the_old_weights(model_folder, draft_folde
         assert outputs(engine, GREEDY) == expected["new"]["greedy"]
 
 
-def test_preempted_requests_count_as_begun(model_folder, new, expected):
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("kind", ["none", "ssd", "mtp", "medusa"])
+def test_requests_that_run_start_again_with_the_new_weights(
+    model_folder, draft_folders, new, expected, kind, in_flight
+):
+    config = replace(CONFIG, in_flight=in_flight)
+    with closing(engine_of(model_folder, kind, draft_folders, config)) as engine:
+        ids, tokens = begin(engine, 4)
+        assert tokens
+        engine.update_weights(new, running="restart")
+        report = engine.step()
+        assert report.restarted == ids[:4]
+        assert not report.results
+        assert finished(engine, ids) == expected["new"]["greedy"]
+        assert outputs(engine, GREEDY) == expected["new"]["greedy"]
+
+
+def test_a_drafter_starts_a_restarted_request_again_and_learns_only_its_final_output(model_folder, new, expected):
+    class Recording(NoDrafter):
+        def __init__(self):
+            self.calls, self.texts = [], {}
+
+        def start(self, sequence_id, prompt):
+            self.calls.append(("start", sequence_id))
+            self.texts[sequence_id] = []
+
+        def draft(self, progress):
+            for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
+                own = slice(*progress.offsets[index : index + 2].tolist())
+                self.texts[sequence_id] += progress.tokens[own].tolist()
+            return super().draft(progress)
+
+        def finish(self, sequence_id, tokens, *, verified=0, learn=True):
+            self.calls.append(("learn" if learn else "drop", sequence_id))
+            self.texts[sequence_id] += tokens.tolist()
+
+    drafter = Recording()
+    with closing(build_engine(load_model(model_folder), CONFIG, drafter)) as engine:
+        ids, _ = begin(engine, 4)
+        engine.update_weights(new, running="restart")
+        finished(engine, ids)
+    begun = set(ids[:4])
+    assert [call for call in drafter.calls if call[1] == ids[0]] == [
+        ("start", ids[0]),
+        ("drop", ids[0]),
+        ("start", ids[0]),
+        ("learn", ids[0]),
+    ]
+    assert {each for call, each in drafter.calls if call == "drop"} == begun
+    assert [drafter.texts[each] for each in ids] == expected["new"]["greedy"]
+
+
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_preempted_requests_count_as_begun(model_folder, new, expected, running):
     with closing(engine_of(model_folder)) as engine:
-        ids = begin(engine, 4)
+        ids, _ = begin(engine, 4)
         engine.scheduler._preempt(engine.scheduler.running[-1])
-        engine.update_weights(new)
-        assert finished(engine, ids) == expected["old"]["greedy"][:4] + expected["new"]["greedy"][4:]
+        engine.update_weights(new, running=running)
+        old = 4 if running == "finish" else 0
+        assert finished(engine, ids) == expected["old"]["greedy"][:old] + expected["new"]["greedy"][old:]
 
 
-def test_an_update_between_the_steps_of_generate(model_folder, new, expected):
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_an_update_between_the_steps_of_generate(model_folder, new, expected, running):
     """Requests that were cancelled before keep their completion."""
     with closing(engine_of(model_folder)) as engine:
         steps = []
@@ -181,7 +242,7 @@ def test_an_update_between_the_steps_of_generate(model_folder, new, expected):
             if len(steps) == 2:
                 engine.cancel(min(report.tokens))
             if len(steps) == 4:
-                engine.update_weights(new)
+                engine.update_weights(new, running=running)
 
         cancelled, *others = engine.generate(GREEDY, observe)
     old, new = expected["old"]["greedy"], expected["new"]["greedy"]
@@ -190,12 +251,12 @@ def test_an_update_between_the_steps_of_generate(model_folder, new, expected):
     for index, completion in enumerate(others, 1):
         tokens = completion.tokens.tolist()
         # The cancelled request makes room for the fifth.
-        assert tokens == (old if index < 5 else new)[index]
+        assert tokens == (old if running == "finish" and index < 5 else new)[index]
 
 
 def test_reports_can_be_observed_during_the_update(model_folder, new):
     with closing(engine_of(model_folder)) as engine:
-        ids = begin(engine, 2)
+        ids, _ = begin(engine, 2)
         reports = []
         engine.update_weights(new, observe=reports.append)
         assert {each for report in reports for each in report.finished} == set(ids[:4])
@@ -219,7 +280,8 @@ def test_an_update_within_an_update_is_refused(model_folder, new):
             engine.step()
 
 
-def test_an_update_from_another_thread_takes_place_between_steps(model_folder, new, expected):
+@pytest.mark.parametrize("running", ["finish", "restart"])
+def test_an_update_from_another_thread_takes_place_between_steps(model_folder, new, expected, running):
     """The update is asked for while a step runs."""
     is_stepping, is_asked = threading.Event(), threading.Event()
 
@@ -242,7 +304,7 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
             engine._turns._next.acquire()
             is_asked.set()
             try:
-                engine.update_weights(new, version=4)
+                engine.update_weights(new, version=4, running=running)
             finally:
                 engine._turns._next.release()
 
@@ -252,7 +314,8 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
         thread.join(60)
         assert not thread.is_alive()
         assert engine.version == 4
-        assert tokens == expected["old"]["greedy"][:4] + expected["new"]["greedy"][4:]
+        old = 4 if running == "finish" else 0
+        assert tokens == expected["old"]["greedy"][:old] + expected["new"]["greedy"][old:]
 
 
 def test_a_waiting_thread_gets_the_lock_before_the_thread_that_had_it():

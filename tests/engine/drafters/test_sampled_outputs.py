@@ -1,4 +1,8 @@
-"""Sampled outputs of the whole engine have the target's distribution, with every drafter and way of verification."""
+"""Sampled outputs of the whole engine have the target's distribution, with every drafter and way of verification.
+
+Planted faults of verification must be caught by the same test. Faults that only lower the acceptance are planted in
+`model_based/test_acceptance.py`, and faults among sampled siblings in `tests/engine/speculation/test_distribution.py`.
+"""
 
 from dataclasses import replace
 
@@ -15,16 +19,21 @@ from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.loader import load_model, save_model
 from engine.models.ops import PLAIN
+from engine.sampling import draft_sampler
+from engine.sampling.candidates import NONE
+from engine.sampling.draft_sampler import DraftSampler
+from engine.speculation import verify
 from engine.training.features import Windows
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
 from ssd.config import DrafterConfig
 from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.drafters.toy import attend_densely
 from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
+from tests.engine.speculation.test_distribution import residual_is_p
 
 CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
 DEPTH = 3
-COMBINED = ["ssd+mtp", "ngram+draft-model+medusa"]
+COMBINED = ["ssd+mtp", "ssd+eagle3", "ssd+recycle", "ngram+draft-model+medusa"]
 # `ssd-remote` and `classic` draft like `ssd`: paths or trees of deterministic candidates.
 SINGLE = [kind for kind in KINDS if kind not in ("none", "ssd-remote", "classic")]
 
@@ -95,6 +104,7 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
 @pytest.mark.parametrize(
     ("verification", "shape", "kind"),
     [
+        ("exact", "path", "self-int8"),
         ("exact", "tree", "self-int8"),
         ("rejection", "path", "mtp"),
         ("rejection", "tree", "self-int8"),
@@ -117,7 +127,46 @@ def unlike_target(monkeypatch):
     monkeypatch.setattr(DraftHead, "target_logits", changed)
 
 
+def drops_unlikely_tokens(monkeypatch):
+    """Planted fault: a sampled token is not drafted if its own probability is low."""
+    sample = DraftSampler.sample
+
+    def likely_ones(*arguments):
+        sampled = sample(*arguments)
+        is_likely = sampled.q.gather(1, torch.from_numpy(sampled.tokens)) > 0.2
+        return sampled._replace(tokens=np.where(is_likely, sampled.tokens, NONE))
+
+    monkeypatch.setattr(DraftSampler, "sample", likely_ones)
+
+
+def drafts_with_the_targets_noise(monkeypatch):
+    """Planted fault: tokens for rejection sampling are drafted with the noise that samples the target's tokens."""
+    monkeypatch.setattr(draft_sampler, "draft_seeds", lambda seeds, committed: seeds)
+
+
 @pytest.mark.usefixtures("unlike_target")
-def test_a_drafter_unlike_the_target_keeps_its_distribution(target, folders):
+@pytest.mark.parametrize("fault", [None, drops_unlikely_tokens, drafts_with_the_targets_noise, residual_is_p])
+def test_planted_faults_of_rejection_are_caught(target, folders, monkeypatch, fault):
+    if fault is not None:
+        fault(monkeypatch)
     outputs = run(target, folders, "self-int8", "path", sampled_requests(10_000, "rejection"))
-    assert fits(target, outputs)
+    assert fits(target, outputs) == (fault is None)
+
+
+def accepts_one_more(monkeypatch):
+    """Planted fault: the first wrong token of a path is accepted."""
+    length = verify.accepted_length
+    monkeypatch.setattr(verify, "accepted_length", lambda draft, own: min(len(draft), length(draft, own) + 1))
+
+
+def accepts_any_branch(monkeypatch):
+    """Planted fault: nodes of a tree are accepted although their parents are not."""
+    monkeypatch.setattr(
+        verify, "accepted_path", lambda draft, parents, own: np.flatnonzero(draft == own[parents + 1])[: len(draft)]
+    )
+
+
+@pytest.mark.parametrize(("fault", "shape"), [(accepts_one_more, "path"), (accepts_any_branch, "tree")])
+def test_planted_faults_of_exact_verification_are_caught(target, folders, monkeypatch, fault, shape):
+    fault(monkeypatch)
+    assert not fits(target, run(target, folders, "mtp", shape, sampled_requests(10_000, "exact")))

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,20 @@ def test_samples_follow_the_softmax_over_positions():
 def test_rare_tokens_of_a_large_vocabulary_have_the_right_rate():
     logits = [0.0] * 300 + [3.0] * 5
     assert fits_softmax(sampled_tokens_of(logits, 1.0, COUNT), logits, 1.0)
+
+
+@pytest.mark.parametrize("fault", ["forgotten temperature", "uniform in place of Gumbel noise", "one noise for all"])
+def test_planted_faults_are_caught(fault, monkeypatch):
+    temperature = 1.0
+    seed_of = lambda index: index  # noqa: E731
+    if fault == "forgotten temperature":
+        temperature = 0.8
+    elif fault == "one noise for all":
+        seed_of = lambda _: 1  # noqa: E731
+    else:
+        uniform = lambda *key: torch.exp(-torch.exp(-gumbel_noise(*key)))  # noqa: E731
+        monkeypatch.setitem(globals(), "sample_tokens", partial(sample_slowly, noise=uniform))
+    assert not fits_softmax(sampled_tokens_of(LOGITS, temperature, COUNT, seed_of=seed_of), LOGITS, 1.0)
 
 
 def test_neighboring_seeds_and_positions_are_independent():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from engine.sampling import noise as sampling
 from engine.sampling.noise import sample_tokens
 from engine.sampling.truncation import Truncation, truncate
 from tests.engine import naive_sampling as naive
@@ -72,6 +73,51 @@ def fits(temperature, top_k, top_p, min_p):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_samples_follow_the_truncated_softmax(settings):
     assert fits(*settings)
+
+
+def noise_before_temperature(logits, temperatures, seeds, positions, settings):
+    noise = sampling.gumbel_noise(torch.from_numpy(seeds), torch.from_numpy(positions), logits.shape[1])
+    temperature = torch.from_numpy(temperatures).to(logits)[:, None]
+    return (truncate(logits / temperature, settings) + noise / temperature).argmax(dim=-1).numpy()
+
+
+def crossing_token_dropped(scores, settings):
+    """Planted fault: top-p drops the token that reaches the share."""
+    best = scores.sort(dim=-1, descending=True)
+    mass = torch.softmax(best.values, dim=-1).cumsum(dim=-1)
+    drop = mass > torch.from_numpy(settings.top_p).float()[:, None]
+    drop[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(drop).scatter(1, best.indices, drop), float("-inf"))
+
+
+def one_too_many(scores, settings):
+    return truncate(scores, Truncation(settings.top_k + 1, settings.top_p, settings.min_p))
+
+
+def min_p_of_one(scores, settings):
+    """Planted fault: min-p is an absolute probability instead of a fraction of the largest one."""
+    return scores.masked_fill(
+        torch.softmax(scores, dim=-1) < torch.from_numpy(settings.min_p).float()[:, None], float("-inf")
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "fault"),
+    [
+        ("all", "sample_tokens", noise_before_temperature),
+        ("none", "sample_tokens", noise_before_temperature),
+        ("top_p", "truncate", crossing_token_dropped),
+        ("top_k", "truncate", one_too_many),
+        ("min_p", "truncate", min_p_of_one),
+        ("top_p", "truncate", lambda scores, _: scores),
+    ],
+)
+def test_planted_faults_are_caught(monkeypatch, case, place, fault):
+    if place == "sample_tokens":
+        monkeypatch.setitem(globals(), place, fault)
+    else:
+        monkeypatch.setattr(sampling, place, fault)
+    assert not fits(*SETTINGS[case])
 
 
 def test_a_token_that_has_the_whole_top_p_share_is_kept():

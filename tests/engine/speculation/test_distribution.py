@@ -1,7 +1,7 @@
 """Sampled outputs of the whole engine have the target's distribution, for each way of drafting and verifying.
 
 A tiny model, the same prompt with many seeds, and a chi-square test of the first tokens against the exact
-probabilities.
+probabilities. Planted faults must be caught by the same test.
 """
 
 from dataclasses import replace
@@ -16,13 +16,17 @@ from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.sampling.noise import uniforms
 from engine.scheduling.request import Request, SamplingParams
+from engine.speculation import rejection, verify
 from engine.speculation import speculation as speculation_module
 from engine.speculation.selection import DraftSelection
 from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from tests.curves import line
 from tests.engine.drafters.toy import ToyDrafter, attend_densely
+from tests.engine.speculation.test_rejection import FAULTS as REJECTION_FAULTS
+from tests.engine.speculation.test_rejection import planted
 
 VOCAB = 32
 COUNT = 1500
@@ -162,3 +166,43 @@ def test_outputs_have_the_targets_distribution_with_the_token_budget(target, exp
     monkeypatch.setattr(speculation_module, "perf_counter", lambda: 0.0)  # No backoff from measured times.
     drafter = toy(target, width=3, depth=2)
     assert fits(outputs_of(target, CONFIG, drafter, DraftSelection(line(0.002))), expected)
+
+
+def budget_sees_tokens(monkeypatch):
+    monkeypatch.setattr(speculation_module, "sampled_drafts", lambda _drafts, entries: [False] * len(entries))
+
+
+def residual_is_p(monkeypatch):
+    monkeypatch.setattr(rejection, "_residuals", lambda walks, residual, p, q: p[[walk.p_row for walk in walks]])
+
+
+def one_number_for_all_trials(monkeypatch):
+    """All decisions use the same random number."""
+    monkeypatch.setattr(
+        rejection, "uniforms", lambda seeds, positions, ranks: uniforms(seeds * 0, positions * 0, ranks * 0)
+    )
+
+
+def q_of_another_row(monkeypatch):
+    original = ToyDrafter.drafts
+
+    def shifted(*arguments):
+        drafts = original(*arguments)
+        return replace(drafts, q=drafts.q.roll(1, dims=0).roll(1, dims=1))
+
+    monkeypatch.setattr(ToyDrafter, "drafts", shifted)
+
+
+@pytest.mark.parametrize("fault", [budget_sees_tokens, residual_is_p, one_number_for_all_trials, q_of_another_row])
+def test_faults_planted_in_paths_are_caught(target, expected, monkeypatch, fault):
+    fault(monkeypatch)
+    selection = ByOwnProbability() if fault is budget_sees_tokens else None
+    drafter = toy(target, BoastfulDrafter, width=1)
+    assert not fits(outputs_of(target, CONFIG, drafter, selection), expected)
+
+
+@pytest.mark.parametrize("fault", ["residual of the first rejection", "q stays for the next candidate"])
+def test_faults_planted_among_siblings_are_caught(target, expected, monkeypatch, fault):
+    faulty = planted(*REJECTION_FAULTS[fault])
+    monkeypatch.setattr(verify, "verify_by_rejection", faulty.verify_by_rejection)
+    assert not fits(outputs_of(target, CONFIG, toy(target, width=3, depth=2)), expected)

@@ -1,9 +1,11 @@
 """Rejection sampling: equal to its slow twin, with outputs distributed like the target's.
 
 The statistical tests draft from a table of distributions, verify, and complete every output to three tokens by plain
-sampling. The texts must follow the target's distribution.
+sampling. The texts must follow the target's distribution, and must not with a planted fault.
 """
 
+import inspect
+import types
 from functools import cache
 
 import numpy as np
@@ -40,6 +42,11 @@ def sampled_without_replacement(probabilities, noise, count):
     return (probabilities.log() + noise).argsort(dim=1, descending=True)[:, :count]
 
 
+def sampled_with_replacement(probabilities, noise, count):
+    generator = torch.Generator().manual_seed(2)
+    return torch.multinomial(probabilities, count, replacement=True, generator=generator)
+
+
 def table(probabilities, texts):
     """Rows of a table over prefixes, [1 + V + V**2 + V**3, V], for texts [B, n]."""
     rows = torch.zeros(len(texts), dtype=torch.int64)
@@ -51,11 +58,11 @@ def table(probabilities, texts):
 class Drafts:
     """Drafts of one shape for many seeds, and the distributions that they are verified against."""
 
-    def __init__(self, target, drafter, parents, *, ranked=()):
+    def __init__(self, target, drafter, parents, *, sample=sampled_without_replacement, noise=Stream.DRAFT, ranked=()):
         """ranked: nodes that are chosen by rank, not sampled."""
         self.target = target
         self.seeds = torch.arange(COUNT) * 7919
-        seeds = stream_seeds(self.seeds, Stream.DRAFT)
+        seeds = self.seeds if noise is None else stream_seeds(self.seeds, noise)
         texts = {ROOT: torch.empty(COUNT, 0, dtype=torch.int64)}
         tokens = torch.empty(COUNT, len(parents), dtype=torch.int64)
         for parent in dict.fromkeys(parents):
@@ -63,7 +70,7 @@ class Drafts:
             positions = torch.full((COUNT,), POSITION + texts[parent].shape[1])
             q = table(drafter, texts[parent])
             sampled = [child for child in children if child not in ranked]
-            picked = sampled_without_replacement(q, gumbel_noise(seeds, positions, VOCAB), len(sampled))
+            picked = sample(q, gumbel_noise(seeds, positions, VOCAB), len(sampled))
             for rank, child in enumerate(children):
                 by_rank = q.argsort(dim=1, descending=True)[:, rank]
                 tokens[:, child] = by_rank if child in ranked else picked[:, sampled.index(child)]
@@ -82,8 +89,8 @@ class Drafts:
             draft = SampledDraft(tokens[index].numpy().astype(np.uint32), own, q_rows, row, seed, POSITION)
             self.drafts.append(draft)
 
-    def verified(self):
-        return rejection.verify_by_rejection(self.drafts, self.p, self.q)
+    def verified(self, verifier=rejection):
+        return verifier.verify_by_rejection(self.drafts, self.p, self.q)
 
     def fits(self, verdicts):
         """Whether outputs, completed to `LENGTH` tokens, could be the target's: chi-square at one in a million."""
@@ -143,6 +150,7 @@ def tree_of(kind):
 
 
 TABLES = ["good", "bad", "equal", "adversarial", "truncated", "second", "third"]
+REVEALING = ["second", "third", "bad", "adversarial"]
 
 
 @pytest.mark.parametrize("shape", [PATH, TREE], ids=["path", "tree"])
@@ -167,6 +175,64 @@ def test_a_second_candidate_raises_acceptance():
     one, three = Drafts(*tables("adversarial"), [ROOT]), tree_of("adversarial")
     accepted = [sum(len(verdict.kept) > 0 for verdict in drafts.verified()) for drafts in (one, three)]
     assert accepted[1] > 1.2 * accepted[0]
+
+
+def planted(old, new):
+    """The module with a part of its source replaced."""
+    source = inspect.getsource(rejection)
+    assert source.count(old) == 1
+    module = types.ModuleType("planted")
+    exec(compile(source.replace(old, new), "planted", "exec"), vars(module))
+    return module
+
+
+ACCEPTS = "self._thresholds[node] * self._q[node] * self.q_scale < target"
+FAULTS = {
+    "accepts with p": (ACCEPTS, "self._thresholds[node] < target"),
+    "accepts with q / p": (ACCEPTS, "self._thresholds[node] * target < self._q[node] * self.q_scale"),
+    "residual from p": ("(target - drafter).clamp(min=0)", "target.clone()"),
+    "residual from |p - q|": ("(target - drafter).clamp(min=0)", "(target - drafter).abs()"),
+    "residual not normalized": ("rest / torch.where(total > 0, total, 1)", "rest"),
+    "residual of the first rejection": ("torch.where(is_first[:, None], target, residual)", "target"),
+    "p stays for the next candidate": ("self.residual if self.rejections else self._p[node]", "self._p[node]"),
+    "q stays for the next candidate": ("(1 / left if left > 0 else 0.0)", "1.0"),
+    "own token from p": ("[walk.rejections > 0 for", "[False for"),
+    "own token from the row before": ("+ 1 + (self.path[-1] if self.path else ROOT)", "+ len(self.path[1:])"),
+    "probability from another row of q": ("q[q_rows.clamp(min=0), tokens]", "q[(q_rows - 1).clamp(min=0), tokens]"),
+    "residual with another row of q": ("max(0, int(walk.draft.q_rows[walk.rejected]))", "0"),
+    "one number for all siblings": ("ranks.append(children[parent])", "ranks.append(0)"),
+    "one number for all depths": ("draft.position + np.array(depths", "draft.position + 0 * np.array(depths"),
+    "the drafter's noise": ("stream_seeds(seeds, Stream.ACCEPT)", "stream_seeds(seeds, Stream.DRAFT)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault):
+    verifier = planted(*FAULTS[fault])
+    assert not all(drafts.fits(drafts.verified(verifier)) for kind in REVEALING for drafts in [tree_of(kind)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("torch.zeros_like(target).scatter(1, tokens, 1)", "torch.zeros_like(target)"),
+        ("torch.where(q_rows == DETERMINISTIC, drafter,", "torch.where(q_rows == -2, drafter,"),
+    ],
+    ids=["stays in p", "accepted as if sampled"],
+)
+def test_planted_faults_of_deterministic_candidates_are_caught(old, new):
+    drafts = Drafts(*tables("second"), TREE, ranked=[0, 2])
+    assert not drafts.fits(drafts.verified(planted(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "how"),
+    [("second", PATH, {"noise": None}), ("bad", TREE, {"sample": sampled_with_replacement})],
+    ids=["the target's noise", "with replacement"],
+)
+def test_drafters_that_sample_wrongly_are_caught(kind, shape, how):
+    drafts = Drafts(*tables(kind), shape, **how)
+    assert not drafts.fits(drafts.verified())
 
 
 @st.composite
