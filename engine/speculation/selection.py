@@ -24,14 +24,13 @@ class DraftSelection:
     def __init__(self, curve: StepCurve) -> None:
         """curve: durations of steps, in seconds."""
         self._budget = TokenBudget(curve)
-        self._backoff = Backoff(runs=MEASURED_RUNS if curve.is_learned else None)
+        self._backoffs: dict[int, Backoff] = {}
         self._expected = self._accepted = 0.0
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
 
-    @property
-    def is_backing_off(self) -> bool:
-        """Whether the next step skips the drafter."""
-        return self._backoff.is_stopped
+    def is_backing_off(self, sequences: int) -> bool:
+        """Return whether the next step in which this many sequences produce tokens skips the drafter."""
+        return self._backoff(sequences).is_stopped
 
     @property
     def calibration(self) -> float:
@@ -74,8 +73,9 @@ class DraftSelection:
         self._accepted = DECAY * (self._accepted + accepted)
         self._budget.curve.record(plan.tokens, len(plan.entries), seconds)
         sequences = len(plan.producing)
+        backoff = self._backoff(sequences)
         if plan.is_backing_off:
-            self._backoff.record_pause()
+            backoff.record_pause()
         if not plan.is_drafting or not sequences:
             return
         self._budget.prepare(sequences, plan.scheduled - sequences)
@@ -83,9 +83,16 @@ class DraftSelection:
         self._budget.record(sequences, committed, verified, plan.drafting_s)
         saved = self._budget.saved(accepted, plan.tokens, verified)
         # After a pause, a network first runs the tokens that were committed meanwhile.
-        is_beginning = self._backoff.steps == 0
         drafting = plan.drafting_s / self._budget.seconds(sequences)
-        self._backoff.record_drafts(saved, drafting, is_beginning=is_beginning)
+        backoff.record_drafts(saved, drafting, is_beginning=backoff.steps == 0)
+
+    def _backoff(self, sequences: int) -> Backoff:
+        """Return the state for a number of sequences, on which it depends whether drafting pays.
+
+        The numbers from a power of two to the next one share a state.
+        """
+        runs = MEASURED_RUNS if self._budget.curve.is_learned else None
+        return self._backoffs.setdefault(sequences.bit_length(), Backoff(runs=runs))
 
 
 def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:

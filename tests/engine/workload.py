@@ -47,7 +47,7 @@ class StrictDrafter:
         self.paths[sequence_id] = []
 
     def draft(self, progress):
-        assert self.selection is None or not self.selection.is_backing_off or not progress.max_draft.any()
+        assert self.selection is None or not self.selection.is_stopped or not progress.max_draft.any()
         drafts = []
         for index, sequence_id in enumerate(progress.sequence_ids.tolist()):
             committed = progress.tokens[progress.offsets[index] : progress.offsets[index + 1]]
@@ -89,7 +89,10 @@ class RandomBackoff:
         """is_late: whether a step is recorded after the next one was planned."""
         self.rng = rng
         self.is_late = is_late
-        self.is_backing_off = False
+        self.is_stopped = False
+
+    def is_backing_off(self, sequences):
+        return self.is_stopped
 
     def price(self, plan):
         return StepPrice(100.0, 0.03)
@@ -98,8 +101,8 @@ class RandomBackoff:
         return usable
 
     def record(self, plan, accepted, committed, seconds):
-        assert self.is_late or not (self.is_backing_off and (plan.is_drafting or accepted))
-        self.is_backing_off = bool(self.rng.random() < 0.5)
+        assert self.is_late or not (self.is_stopped and (plan.is_drafting or accepted))
+        self.is_stopped = bool(self.rng.random() < 0.5)
 
 
 def random_record(rng):

@@ -87,7 +87,8 @@ def expected(target):
 class ByOwnProbability:
     """A selection that drops every token with a low `accept_prob`."""
 
-    is_backing_off = False
+    def is_backing_off(self, sequences):
+        return False
 
     def price(self, plan):
         return StepPrice(100.0, 0.03)

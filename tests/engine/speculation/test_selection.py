@@ -72,7 +72,7 @@ def test_drafts_that_are_never_accepted_take_little_time_and_are_retried(price):
     spent = []
     for _ in range(2000):
         plan = plan_of()
-        if not (plan := plan_of(is_backing_off=selection.is_backing_off)).is_backing_off:
+        if not (plan := plan_of(is_backing_off=selection.is_backing_off(1))).is_backing_off:
             selection.price(plan)
             verified = int(selection.select(plan, drafts, np.array([16]))[0])
             plan = plan_of(verified=verified, is_drafting=True)
@@ -88,7 +88,7 @@ def calls_in(selection, steps, *, accepted, drafting_s):
     """Return the steps in which the drafter is called."""
     calls = []
     for step in range(steps):
-        if selection.is_backing_off:
+        if selection.is_backing_off(1):
             selection.record(plan_of(is_backing_off=True), 0, 1, 1.0)
         else:
             calls.append(step)
@@ -117,7 +117,17 @@ def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
     for _ in range(100):
         plan = plan_of(is_drafting=True, extra_rows=extra_rows)
         selection.record(plan, 1, 2, 1.0)
-    assert selection.is_backing_off is not pays
+    assert selection.is_backing_off(1) is not pays
+
+
+def test_a_pause_of_a_large_batch_does_not_stop_drafts_of_a_small_one():
+    selection = DraftSelection(CHEAP)
+    for _ in range(20):
+        selection.record(plan_of(16, is_drafting=True, drafting_s=16.0), 0, 16, 1.0)
+    assert selection.is_backing_off(16)
+    assert selection.is_backing_off(31)
+    assert not selection.is_backing_off(15)
+    assert not selection.is_backing_off(32)
 
 
 def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():

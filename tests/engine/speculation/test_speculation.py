@@ -97,8 +97,7 @@ class Backoff:
     def __init__(self):
         self.plans = []
 
-    @property
-    def is_backing_off(self):
+    def is_backing_off(self, sequences):
         return len(self.plans) % 2 == 1
 
     def price(self, plan):
