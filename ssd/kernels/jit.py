@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from llvmlite import ir
@@ -109,12 +110,14 @@ def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     return compiled
 
 
-def drop_stale_kernels(package: Path) -> None:
+def drop_stale_kernels(package: Path, *modules: ModuleType) -> None:
     """Remove the cached kernels of a package folder if any of its modules changed since they were compiled.
 
-    numba only checks the module that defines a kernel, but functions of other modules are inlined into it.
+    modules: further ones that the kernels use. numba only checks the module that defines a kernel, but
+    functions of other modules are inlined into it, and their constants, too.
     """
-    sources = [(path.relative_to(package), path.stat()) for path in sorted(package.rglob("*.py"))]
+    others = [Path(str(module.__file__)) for module in modules]
+    sources = [(path.name, path.stat()) for path in (*sorted(package.rglob("*.py")), *others)]
     state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
     cache = package / "__pycache__"
     stamp = cache / "kernels.stamp"

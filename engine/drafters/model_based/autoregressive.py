@@ -142,7 +142,9 @@ class AutoregressiveDrafter(Drafter):
         # A draft is at most as deep as it has tokens.
         depth = min(self._depth, entry.draft_room)
         has_room = depth > 0 and len(sequence) + depth <= self.head.config.max_positions
-        return has_room and slots is not None and slots.computed == entry.computed == len(sequence) - 1
+        if not has_room or slots is None or slots.preemptions != sequence.preemptions:
+            return False
+        return slots.computed == entry.computed == len(sequence) - 1
 
     def _can_compile(self, entries: list[SequencePlan]) -> bool:
         samplings = (entry.sequence.request.sampling for entry in entries)

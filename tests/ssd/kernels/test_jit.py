@@ -2,6 +2,7 @@
 
 import os
 import runpy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,22 +24,28 @@ from ssd.kernels.jit import (
 )
 
 
-def test_cached_kernels_are_removed_when_any_module_of_the_package_changes(tmp_path):
-    cache = tmp_path / "__pycache__"
-    module, index = tmp_path / "helper.py", cache / "kernel.nbi"
+def test_cached_kernels_are_removed_when_any_module_that_they_use_changes(tmp_path):
+    package = tmp_path / "package"
+    cache = package / "__pycache__"
+    module, index = package / "helper.py", cache / "kernel.nbi"
+    cache.mkdir(parents=True)
     module.write_text("x = 1\n")
+    other = tmp_path / "other.py"
+    other.touch()
 
     def is_dropped():
         index.touch()
-        drop_stale_kernels(tmp_path)
+        drop_stale_kernels(package, SimpleNamespace(__file__=str(other)))
         return not index.exists()
 
-    drop_stale_kernels(tmp_path)
+    assert is_dropped()
     assert not is_dropped()
     os.utime(module, (0, 0))
     assert is_dropped()
     assert not is_dropped()
-    (tmp_path / "another.py").touch()
+    (package / "another.py").touch()
+    assert is_dropped()
+    os.utime(other, (0, 0))
     assert is_dropped()
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
-from ssd.kernels.jit import drop_stale_kernels
+from engine.drafters import calibration
+from ssd.kernels import jit, noise
 
-drop_stale_kernels(Path(__file__).parent)
+jit.drop_stale_kernels(Path(__file__).parent, calibration, jit, noise)

@@ -75,7 +75,7 @@ class CompiledDrafting:
         settings = PathSettings(
             np.array([len(sequence) for sequence in sequences]),
             np.array([entry.draft_room for entry in entries]),
-            np.array([each.temperature if each.is_sampled else 0.0 for each in samplings]),
+            np.array([each.temperature if each.is_sampled else 0.0 for each in samplings], np.float64),
             np.array([each.seed for each in samplings], np.int64),
             table.rates,
             *price,
