@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
-from ssd.budget.backoff import MEASURED_RUNS, Backoff
+from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
 from ssd.types import DraftBatch
@@ -89,10 +89,15 @@ class DraftSelection:
     def _backoff(self, sequences: int) -> Backoff:
         """Return the state for a number of sequences, on which it depends whether drafting pays.
 
-        The numbers from a power of two to the next one share a state.
+        The numbers from a power of two to the next one share a state. A step of several sequences says more
+        than one of a single sequence.
         """
-        runs = MEASURED_RUNS if self._budget.curve.is_learned else None
-        return self._backoffs.setdefault(sequences.bit_length(), Backoff(runs=runs))
+        size = sequences.bit_length()
+        if size not in self._backoffs:
+            runs = MEASURED_RUNS if self._budget.curve.is_learned else None
+            steps = MIN_TRIAL_STEPS if sequences == 1 else MIN_TRIAL_STEPS // 2
+            self._backoffs[size] = Backoff(runs=runs, min_trial_steps=steps)
+        return self._backoffs[size]
 
 
 def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ MAX_LOSS = 0.01
 TRIAL = 1.0
 """Time that a trial may lose before drafting stops."""
 MIN_TRIAL_STEPS = 6
-"""Smallest number of steps of a trial: what a single one saves says little."""
+"""Smallest number of steps of a trial of one sequence: what a single one saves says little."""
 MAX_SAVED, MAX_LOST = 5.0, 50.0
 """Limits of the sum of saved time above and below 0, in trials: how much drafting may lose after it stops being
 worthwhile, and how much a very slow step counts."""
@@ -43,12 +43,14 @@ class Backoff:
         shortest_pause: int = 1,
         runs: tuple[int, int] | None = None,
         is_stopped: bool = False,
+        min_trial_steps: int = MIN_TRIAL_STEPS,
     ) -> None:
-        """trial: time that a trial may lose. shortest_pause: smallest number of steps without drafts. runs: number of
-        steps with drafts after which drafting stops, so that steps without drafts are measured, at first and at most,
-        since it doubles each time; None: it does not stop. is_stopped: whether the first steps have no drafts.
+        """trial: time that a trial may lose, in at least `min_trial_steps` steps. shortest_pause: smallest number of
+        steps without drafts. runs: number of steps with drafts after which drafting stops, so that steps without drafts
+        are measured, at first and at most, since it doubles each time; None: it does not stop. is_stopped: whether the
+        first steps have no drafts.
         """
-        self._trial, self._shortest_pause = trial, shortest_pause
+        self._trial, self._min_trial_steps, self._shortest_pause = trial, min_trial_steps, shortest_pause
         self._run_steps, self._most_run_steps = runs or (0, 0)
         self._sum = self._run = trial
         """Time saved, within the limits above; the second since drafting last began, without steps that were slow
@@ -84,7 +86,7 @@ class Backoff:
         if self._sum == most:
             self._failures = 0
         self.steps += 1
-        if max(self._sum, self._run) < 0 and self.steps >= MIN_TRIAL_STEPS:
+        if max(self._sum, self._run) < 0 and self.steps >= self._min_trial_steps:
             self._stop()
         elif self.steps == self._run_steps:
             self.steps, self.pause_steps = 0, self._shortest_pause

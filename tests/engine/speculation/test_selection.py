@@ -120,6 +120,16 @@ def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
     assert selection.is_backing_off(1) is not pays
 
 
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 6), (2, 3), (16, 3)])
+def test_a_trial_with_more_sequences_has_fewer_steps(sequences, steps):
+    selection = DraftSelection(CHEAP)
+    made = 0
+    while not selection.is_backing_off(sequences):
+        selection.record(plan_of(sequences, is_drafting=True, drafting_s=9.0 * sequences), 0, sequences, 1.0)
+        made += 1
+    assert made == steps
+
+
 def test_a_pause_of_a_large_batch_does_not_stop_drafts_of_a_small_one():
     selection = DraftSelection(CHEAP)
     for _ in range(20):
