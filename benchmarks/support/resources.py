@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 SPARE = 0.1
-"""GPU memory in bytes that is left for activations, captured graphs and workspaces of libraries."""
+"""Fraction of GPU memory that is left for activations, captured graphs and workspaces of libraries."""
 
 
 def cpu_seconds(pid: int) -> float:

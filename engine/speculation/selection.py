@@ -87,10 +87,10 @@ class DraftSelection:
         backoff.record_drafts(saved, drafting, is_beginning=backoff.steps == 0)
 
     def _backoff(self, sequences: int) -> Backoff:
-        """Return the state for a number of sequences, on which it depends whether drafting pays.
+        """Return the pauses of drafting for a number of sequences, since whether drafting pays depends on it.
 
-        The numbers from a power of two to the next one share a state. A step of several sequences says more
-        than one of a single sequence.
+        The numbers from a power of two up to the next one have the same pauses. Trials of several sequences have fewer
+        steps, since each says more than a step of a single sequence.
         """
         size = sequences.bit_length()
         if size not in self._backoffs:

@@ -18,17 +18,17 @@ MAX_LOSS = 0.01
 TRIAL = 1.0
 """Time that a trial may lose before drafting stops."""
 MIN_TRIAL_STEPS = 6
-"""Smallest number of steps of a trial of one sequence: what a single one saves says little."""
+"""Smallest number of steps of a trial of one sequence: what a single step saves says little."""
 MAX_SAVED, MAX_LOST = 5.0, 50.0
-"""Limits of the sum of saved time above and below 0, in trials: how much drafting may lose after it stops being
-worthwhile, and how much a very slow step counts."""
+"""Largest sum of saved time, and of lost time, as multiples of the time that a trial may lose. The first limits how
+much drafting loses after it stops being worthwhile, the second how much a very slow step counts."""
 FIRST_PAUSE = 128.0
 """Number of steps of the first pause if a step with drafts loses as much time as a step without drafts takes. The pause
 is in proportion to that loss."""
 MAX_DOUBLINGS = 30
 """Number of times that a pause doubles; the loss of a trial limits it earlier."""
 MEASURED_RUNS = 32, 1024
-"""`runs` where single steps without drafts suffice to know their duration."""
+"""The argument `runs` of a `Backoff` that inserts single steps without drafts, to measure their duration."""
 RECENT = 5
 """Number of recent steps whose median counts."""
 
@@ -46,15 +46,15 @@ class Backoff:
         min_trial_steps: int = MIN_TRIAL_STEPS,
     ) -> None:
         """trial: time that a trial may lose, in at least `min_trial_steps` steps. shortest_pause: smallest number of
-        steps without drafts. runs: number of steps with drafts after which drafting stops, so that steps without drafts
-        are measured, at first and at most, since it doubles each time; None: it does not stop. is_stopped: whether the
-        first steps have no drafts.
+        steps without drafts. runs: first and largest number of steps with drafts after which drafting stops, so that
+        steps without drafts are measured; the number doubles each time. None: it does not stop for that. is_stopped:
+        whether the first steps have no drafts.
         """
         self._trial, self._min_trial_steps, self._shortest_pause = trial, min_trial_steps, shortest_pause
         self._run_steps, self._most_run_steps = runs or (0, 0)
         self._sum = self._run = trial
-        """Time saved, within the limits above; the second since drafting last began, without steps that were slow
-        because it began."""
+        """Sums of saved time, limited as above: of all steps with drafts; of those since drafting last began, without
+        the ones that were slow because it began."""
         self._failures = 0
         """Number of pauses since drafting was last worthwhile."""
         self._drafting, self._saved = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
@@ -105,8 +105,7 @@ class Backoff:
         self.steps = self.pause_steps = 0
 
     def _stop(self) -> None:
-        """Stop drafting for so long that the loss of this trial is `MAX_LOSS` of the time; after few failures, for
-        less."""
+        """Begin a pause, so that this trial loses `MAX_LOSS` of the time; after few failures, a shorter one."""
         steps = (self._trial - self._sum) / MAX_LOSS
         if any(self._drafting) and (loss := -median(self._saved)) > 0:
             steps = min(steps, FIRST_PAUSE * loss * 2.0 ** min(self._failures, MAX_DOUBLINGS))

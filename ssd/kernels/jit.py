@@ -63,7 +63,7 @@ Nothing = types.void
 
 
 def fields_of(kind: type, *fields: types.Type) -> types.Type:
-    """Return the type of a NamedTuple of arrays and numbers. Other than alone, arrays in it must be writable."""
+    """Return the type of a NamedTuple of arrays and numbers. Arrays in it must be writable, unlike single ones."""
     return types.NamedTuple(fields, kind)
 
 

@@ -1,4 +1,4 @@
-"""Choose a draft token from logits within a compiled network: what `DraftSampler` does for paths without q."""
+"""Choose a draft token from logits within a compiled network, as `DraftSampler` does for paths without q."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CONSIDERED = 256
 HALVINGS = 40
 """Largest number of steps of the search for the bound of these tokens; more would not change a float32."""
 NONE = -1
-"""Stands for a token where logits are not numbers."""
+"""Returned instead of a token where logits are not numbers."""
 
 
 @vectorized
 def choose(logits, vocabulary, temperature, seed, position):
-    """Return the token that a request drafts, and its score, see `SampledTokens.scores`.
+    """Return the token that a request drafts, `NONE` if logits are not numbers, and its score (`SampledTokens.scores`).
 
     logits: float32 [draft vocabulary], overwritten. vocabulary: see `layers.Network`. temperature: 0 for greedy.
-    position: of the token in its sequence.
+    position: index of the token in its sequence.
     """
     best = 0
     for index in range(1, len(logits)):
@@ -54,7 +54,7 @@ def _token(vocabulary, index):
 
 @vectorized
 def _keep_likeliest(logits, largest, kept):
-    """Write the indices of the `len(kept)` largest logits, ascending; `largest`: the first of them.
+    """Write the indices of the `len(kept)` largest logits in ascending order; `largest`: the largest logit.
 
     Among equal logits at the bound, those of lower tokens are kept.
     """

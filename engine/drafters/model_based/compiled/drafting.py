@@ -43,7 +43,7 @@ class CompiledDrafting:
         self._cache = cache
 
     def run(self, spans: SequenceOf[DraftSpan], tokens: np.ndarray, stored: Tensor) -> HeadOutput:
-        """Run consecutive tokens of sequences, paths of N tokens in all; return the output after each of them.
+        """Run consecutive tokens of each sequence, N in all; return the output after each of them.
 
         tokens: int64 [N]. stored: float32 [cache slots, S], the state of the position in each slot.
         """
@@ -110,7 +110,7 @@ def _page_tables(tables: SequenceOf[list[int]]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _drafts_of(paths: PathTokens, source: int) -> PoolDrafts:
-    """Return the paths as drafts; source: of all tokens."""
+    """Return the paths as drafts; source: the `DraftSource` of all tokens."""
     is_drafted = np.arange(paths.tokens.shape[1]) < paths.counts[:, None]
     owner, place = is_drafted.nonzero()
     path_prob = np.cumprod(np.where(is_drafted, paths.accept_prob, 1), axis=1, dtype=np.float32)

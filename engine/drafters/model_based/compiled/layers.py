@@ -26,11 +26,12 @@ EMBEDDING_NORM, STATE_NORM, FINAL_NORM = range(3)
 # Elements of `Network.sizes`.
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INPUT, ZEROES_FIRST, KEEPS_NORMALIZED, STATE = range(9)
 """Numbers of layers, hidden components, heads, heads of keys and components of a head; the kind of input; whether the
-embedding at position 1 is replaced with zeros; see `NORMALIZED_RESIDUAL`; the kind of state."""
+embedding at position 1 is replaced with zeros; whether the residual of an input `PAIRS` begins as the normalized state
+instead of the state; the kind of state."""
 SIZES = 9
 TOKENS, COMBINED, PAIRS = range(3)
-"""Kinds of input of the first layer: embeddings; embeddings and states, projected to the hidden size; embeddings beside
-states, which only its attention reads together."""
+"""Kinds of input of the first layer: embeddings; embeddings and states, projected to the hidden size; pairs of an
+embedding and a state, of which only the attention reads both."""
 SUM, NORMALIZED, NO_STATE = range(3)
 """Kinds of the state for the next position: the last layer's output before or after the final norm; none."""
 
@@ -133,7 +134,7 @@ def project(network, matrix, rows, out):
 
 @vectorized
 def normalize(network, norm, rows, out):
-    """Write rows, divided by their root mean squares and scaled; without the norm, the rows themselves."""
+    """Write rows divided by their root mean squares and scaled; unchanged if the network does not have the norm."""
     at, size = network.norms[norm], rows.shape[1]
     for row in range(len(rows)):
         values, normalized = rows[row], out[row]
@@ -285,8 +286,9 @@ def softmax_weights(values, scratch):
 def exponentials(values, scratch):
     """Replace values by their exponentials, to a relative error of 1e-6, from `LOWEST_EXPONENT` to 87.
 
-    Other values count as these limits. scratch: int32, at least as long. Without calls, so that it is compiled to
-    vector operations: exp(x) = 2 ** n * exp(r) with |r| <= ln(2) / 2; the polynomial is Cephes' (Moshier, 1992).
+    Other values are first replaced by the nearer limit. scratch: int32, at least as long. The loops make no calls, so
+    that they are compiled to vector operations: exp(x) = 2 ** n * exp(r) with |r| <= ln(2) / 2; the polynomial is
+    Cephes' (Moshier, 1992).
     """
     powers = scratch.view(np.float32)
     for index in range(len(values)):

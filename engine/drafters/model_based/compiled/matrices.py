@@ -12,11 +12,11 @@ import numpy as np
 from ssd.kernels.jit import vectorized
 
 BLOCK = 512
-"""Number of outputs of a block. Of 128 to 1024, with 1 and 16 rows, this many were the fastest or close to it."""
+"""Number of outputs of a block. Among sizes from 128 to 1024, it was the fastest or close to it with 1 and 16 rows."""
 LARGEST = 127
 """Largest absolute value of a weight; without -128 the range is symmetric."""
 
-# Columns of a table of matrices: places in the arrays of weights and of floats, and sizes. A bias of -1 is none.
+# Columns of a table of matrices: places in the arrays of weights and of floats, and sizes. A bias of -1: none.
 WEIGHTS, SCALES, BIAS, INPUTS, OUTPUTS = range(5)
 COLUMNS = 5
 
@@ -40,7 +40,7 @@ def multiply(weights, floats, matrix, rows, out):
         block = weights[begin : begin + size * inputs]
         end, fours = first + size, len(rows) // 4 * 4
         for row in range(0, fours, 4):
-            # Rows are passed one by one, because numba knows only of these that they are contiguous.
+            # Rows are passed one by one: numba knows that each of them is contiguous, but not those of a slice.
             _add_to_four(
                 block, rows[row], rows[row + 1], rows[row + 2], rows[row + 3],
                 out[row, first:end], out[row + 1, first:end], out[row + 2, first:end], out[row + 3, first:end],

@@ -1,4 +1,4 @@
-"""Convert draft heads and draft models to compiled networks, where these support all that they consist of."""
+"""Convert draft heads and draft models to compiled networks, if these support all of their parts."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ class Parts(NamedTuple):
 
 
 def compile_head(head: DraftHead) -> Network | None:
-    """Return a network that computes what an attached head does, with weights rounded to int8; None if it cannot.
+    """Return a network that computes what an attached head does, with int8 weights; None if that is not supported.
 
-    It cannot with experts, latent attention, adapters, weights in other dtypes than float32 or on other devices than a
-    CPU, or more than `MAX_WEIGHTS`. Embeddings are shared with the head, other weights are copied.
+    Experts, latent attention, adapters, models that are not float32 on a CPU, and more than `MAX_WEIGHTS` weights are
+    not supported; of quantized weights, int8 with one scale for each output is. Embeddings are shared with the head,
+    other weights are copied.
     """
     parts = _parts(head)
     if parts is None or not _is_supported(parts):

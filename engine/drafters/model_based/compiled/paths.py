@@ -91,7 +91,7 @@ PATHS = fields_of(PathTokens, LongRows, FloatRows, FloatRows, Longs, Longs)
 
 @vectorized
 def _run(network, cache, rows, hidden, states):
-    """Run tokens after `states`, float32 [N, S], which are replaced; write the inputs of the projection to logits."""
+    """Run tokens that follow `states`, float32 [N, S], and replace these; write the input of the logits to `hidden`."""
     sizes = network.sizes
     count, size = len(rows.tokens), sizes[HIDDEN]
     matrices, norms = sizes[LAYERS] * LAYER_MATRICES, sizes[LAYERS] * LAYER_NORMS
