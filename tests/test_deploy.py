@@ -104,6 +104,13 @@ def test_panels_use_existing_metrics_and_labels(panel, target):
     assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 
+def test_annotations_use_existing_metrics_and_labels():
+    expressions = [each["expr"] for each in DASHBOARD["annotations"]["list"] if "expr" in each]
+    assert expressions
+    for expression in expressions:
+        check_expression(expression)
+
+
 def test_every_metric_is_on_the_dashboard():
     shown = set().union(*(check_expression(target["expr"])[0] for _, target in TARGETS))
     names = {name for name in exported() if name.startswith("ssd_drafter")}
