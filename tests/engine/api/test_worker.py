@@ -136,7 +136,8 @@ class Updating(FakeEngine):
 
     version = 0
 
-    def update_weights(self, path, *, version, observe):
+    def update_weights(self, path, *, version, running, observe):
+        assert running == "finish"
         if path == "bad":
             raise UserError("weights that do not fit")
         while self.requests:
@@ -152,9 +153,9 @@ def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weig
         [
             SubmitRequest(1, request(100_000)),
             SubmitRequest(2, request(5)),
-            UpdateWeights(3, "good", 8),
+            UpdateWeights(3, "good", 8, "finish"),
             CancelRequest(1),
-            UpdateWeights(4, "bad", 9),
+            UpdateWeights(4, "bad", 9, "finish"),
         ],
     )
     assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [100_000]
