@@ -445,7 +445,9 @@ class Engine:
             forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
             self._selection.record(step.plan, accepted - forced, report.committed, seconds)
         if is_on_graph:
-            host_s = times.schedule + times.draft + times.commit
+            # While the host launches prompt chunks, the device already runs them.
+            launch_s = times.forward if not any(plan.has_prompts for plan in self._launched) else 0.0
+            host_s = times.schedule + times.draft + launch_s + times.commit
             self._depth.record(host_s, times.total, accepted, report.committed)
 
     def _append(self, result: SequenceResult) -> Cut:

@@ -43,6 +43,7 @@ ALLOWED = {
         "drafter_service.client",
         "drafter_service.observability.measuring",
         "drafter_service.observability.pages",
+        "drafter_service.observability.version",
         "click",
         "fastapi",
         "flashinfer",

@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import MAX_DRAFT, Bench
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.requests import Item
 from benchmarks.gpu.serving import Run, serve
-from benchmarks.gpu.stepping import FixedDrafter, Stream, path, random_requests
+from benchmarks.gpu.stepping import WARM_STEPS, FixedDrafter, Stream, path, random_requests
 from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
 from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
 from benchmarks.support.targets import at_least, at_most
@@ -40,8 +40,10 @@ MANY_STREAMS = 64
 LEARNING_S = 1.0
 """Time for a sidecar to index learned outputs, in seconds; it takes 25 ms after the end of a request."""
 TIMED_STEPS = 16
-ENDLESS_OUTPUT = 512
-"""Output length that no stream reaches in the timed steps; the model's own tokens follow the recorded ones."""
+ENDLESS_OUTPUT = (1 + WARM_STEPS + 2 * (1 + TIMED_STEPS)) * (1 + MAX_DRAFT)
+"""Output length that no stream reaches in the timed and recorded steps, even if every draft token is accepted. The
+model's own tokens follow the recorded ones.
+"""
 MAX_ADDED_IDLE = {"ssd": 1.0, "ssd-remote": 3.0}
 """Target: GPU idle time added by each drafter, in percent of a step."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -61,7 +62,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
         "tokens_per_s": round(1 / step, 1),
         "step_ms": round(1e3 * step, 3),
         "gb_read": round(read / 1e9, 3),
-        "copy_gb_per_s": round(bench.ceilings.bytes_per_s / 1e9),
+        "copy_gb_per_s": round(bench.ceilings.bytes_per_s / 1e9, 1),
     }
     yield Figure(f"bandwidth of a step, {context} tokens before it", share, "%", count, at_least(85), details)
     if timed.kernels:
@@ -81,8 +82,10 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 def verify(bench: Bench) -> Iterator[Figure]:
     """Compare steps that verify 16 wrong draft tokens to steps without drafts."""
-    # With a step in flight, a draft must begin with the token that this step adds, or it is dropped.
-    right = 1 if bench.setting.in_flight == 1 else 0
+    # With a step in flight, a draft must begin with the token that this step adds, or it is dropped. Whether it must
+    # is known only if the number of steps in flight is fixed.
+    in_flight = 1 if bench.setting.in_flight is None else bench.setting.in_flight
+    bench, right = Bench(replace(bench.setting, in_flight=in_flight)), in_flight
     wrong = FixedDrafter(path(right + MAX_DRAFT), bench.config.vocab_size, right=right)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
     ratio = median(ratios(timed["verify"], timed["plain"]))

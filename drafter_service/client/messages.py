@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from drafter_service.client.history import indices_of_runs
 from drafter_service.client.identity import process_name
 from drafter_service.client.sequences import SequenceInfo
+from drafter_service.observability.version import own_version
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import DTYPES, PROTOCOL, SHAPE_CODES, check_engine_name, pack, read_drafts
 from ssd.budget.padding import NO_PADDING, Padding
@@ -158,7 +158,7 @@ def hello_message(
         raise ValueError(f"draft_shape must be 'path', 'tree' or None, not {draft_shape!r}")
     return pb.Hello(
         protocol=PROTOCOL,
-        client=f"{host} ssd-drafter/{version('ssd-drafter')}".strip(),
+        client=f"{host} ssd-drafter/{own_version()}".strip(),
         model=pb.Model() if model is None else pb.Model(**vars(model)),
         namespace=namespace,
         draft_shape=SHAPE_CODES[draft_shape],

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
 from drafter_service.observability.process import resident_bytes
+from drafter_service.observability.version import own_version
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
 from drafter_service.server.housekeeping import Housekeeping
@@ -106,7 +106,7 @@ class DrafterServer:
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
         ]
         return ServiceFacts(
-            version=version("ssd-drafter"),
+            version=own_version(),
             started_at=self._started_at,
             now=time.time(),
             memory_bytes=resident_bytes(),

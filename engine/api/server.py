@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
+from drafter_service.observability.version import own_version
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response
@@ -99,7 +99,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         admission = Admission(options.config.max_sequences + config.max_waiting)
         with closing(Service(engine, ready, served, admission)) as service:
             loading.loaded = create_app(
-                service, keys=keys, max_body_bytes=config.max_body_bytes, version=version("ssd-drafter"),
+                service, keys=keys, max_body_bytes=config.max_body_bytes, version=own_version(),
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
             _stop_on_signals(server, notify)

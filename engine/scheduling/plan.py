@@ -122,6 +122,11 @@ class StepPlan:
         """Number of committed tokens that run."""
         return sum(entry.scheduled for entry in self.entries)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the step runs prompt tokens beside the last committed token of each producing entry."""
+        return self.scheduled > len(self.producing)
+
     def drop_mispredicted(self) -> None:
         """Remove drafts for outcomes that did not occur, as the device does; the previous step must be committed."""
         for entry in self.producing:

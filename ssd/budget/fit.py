@@ -2,10 +2,10 @@
 
 The curve is a sum of parts of a prior curve, each multiplied by a factor: the time of a step with one token, the time
 that further sequences add, by how much a step takes longer if a sequence has several tokens, and the time that further
-tokens add from each knot to the next. No factor is negative, so larger steps never take less time. The factors are the
-most probable ones given the durations (ridge regression with non-negative coefficients, each duration weighted by its
-expected value). Without durations a factor is 1, and factors of nearby knots resemble each other, so a few steps teach
-the cost of sizes that have not run yet.
+tokens add from each knot to the next. No factor is negative, so larger steps never take less time, and the first one
+is positive, so every step takes some time. The factors are the most probable ones given the durations (ridge regression
+with non-negative coefficients, each duration weighted by its expected value). Without durations a factor is 1, and
+factors of nearby knots resemble each other, so a few steps teach the cost of sizes that have not run yet.
 
 A single step changes what is expected by a limited fraction, because it may have been disturbed. Old steps lose weight
 slowly; parts whose steps have lost their weight take their factors from nearby parts and the prior curve. The scale of
@@ -50,6 +50,8 @@ weight."""
 RAGGED_TIME, RAGGED_SPREAD = 0.05, 4.0
 """How much longer a step takes in the prior curve if a sequence has several tokens, as a fraction of the time with one
 token each, and the standard deviation of its factor. Engines have faster ways for one token each."""
+SMALLEST_EMPTY = 0.01
+"""Smallest factor of a step with one token. If prompts take nearly all the time, durations tell little about it."""
 SMALLEST_SLOPE = 0.1 / 64
 """Smallest time that a token adds in the prior curve, as a fraction of an empty step, since factors cannot change 0."""
 SWEEPS, TOLERANCE = 30, 1e-4
@@ -189,7 +191,8 @@ def _solve(fit):  # type: ignore[no-untyped-def]
             residual = fit.weighted[row]
             for column in range(len(factors)):
                 residual += prior[row, column] - (prior[row, column] + precision[row, column]) * factors[column]
-            value = max(0.0, factors[row] + residual / (prior[row, row] + precision[row, row]))
+            least = SMALLEST_EMPTY if row == EMPTY else 0.0
+            value = max(least, factors[row] + residual / (prior[row, row] + precision[row, row]))
             change = max(change, abs(value - factors[row]))
             factors[row] = value
         if change < TOLERANCE:

@@ -9,6 +9,7 @@ import click
 
 from drafter_service.commands.output import check_writable, write
 from drafter_service.commands.sources import find_sources, source_options
+from drafter_service.observability.version import own_version
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,12 +132,10 @@ def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
 
 
 def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile: CostProfile) -> str:
-    from importlib.metadata import version
-
     from drafter_service.commands.advise.page import render_page
 
     details = {
-        "ssd-drafter": version("ssd-drafter"),
+        "ssd-drafter": own_version(),
         "log": ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common()),
         "requests": f"{len(traffic):,}",
         "output tokens": f"{int(traffic.output_lengths.sum()):,}",

@@ -127,8 +127,21 @@ def test_larger_steps_never_take_less_time(steps, is_known):
     for sequences in (1, 7, 64):
         row = curve.row(sequences)
         assert np.isfinite(row).all()
-        assert (row >= 0).all()
+        assert (row > 0).all()
         assert (np.diff(row) >= -1e-12).all()
+
+
+def test_small_steps_take_time_even_if_prompts_seemed_to_take_all_of_it():
+    curve = StepCurve.from_table([1, 16], [1, 4096], np.array([[0.01, 0.5], [0.012, 0.5]]))
+    # With attention over the prompts, time grows faster than the number of tokens.
+    for tokens in 30 * [1024, 8000]:
+        curve.record(tokens, 16, 0.5 * (tokens / 4096) ** 1.5)
+    budget = TokenBudget(curve)
+    assert 0 < budget.seconds(1) < 0.01
+    assert np.isfinite(budget.saved(accepted=4, tokens=9, drafted=8))
+    for _ in range(30):
+        curve.record(1, 1, 0.01)
+    assert curve.seconds(1, 1) == pytest.approx(0.01, rel=0.2)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
@@ -251,7 +264,7 @@ def test_totals_have_the_durations_by_size():
 
 
 class SlowFit:
-    """`CurveFit` that remembers every step, and finds the best factors by trying each set of them that may be 0."""
+    """`CurveFit` that remembers every step, and finds the best factors by trying each set of them that may be least."""
 
     def __init__(self, knots, spread):
         middle = np.log(knots[1:] * knots[:-1]) / 2
@@ -294,11 +307,13 @@ class SlowFit:
     def best_factors(self):
         precision = self.prior + sum(weight * np.outer(each, each) for weight, each, _ in self.rows)
         target = self.prior.sum(1) + sum(weight * each * value for weight, each, value in self.rows)
+        least = np.array([0.01] + [0.0] * (len(target) - 1))
         candidates = []
         for free in itertools.product([False, True], repeat=len(target)):
-            chosen, solution = np.flatnonzero(free), np.zeros(len(target))
-            solution[chosen] = np.linalg.solve(precision[np.ix_(chosen, chosen)], target[chosen])
-            if (solution >= 0).all():
+            chosen, solution = np.flatnonzero(free), np.where(free, 0.0, least)
+            others = target - precision @ solution
+            solution[chosen] = np.linalg.solve(precision[np.ix_(chosen, chosen)], others[chosen])
+            if (solution >= least).all():
                 candidates.append(solution)
         return min(candidates, key=self.loss)
 
