@@ -518,7 +518,11 @@ def build_engine(
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    selection = None if executors.curve is None else DraftSelection(executors.curve)
+    selection = (
+        None
+        if executors.curve is None
+        else DraftSelection(executors.curve, learns=getattr(innermost(drafter), "learns", True))
+    )
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,

@@ -262,8 +262,9 @@ class Drafter(Protocol):
     for which `propose` and `observe` are not called. `weights_changed() -> None` is called after the weights of the
     target and of `copies` were overwritten, while no request runs.
 
-    One attribute is optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
-    the target's.
+    Two attributes are optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
+    the target's. `learns: bool` says whether drafts improve with the tokens that the drafter has seen (default: true);
+    if not, it is called less often after its drafts were not worthwhile.
     """
 
     needs: TargetOutputs

@@ -80,12 +80,14 @@ class EagerStep:
 
 def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
     """Set the hidden states of scheduled and accepted tokens in results. states: [N, layers, hidden size]."""
-    rows = []
-    for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
-        scheduled = np.arange(span.start, span.start + result.plan.scheduled)
-        rows.append(np.concatenate((scheduled, batch.logit_rows[first + 1 + result.kept])))
-    parts = states[np.concatenate(rows)].split([len(own) for own in rows])
-    for result, part in zip(results, parts, strict=True):
+    counts = [result.plan.scheduled + len(result.kept) for result in results]
+    if sum(counts) < len(states):  # Otherwise no token was rejected, and all rows are needed.
+        rows = []
+        for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
+            rows.append(np.arange(span.start, span.start + result.plan.scheduled))
+            rows.append(batch.logit_rows[first + 1 + result.kept])
+        states = states[np.concatenate(rows)]
+    for result, part in zip(results, states.split(counts), strict=True):
         result.hidden = part
 
 

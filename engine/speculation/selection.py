@@ -21,9 +21,10 @@ tried at times."""
 class DraftSelection:
     """The token budget of an engine, for drafts of any drafter, whose probabilities it calibrates."""
 
-    def __init__(self, curve: StepCurve) -> None:
-        """curve: durations of steps, in seconds."""
+    def __init__(self, curve: StepCurve, *, learns: bool = True) -> None:
+        """curve: durations of steps, in seconds. learns: as in `Drafter`."""
         self._budget = TokenBudget(curve)
+        self._learns = learns
         self._backoffs: dict[int, Backoff] = {}
         self._expected = self._accepted = 0.0
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
@@ -96,7 +97,7 @@ class DraftSelection:
         if size not in self._backoffs:
             runs = MEASURED_RUNS if self._budget.curve.is_learned else None
             steps = MIN_TRIAL_STEPS if sequences == 1 else MIN_TRIAL_STEPS // 2
-            self._backoffs[size] = Backoff(runs=runs, min_trial_steps=steps)
+            self._backoffs[size] = Backoff(runs=runs, min_trial_steps=steps, learns=self._learns)
         return self._backoffs[size]
 
 

@@ -44,6 +44,8 @@ BRANCHES = 4
 class AutoregressiveDrafter(Drafter):
     """Drafts with a head or a model that continues its own output."""
 
+    learns = False
+
     def __init__(
         self,
         head: DraftHead,

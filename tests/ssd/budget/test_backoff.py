@@ -90,3 +90,25 @@ def test_a_first_call_that_loads_modules_does_not_count():
     backoff = Backoff()
     backoff.record_drafts(0.0, 1000.0)
     assert all(run(backoff, 100, saved=0.2, drafting=0.1))
+
+
+def test_a_call_that_waited_counts_little_and_slower_calls_for_new_prompts_count():
+    backoff = Backoff()
+    run(backoff, 10, saved=0.1, drafting=0.1)
+    backoff.record_drafts(0.1, 1000.0)
+    assert all(run(backoff, 50, saved=0.1, drafting=0.1))
+    for _ in range(20):
+        run(backoff, 4, saved=0.15, drafting=0.1)
+        backoff.record_drafts(0.15, 0.5)
+    assert backoff.is_stopped
+
+
+def test_the_first_calls_count_once_the_usual_time_is_known():
+    made = run(Backoff(min_trial_steps=1), 10, saved=0.0, drafting=0.4)
+    assert made.index(False) == 3
+
+
+def test_a_drafter_that_does_not_learn_is_not_tried_again_soon():
+    made = run(Backoff(learns=False), 3000, saved=0.0, drafting=0.05)
+    pauses = [len(pause) for pause in "".join(" x"[each] for each in made).strip().split("x") if pause]
+    assert pauses == pytest.approx([1 / MAX_LOSS] * len(pauses), rel=0.1)
