@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.speculation.draft_tree import DraftTree
 
 LOG = logging.getLogger(__name__)
-MAX_KEPT_S = 2.0
+MAX_KEPT_S = 1.0
 """Processor time in seconds that compiling all kept grammars, and their masks, may have taken. It bounds their memory,
 which llguidance does not tell: version 1.9.1 takes up to 0.7 GB for each second of it."""
 MAX_MASK_S, MAX_DELAY_S = 0.01, 0.25
