@@ -1,8 +1,8 @@
 """Compile new grammars in another process before the engine does, because compiling some takes minutes or crashes.
 
 Compiling cannot be interrupted, and the library's limits do not bound its time: a few dozen characters are enough for
-minutes and gigabytes. Here each new grammar is compiled by a process of its own with a limit of processor time. The
-engine compiles the grammar again, in about the same time.
+minutes and gigabytes. Here each new grammar is compiled in a fork that has limits of time, memory and stack. The engine
+compiles the grammar again, in about the same time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 from engine.api.messages import OutputEvent
@@ -33,15 +33,17 @@ from ssd.errors import UserError
 
 MAX_COMPILE_S = 0.2
 """Processor time in seconds that a grammar may take until its first mask, because the engine's steps wait for it."""
+QUICK_S = 0.02
+"""The same for a first attempt. Grammars that take longer are compiled again within the limit above, at lower priority,
+so that they delay others by this time only. Most take 1 to 15 ms in a fork."""
+MAX_COMPILE_MIB = 256
+"""Memory in MiB that compiling a grammar may take. Within the limit of time, 110 were the most."""
 MAX_STACK = 4 << 20
 """Largest stack in bytes; at most half of the engine's, which a grammar that passes therefore cannot overflow."""
-MAX_CHECKS = 16
-"""Number of checks that run at once, so that grammars that take long delay others little. Those take 20 to 70 MB each,
-and the longest ones up to 0.3 GB."""
+MAX_CHECKS = 4
+"""Number of first attempts that run at once, and of second ones."""
 MAX_WAIT_S = 30.0
-"""Time in seconds in which a check must end, the start of the process included; then the process is replaced."""
-ENDED_BY_GRAMMAR = (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT)
-"""Exit statuses of compilers whose grammar is to blame. Others may have other causes, such as a lack of memory."""
+"""Time in seconds in which an attempt must end, the start of the process included; then the process is replaced."""
 MAX_RESULTS = 1024
 """Number of results to keep, of 1 to 2 KB each."""
 
@@ -59,7 +61,8 @@ class GrammarChecker:
         """Reasons why grammars cannot be used, empty for those that can, by digest; the most recently used last."""
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Locks of the requests that need the same result, by digest."""
-        self._threads = ThreadPoolExecutor(MAX_CHECKS, "grammar-checker")
+        self._threads = {limit_s: ThreadPoolExecutor(MAX_CHECKS, "grammars") for limit_s in (QUICK_S, MAX_COMPILE_S)}
+        """Threads that wait for the process, by limit of processor time."""
 
     async def run(self, run: Run, request: Request) -> AsyncGenerator[OutputEvent, None]:
         """Yield the events of a request like `run`, after its grammar has been checked.
@@ -75,7 +78,8 @@ class GrammarChecker:
 
     def close(self) -> None:
         """Wait for the running checks, and end the process."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
         self._end_process()
 
     async def _result(self, grammar: Grammar) -> str:
@@ -84,40 +88,51 @@ class GrammarChecker:
         # Of several requests, one checks. If it is cancelled, so is its check, unless it runs, and the next one checks.
         async with self._turns.setdefault(key, asyncio.Lock()):
             if key not in self._results:
-                reason, is_final = await self._check(grammar)
-                if not is_final:
-                    return reason
-                self._results[key] = reason
+                self._results[key] = await self._check(grammar)
                 if len(self._results) > MAX_RESULTS:
                     self._results.popitem(last=False)
             self._results.move_to_end(key)
             return self._results[key]
 
-    async def _check(self, grammar: Grammar) -> tuple[str, bool]:
-        """Return the result of `refusal` in the process; try it again once in a new process."""
-        check = partial(asyncio.get_running_loop().run_in_executor, self._threads, self._check_in_process, grammar)
-        ended = f"{grammar.kind}: the grammar could not be checked, because the checking process ended; try again"
-        return await check() or await check() or (ended, False)
+    async def _check(self, grammar: Grammar) -> str:
+        """Return the reason why a grammar cannot be used, empty if it can. Raises UserError if that remains unknown."""
+        for limit_s, threads in self._threads.items():
+            compiling = asyncio.get_running_loop().run_in_executor(threads, self._compile, grammar, limit_s)
+            if (reason := await compiling) is not None:
+                return reason
+        return (
+            f"{grammar.kind}: it cannot be compiled within the limits of {MAX_COMPILE_S:g} s of processor time, "
+            f"{MAX_COMPILE_MIB} MiB of memory, and the stack; use smaller repetitions, fewer alternatives, fewer "
+            "combined schemas, or less nesting"
+        )
 
-    def _check_in_process(self, grammar: Grammar) -> tuple[str, bool] | None:
-        """Return the result of `refusal` in the process; None if it ended or was too late. Runs in a thread."""
+    def _compile(self, grammar: Grammar, limit_s: float) -> str | None:
+        """Compile a grammar in a fork of the process.
+
+        Returns the reason why it cannot be used, empty if it can, and None if the fork reached a limit. Raises
+        UserError if that remains unknown.
+        """
         used = None
         own_end, other_end = multiprocessing.Pipe()
         with own_end, suppress(EOFError, OSError):
             with other_end, self._lock:
-                if self._process is None:
+                if self._process is None or not self._process[0].is_alive():
+                    self._end_process()
                     self._process = _start(self._compiler)
                 used = self._process
                 socket.send_fds(used[1], [b"\0"], [other_end.fileno()])
-            own_end.send(grammar)
-            if own_end.poll(MAX_WAIT_S):
-                answer: tuple[str, bool] = own_end.recv()
-                return answer
+            own_end.send((grammar, limit_s, MAX_COMPILE_MIB))
+            has_begun = own_end.poll(MAX_WAIT_S) and own_end.recv()
+            try:
+                if has_begun and own_end.poll(MAX_WAIT_S):
+                    return str(own_end.recv())
+            except EOFError:
+                return None
         with self._lock:
             # Other checks may have replaced the process. Those that run in its forks continue.
             if self._process is used:
                 self._end_process()
-        return None
+        raise UserError(f"{grammar.kind}: the grammar could not be checked; try again")
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -138,57 +153,37 @@ def _start(compiler: GrammarCompiler) -> tuple[BaseProcess, socket.socket]:
 
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
-    """Check a grammar for each connection that `control` sends, until it is closed; runs in the process."""
+    """Compile a grammar for each connection that `control` sends, until it is closed; runs in the process."""
     # Ctrl-C and other signals reach the whole process group; the HTTP process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Processes that have ended are removed.
     compiler.prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Forks that have ended are removed.
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
             try:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 with Connection(descriptors[0]) as connection:
-                    connection.send(refusal(compiler, connection.recv()))
+                    grammar, *limits = connection.recv()
+                    connection.send(True)
+                    _limit(*limits)
+                    connection.send(_reason(compiler, grammar))
             finally:
                 os._exit(0)
         os.close(descriptors[0])
 
 
-def refusal(compiler: GrammarCompiler, grammar: Grammar) -> tuple[str, bool]:
-    """Compile a grammar in a fork of this process.
-
-    Returns the reason why it cannot be used, empty if it can, and whether another attempt would have the same result.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            limit, largest = resource.getrlimit(resource.RLIMIT_STACK)
-            stack = MAX_STACK if limit == resource.RLIM_INFINITY else min(MAX_STACK, limit // 2)
-            resource.setrlimit(resource.RLIMIT_STACK, (stack, largest))
-            os.nice(10)  # The engine's steps take precedence.
-            # Either timer ends the process; the second one if it waits for something.
-            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
-            signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_S)
-            os.write(writing, _reason(compiler, grammar).encode(errors="backslashreplace"))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as results:
-        reason = results.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == -signal.SIGPROF:
-        return (
-            f"{grammar.kind}: it takes more than {MAX_COMPILE_S:g} s of processor time to compile, which is the limit; "
-            "use smaller repetitions, fewer alternatives, or fewer schemas that are combined"
-        ), True
-    if status in ENDED_BY_GRAMMAR:
-        return f"{grammar.kind}: it cannot be used: llguidance crashes; it may be nested too deeply", True
-    if status:
-        return f"{grammar.kind}: the grammar could not be checked: compiling it ended with status {status}", False
-    return reason, True
+def _limit(processor_s: float, memory_mib: int) -> None:
+    """Set the limits of this process: processor time, memory beyond what it has now, stack and priority."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = MAX_STACK if stack == resource.RLIM_INFINITY else min(MAX_STACK, stack // 2)
+    for kind, limit in ((resource.RLIMIT_AS, used + (memory_mib << 20)), (resource.RLIMIT_STACK, stack)):
+        _, largest = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if largest == resource.RLIM_INFINITY else min(limit, largest), largest))
+    os.nice(5 if processor_s <= QUICK_S else 10)  # The engine's steps take precedence.
+    # Either timer ends the process; the second one if it waits for something.
+    signal.setitimer(signal.ITIMER_PROF, processor_s)
+    signal.setitimer(signal.ITIMER_REAL, 2 * MAX_WAIT_S)
 
 
 def _reason(compiler: GrammarCompiler, grammar: Grammar) -> str:

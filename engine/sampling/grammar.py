@@ -16,7 +16,8 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 """JSON is written on one line, as by Python's `json.dumps`. With free whitespace almost nothing would be forced, and a
 weak model could produce spaces without end. A schema may choose otherwise in its field `x-guidance`."""
 MAX_TEXT = 1 << 17
-"""Largest number of characters of a grammar, because recent grammars are kept."""
+"""Largest number of characters of a grammar, because recent grammars are kept. Text that is not compiled, such as a
+description, takes hardly any time, so no other limit bounds its memory."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ The library builds the automaton of a grammar as it is needed, up to limits. All
 grammar share the automaton, and once a limit is reached, none of them can continue. A state that cannot continue is
 therefore built again with an automaton of its own and a larger limit, and fails only if that one is reached, too.
 
-The library's limits do not bound the time of compiling. Servers first compile a grammar in another process
-(`engine.api.grammar_checker`). The time of masks is bounded here.
+The library's limits do not bound the time and memory of compiling. Servers first compile a grammar in another process
+(`engine.api.grammar_checker`). The time of masks and the memory of kept grammars are bounded here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
@@ -32,11 +33,9 @@ if TYPE_CHECKING:
     from engine.speculation.draft_tree import DraftTree
 
 LOG = logging.getLogger(__name__)
-MAX_COMPILED = 64
-"""Number of compiled grammars to keep, because most requests use one of a few schemas. With llguidance 1.9.1, most take
-0.1 to 1 MB; 64 that compile for just under 0.2 s (`multipleOf` of about 60,000) took 2.1 GB after 300 masks each.
-Their bytes are not bounded: the library does not tell them, and its `lexer_cost` is not in proportion (60 times as much
-for such a grammar as for a choice among 5,000 strings, which takes a seventh of the memory)."""
+MAX_KEPT_S = 1.0
+"""Processor time in seconds that compiling all kept grammars, and their masks, may have taken. It bounds their memory,
+which llguidance does not tell: version 1.9.1 takes up to 0.7 GB for each second of it."""
 MAX_MASK_S, MAX_DELAY_S = 0.01, 0.25
 """Processor time in seconds that each mask of an output may take, and what all of its masks may take in addition."""
 MAX_STATES = 50_000
@@ -45,8 +44,6 @@ NOTHING_ALLOWED = "NoExtensionBias"
 """The library's message where no token is allowed."""
 SHARED_FUEL, OWN_FUEL = 100_000, 400_000
 """Maximum work for a mask with a shared automaton, and with one of a state's own. The unit is about 0.1 us."""
-COMPILE_FUEL = 250_000
-"""Maximum work for the expressions of a grammar and for text that an output must begin with."""
 MAX_MESSAGE = 300
 """Maximum number of characters of the library's message in an error."""
 
@@ -55,13 +52,24 @@ class GrammarError(UserError):
     """An output cannot be continued, because the library has reached a limit or no token is allowed."""
 
 
+@dataclass
+class CompiledGrammar:
+    """A grammar with its automaton."""
+
+    grammar: Grammar
+    matcher: LLMatcher
+    """The library's state before the first token."""
+    spent_s: float = 0.0
+    """Processor time of compiling and of all masks so far, in seconds."""
+
+
 class GrammarState:
     """The state of a grammar after some tokens."""
 
     def __init__(
         self,
         compiler: GrammarCompiler,
-        grammar: Grammar,
+        compiled: CompiledGrammar,
         matcher: LLMatcher,
         tokens: LinkedTokens | None = None,
         *,
@@ -71,7 +79,7 @@ class GrammarState:
         self.mask_s = 0.0
         """Mean duration of a mask in the last `allowed_along`, in seconds."""
         self._compiler = compiler
-        self._grammar = grammar
+        self._compiled = compiled
         self._matcher = matcher
         self._tokens = tokens
         self._has_ended = has_ended
@@ -81,7 +89,7 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Return an independent state."""
         return GrammarState(
-            self._compiler, self._grammar, self._matcher.deep_copy(), self._tokens, has_ended=self._has_ended
+            self._compiler, self._compiled, self._matcher.deep_copy(), self._tokens, has_ended=self._has_ended
         )
 
     def accept(self, token: int) -> bool:
@@ -137,7 +145,7 @@ class GrammarState:
             self._restart()
             mask = self._mask()
         if mask is None:
-            raise GrammarError(_cannot_continue(self._grammar, self._matcher.get_error()))
+            raise GrammarError(_cannot_continue(self._compiled.grammar, self._matcher.get_error()))
         return mask
 
     def allowed_along(
@@ -168,11 +176,14 @@ class GrammarState:
             states.append(state)
         self.mask_s = (perf_counter() - began) / len(parents)
         # Other processes must not end an output, so this is processor time.
-        self._delay_s += max(0.0, thread_time() - cpu_began - MAX_MASK_S * len(parents))
+        spent = thread_time() - cpu_began
+        self._compiled.spent_s += spent
+        self._delay_s += max(0.0, spent - MAX_MASK_S * len(parents))
         if self._delay_s > MAX_DELAY_S:
             late = GrammarError(
-                f"{self._grammar.kind}: the output cannot be continued, because finding the allowed tokens takes too "
-                f"long: {self._delay_s:.2g} s more than {1000 * MAX_MASK_S:g} ms for each token; use a simpler grammar"
+                f"{self._compiled.grammar.kind}: the output cannot be continued, because finding the allowed tokens "
+                f"takes too long: {self._delay_s:.2g} s more than {1000 * MAX_MASK_S:g} ms for each token; use a "
+                "simpler grammar"
             )
             errors = dict.fromkeys(np.flatnonzero(needed).tolist(), late) | errors
         return rows[needed], errors
@@ -189,7 +200,8 @@ class GrammarState:
 
     def _restart(self) -> None:
         """Build the state again with an automaton of its own."""
-        self._matcher = self._compiler.renew(self._grammar)
+        self._compiled = self._compiler.renew(self._compiled.grammar)
+        self._matcher = self._compiled.matcher
         tokens, rest = [], self._tokens
         while rest is not None:
             rest, token = rest
@@ -221,7 +233,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.end_tokens = list(end_tokens)
         self._hub_tokenizer = tokenizer
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         """The most recently used last."""
 
     @cached_property
@@ -240,47 +252,46 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> GrammarState:
         """Return the state before the first token. Raises UserError for a grammar that cannot be used."""
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._checked(grammar)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return GrammarState(self, grammar, self._compiled[grammar].deep_copy())
+        compiled = self._kept.pop(grammar, None) or self._checked(grammar)
+        self._kept[grammar] = compiled
+        while sum(each.spent_s for each in self._kept.values()) > MAX_KEPT_S:
+            self._kept.popitem(last=False)
+        return GrammarState(self, compiled, compiled.matcher.deep_copy())
 
-    def _checked(self, grammar: Grammar) -> LLMatcher:
+    def _checked(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar that allows at least one token. Raises UserError, whatever fails."""
+        began = thread_time()
         try:
-            matcher = self._compile(grammar, SHARED_FUEL)
-            GrammarState(self, grammar, matcher).allowed()
+            compiled = self._compile(grammar, SHARED_FUEL)
+            GrammarState(self, compiled, compiled.matcher).allowed()
         except UserError:
             raise
         except Exception as problem:
             LOG.exception("A grammar of the kind %s failed with %s", grammar.kind, type(problem).__name__)
             raise _refused(grammar, f"{type(problem).__name__}: {problem}") from None
-        return matcher
+        compiled.spent_s = thread_time() - began
+        return compiled
 
-    def renew(self, grammar: Grammar) -> LLMatcher:
+    def renew(self, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar again after its automaton has reached a limit. The result must not be shared."""
-        self._compiled.pop(grammar, None)
+        self._kept.pop(grammar, None)
         return self._compile(grammar, OWN_FUEL)
 
-    def _compile(self, grammar: Grammar, fuel: int) -> LLMatcher:
+    def _compile(self, grammar: Grammar, fuel: int) -> CompiledGrammar:
         try:
             import llguidance
         except ImportError:
             raise missing_extra(f"{grammar.kind} needs the library llguidance on the server", "grammar") from None
         if not self.end_tokens:
             raise UserError(f"{grammar.kind} needs a model with an end token")
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=COMPILE_FUEL, step_lexer_fuel=fuel, max_lexer_states=MAX_STATES
-        )
+        limits = llguidance.LLParserLimits(step_lexer_fuel=fuel, max_lexer_states=MAX_STATES)
         try:
             matcher = llguidance.LLMatcher(self.tokenizer, definition(grammar), log_level=0, limits=limits)
         except ValueError as problem:
             raise _refused(grammar, str(problem)) from None
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        return matcher
+        return CompiledGrammar(grammar, matcher)
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:

@@ -199,13 +199,20 @@ def test_without_the_library_requests_are_told_what_to_install(model_folder, mon
         GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,)).start(GRAMMARS[2])
 
 
-def test_a_bounded_number_of_grammars_is_kept(model_folder, monkeypatch):
-    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+def test_kept_grammars_are_bounded_by_the_time_that_they_took(model_folder, monkeypatch):
     compiler = GrammarCompiler(Tokenizer(model_folder), VOCAB, (END,))
     first = compiler.start(GRAMMARS[2])
-    for text in "abc":
-        compiler.start(choice_grammar([text]))
-    assert len(compiler._compiled) == 2
+    kept = compiler._kept[GRAMMARS[2]]
+    assert kept.spent_s > 0
+    before = kept.spent_s
+    first.allowed_along(np.array([], np.uint32), None, np.array([True]))
+    assert kept.spent_s > before
+    monkeypatch.setattr(module, "thread_time", iter(range(100)).__next__)  # Each grammar takes a second.
+    monkeypatch.setattr(module, "MAX_KEPT_S", 2.5)
+    grammars = [choice_grammar([text]) for text in "abc"]
+    for grammar in (*grammars[:2], grammars[0], grammars[2]):
+        compiler.start(grammar)
+    assert list(compiler._kept) == [grammars[0], grammars[2]]
     assert first.allowed().any()
 
 
@@ -222,7 +229,7 @@ def test_a_limit_that_other_states_reached_does_not_end_an_output(compiler, monk
     grammar = GRAMMARS[0]
     expected = walk(compiler, grammar, np.random.default_rng(7))
     monkeypatch.setattr(module, "MAX_STATES", 95)
-    monkeypatch.setattr(compiler, "_compiled", OrderedDict())
+    monkeypatch.setattr(compiler, "_kept", OrderedDict())
     renewed = []
     original = GrammarCompiler.renew
     monkeypatch.setattr(GrammarCompiler, "renew", lambda self, again: renewed.append(again) or original(self, again))
@@ -236,7 +243,7 @@ def test_a_limit_that_other_states_reached_does_not_end_an_output(compiler, monk
     assert renewed
     for state in states:
         assert np.flatnonzero(state.allowed()).tolist() == [END]
-    assert grammar not in compiler._compiled
+    assert grammar not in compiler._kept
     monkeypatch.setattr(module, "MAX_STATES", 5)
     with pytest.raises(GrammarError, match=r"regex: .*too many states"):
         compiler.start(Grammar("regex", "[a-z]{9}"))
