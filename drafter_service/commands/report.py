@@ -1,8 +1,7 @@
-"""`ssd-drafter report` and `ssd-drafter top`."""
+"""`ssd-drafter report`: what drafting has saved."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,37 +50,6 @@ def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None,
         from drafter_service.observability.report.terminal import print_report
 
         print_report(made, Console())
-
-
-@click.command()
-@connection_options
-@click.option("--namespace", default="", metavar="NAME", help="Watch this namespace only.", show_default=False)
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=1.0,
-    metavar="SECONDS",
-    help="Interval between updates.",
-)
-@click.option("--once", is_flag=True, help="Print one update and exit; the default without a terminal.")
-def top(link: Link, namespace: str, interval: float, once: bool) -> None:
-    """Show the current rates of a service; press q to quit."""
-    from rich.console import Console
-
-    from drafter_service.observability.report.top import keys, print_once, wait_without_keys, watch
-
-    def fetch() -> Report:
-        return fetch_report(link, namespace)
-
-    console = Console()
-    if once or not console.is_terminal:
-        print_once(fetch, console, wait_without_keys, interval)
-        return
-    try:
-        with keys() as wait:
-            watch(fetch, console, wait, interval)
-    except KeyboardInterrupt:
-        sys.exit(0)
 
 
 # --- Reports of a running service

@@ -25,7 +25,6 @@ from drafter_service.observability.report.schema import (
     Period,
     PositionTally,
     Recent,
-    Report,
     SourceTally,
 )
 from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
@@ -95,15 +94,6 @@ def sum_drafting(parts: Iterable[Drafting]) -> Drafting:
     """Return the totals of several namespaces with the ratios computed from them."""
     totals = [(part.steps, part.committed, part.hits, part.drafted, part.accepted) for part in parts]
     return drafting_of(*(sum(column) for column in zip(*totals, strict=True))) if totals else drafting_of(0, 0, 0, 0, 0)
-
-
-def seconds_between(before: Report | None, now: Report) -> float | None:
-    """Return the seconds between two reports of the same process; None without two such reports."""
-    if before is None or before.service is None or now.service is None:
-        return None
-    if before.service.started_at != now.service.started_at or before.taken_at >= now.taken_at:
-        return None
-    return now.taken_at - before.taken_at
 
 
 # --- Counters to tables

@@ -1,4 +1,4 @@
-"""`ssd-drafter report` and `top` against a real gRPC server, and a snapshot."""
+"""`ssd-drafter report` against a real gRPC server, and a snapshot."""
 
 import json
 
@@ -7,13 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.commands.link import Link
-from drafter_service.commands.report import fetch_report, report, top
+from drafter_service.commands.report import fetch_report, report
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.schema import Report
 from ssd.corpus.snapshot import save
 from ssd.errors import UserError
 from tests.drafter_service.observability.report.samples import (
-    NOW,
     Reporter,
     busy_namespace,
     reporting,
@@ -127,12 +126,3 @@ def test_contradictory_options_are_refused(arguments, reason):
 def test_unwritable_page_is_an_error(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
         run(report, "--address", socket_address, "--html", tmp_path / "no" / "out.html")
-
-
-def test_top_prints_one_frame_without_a_terminal(socket_address):
-    later = build_report(service(busy_namespace(steps=2_000_400), now=NOW + 4)).model_dump_json()
-    with reporting(socket_address, Reporter(DOCUMENT, later)):
-        frame = run(top, "--address", socket_address, "--interval", "0.1").stdout
-    row = next(line.split() for line in frame.split("\n") if line.startswith("default"))
-    # 400 steps in 4 seconds, by the service's clock.
-    assert row[2] == "100"

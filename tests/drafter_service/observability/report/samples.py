@@ -224,10 +224,10 @@ def latency_of(count, typical_s, spread_of_log):
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
-    """A gRPC server that answers with the next of `documents`, repeats the last one, and records the requests."""
+    """A gRPC server that answers with `document`, and records the requests."""
 
-    def __init__(self, *documents, refusal=None):
-        self._documents, self._refusal = list(documents), refusal
+    def __init__(self, document="", refusal=None):
+        self._document, self._refusal = document, refusal
         self.requests, self.metadata = [], []
 
     def Report(self, request, context):  # noqa: N802
@@ -235,8 +235,7 @@ class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
         self.metadata = [(entry.key, entry.value) for entry in context.invocation_metadata()]
         if self._refusal is not None:
             context.abort(*self._refusal)
-        document = self._documents.pop(0) if len(self._documents) > 1 else self._documents[0]
-        return pb.ReportResponse(json=document)
+        return pb.ReportResponse(json=self._document)
 
 
 @contextmanager
