@@ -19,25 +19,12 @@ TIMEOUT_S = 10.0
 
 @click.command()
 @connection_options
-@click.option(
-    "--snapshot",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Report on a snapshot instead of a running service.",
-)
 @click.option("--namespace", default="", metavar="NAME", help="Report on this namespace only.", show_default=False)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document that docs/report.schema.json describes.")
-def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None, as_json: bool) -> None:
+def report(link: Link, namespace: str, html: Path | None, as_json: bool) -> None:
     """Report the savings as tables, an HTML page or JSON."""
-    if snapshot is not None and namespace:
-        raise UserError("a snapshot has one namespace; remove --namespace")
-    if snapshot is None:
-        made = fetch_report(link, namespace)
-    else:
-        from drafter_service.observability.report.build import snapshot_report
-
-        made = snapshot_report(snapshot)
+    made = fetch_report(link, namespace)
     if html is not None:
         from drafter_service.observability.report.page import render_page
 

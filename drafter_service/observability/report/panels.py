@@ -68,7 +68,7 @@ def service_panel(service: ServiceReport) -> str:
 
 
 def _over_time(namespace: NamespaceReport) -> list[str]:
-    periods = namespace.over_time or []
+    periods = namespace.over_time
     if not any(period.tokens_per_step is not None for period in periods):
         return []
     rows = [
@@ -194,7 +194,7 @@ def _tally_table(head: str, known: Iterable[table_rows.Row]) -> str:
 
 def _step_sizes(namespace: NamespaceReport) -> list[str]:
     budget = namespace.budget
-    if budget is None or not budget.step_sizes:
+    if not budget.step_sizes:
         return []
     note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
     note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
@@ -220,7 +220,7 @@ def _latencies(namespace: NamespaceReport) -> list[str]:
             namespace.merge_latency,
         ),
     )
-    return [_latency(title, note, counted, known) for title, note, counted, known in kinds if known and known.count]
+    return [_latency(title, note, counted, known) for title, note, counted, known in kinds if known.count]
 
 
 def _latency(title: str, note: str, counted: str, known: LatencyReport) -> str:
@@ -262,10 +262,8 @@ def _corpus(namespace: NamespaceReport) -> list[str]:
 
 
 def _engines(namespace: NamespaceReport) -> list[str]:
-    if namespace.clients is None:
-        return []
     model = namespace.model
-    note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
+    note = " · ".join(part for part in (model.name, model.adapter) if part)
     by_client = (
         (
             each.engine or units.UNKNOWN,
@@ -277,7 +275,7 @@ def _engines(namespace: NamespaceReport) -> list[str]:
             Value(each.late_steps, units.count),
             Value(each.late_share, units.share),
         )
-        for each in namespace.by_client or ()
+        for each in namespace.by_client
     )
     content = description_list(table_rows.engines(namespace))
     heads = ("engine", "client", "connected", "tokens", "per step", "accepted", "late steps", "late")

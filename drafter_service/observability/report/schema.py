@@ -1,7 +1,7 @@
 """The JSON document of a report. `python -m drafter_service.observability.report.schema` prints its schema.
 
 Within a version fields may be added. Removing a field or changing its meaning requires a new version. A share with the
-denominator 0 is null. Unknown fields are also null; in a report of a snapshot these are most fields.
+denominator 0 is null.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-SCHEMA_VERSION: Literal[3] = 3
+SCHEMA_VERSION: Literal[4] = 4
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -162,10 +162,10 @@ class CorpusReport(_Part):
 
     tokens: Count = Field(description="Tokens remembered now, including separators of requests.")
     requests: Count = Field(description="Requests remembered now; pieces of very long ones count separately.")
-    capacity_tokens: Count | None = Field(default=None, description="Maximum number of tokens remembered.")
+    capacity_tokens: Count = Field(description="Maximum number of tokens remembered.")
     occupancy: Share | None = Field(default=None, description="tokens / capacity_tokens, at most 1.")
-    learned_tokens: Count | None = Field(
-        default=None, description="Tokens learned in total, including those overwritten or forgotten since."
+    learned_tokens: Count = Field(
+        description="Tokens learned in total, including those overwritten or forgotten since."
     )
     turnovers: Amount | None = Field(
         default=None, description="Times that the corpus was overwritten: learned_tokens / capacity_tokens."
@@ -173,15 +173,11 @@ class CorpusReport(_Part):
     turnover_s: Amount | None = Field(
         default=None, description="Seconds to overwrite the whole corpus at the recent rate. Null: rate 0 or not known."
     )
-    waiting_tokens: Count | None = Field(default=None, description="Tokens learned but not draftable yet.")
-    forgotten_requests: Count | None = Field(
-        default=None, description="Requests forgotten on demand; pieces of long ones count separately."
-    )
-    merges: Count | None = Field(default=None, description="Times that finished requests became draftable.")
-    base_merges: Count | None = Field(
-        default=None, description="Merges into the base tier, the largest part of the suffix array."
-    )
-    full_builds: Count | None = Field(default=None, description="Times that the whole suffix array was sorted.")
+    waiting_tokens: Count = Field(description="Tokens learned but not draftable yet.")
+    forgotten_requests: Count = Field(description="Requests forgotten on demand; pieces of long ones count separately.")
+    merges: Count = Field(description="Times that finished requests became draftable.")
+    base_merges: Count = Field(description="Merges into the base tier, the largest part of the suffix array.")
+    full_builds: Count = Field(description="Times that the whole suffix array was sorted.")
 
 
 class DurationBin(_Part):
@@ -309,23 +305,19 @@ class CounterTables(_Part):
 
 
 class NamespaceReport(CounterTables):
-    """An isolated corpus and the drafting from it. The report of a snapshot has fewer fields than that of a service."""
+    """An isolated corpus and the drafting from it."""
 
-    name: str = Field(description="The namespace; for a snapshot, the name of the file.")
-    model: ModelReport | None = Field(default=None, description="The model that is served. Null: not known.")
-    recent: Recent | None = Field(
-        default=None, description="The last hour. Null: not known, or the service has just started."
-    )
-    over_time: list[Period] | None = Field(default=None, description="Consecutive periods, oldest first.")
+    name: str = Field(description="The namespace.")
+    model: ModelReport = Field(description="The model that is served.")
+    recent: Recent | None = Field(default=None, description="The last hour. Null: the service has just started.")
+    over_time: list[Period] = Field(description="Consecutive periods, oldest first.")
     corpus: CorpusReport = Field(description="Contents of the corpus, and its counters.")
-    draft_latency: LatencyReport | None = Field(
-        default=None, description="Time to answer one message of an engine, with the drafts of its whole batch."
+    draft_latency: LatencyReport = Field(
+        description="Time to answer one message of an engine, with the drafts of its whole batch."
     )
-    merge_latency: LatencyReport | None = Field(
-        default=None, description="Time of the maintainer's refreshes that merged something."
-    )
-    clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
-    by_client: list[ClientReport] | None = Field(default=None, description="By engine, most tokens first.")
+    merge_latency: LatencyReport = Field(description="Time of the maintainer's refreshes that merged something.")
+    clients: ClientTotals = Field(description="Counters of the engines' clients.")
+    by_client: list[ClientReport] = Field(description="By engine, most tokens first.")
     by_version: list[VersionReport] | None = Field(
         default=None,
         description="The versions of the policy whose rollouts ended last, at most 16, ascending. Null: no rollouts.",
@@ -333,14 +325,12 @@ class NamespaceReport(CounterTables):
     shadow: ShadowReport | None = Field(
         default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )
-    budget: BudgetReport | None = Field(default=None, description="Since the namespace was loaded.")
-    memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
-    libraries: list[str] = Field(default=[], description="Namespaces whose text is drafted in this one, too.")
-    streams: Count | None = Field(default=None, description="Engines connected now.")
-    sequences: Count | None = Field(default=None, description="Sequences running now.")
-    duplicates: Count | None = Field(
-        default=None, description="Texts that were sent again after they had been learned."
-    )
+    budget: BudgetReport = Field(description="Since the namespace was loaded.")
+    memory_bytes: Count = Field(description="Memory of the namespace, in bytes.")
+    libraries: list[str] = Field(description="Namespaces whose text is drafted in this one, too.")
+    streams: Count = Field(description="Engines connected now.")
+    sequences: Count = Field(description="Sequences running now.")
+    duplicates: Count = Field(description="Texts that were sent again after they had been learned.")
 
 
 class SharedLogReport(_Part):
@@ -378,9 +368,9 @@ class ServiceReport(_Part):
 class Report(_Part):
     """What drafting has saved so far."""
 
-    schema_version: Literal[3] = Field(description="Version of this schema.")
-    taken_at: Moment = Field(description="Seconds since 1970; for a snapshot, when the file was written.")
-    service: ServiceReport | None = Field(description="Null: the report was made from a snapshot.")
+    schema_version: Literal[4] = Field(description="Version of this schema.")
+    taken_at: Moment = Field(description="Seconds since 1970.")
+    service: ServiceReport = Field(description="The service that made the report.")
     total: Drafting = Field(description="Totals over all namespaces of this report.")
     namespaces: list[NamespaceReport] = Field(description="Sorted by name.")
 

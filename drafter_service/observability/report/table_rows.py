@@ -75,7 +75,7 @@ def grouped(rows: Iterable[Row], firsts: Sequence[int]) -> list[Row]:
 
 
 def corpus(namespace: NamespaceReport) -> list[tuple[str, Value]]:
-    """Return the known facts of the corpus."""
+    """Return the facts of the corpus; those that are not known are left out."""
     known = namespace.corpus
     rows = (
         ("tokens remembered", Value(known.tokens, units.count)),
@@ -96,10 +96,8 @@ def corpus(namespace: NamespaceReport) -> list[tuple[str, Value]]:
 
 
 def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
-    """Return the counters of the engines' clients; nothing if they are not known."""
+    """Return the counters of the engines' clients."""
     clients = namespace.clients
-    if clients is None:
-        return []
     rows = (
         ("engines connected", namespace.streams),
         ("sequences running", namespace.sequences),
@@ -108,7 +106,7 @@ def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
         ("sequences sent again", clients.resyncs),
         ("reconnects", clients.reconnects),
         ("duplicate texts", namespace.duplicates),
-        *(() if namespace.budget is None else (("draft tokens withheld", namespace.budget.withheld_tokens),)),
+        ("draft tokens withheld", namespace.budget.withheld_tokens),
     )
     return [(name, Value(number, units.count)) for name, number in rows]
 

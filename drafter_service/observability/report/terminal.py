@@ -70,8 +70,6 @@ def print_report(report: Report, console: Console) -> None:
 
 def _head(report: Report) -> list[str]:
     taken = units.moment(report.taken_at)
-    if report.service is None:
-        return [f"snapshot of {taken}; values of the running service are not included"]
     return [f"{taken} · {' · '.join(service_facts(report.service))}", *log_facts(report.service.log)]
 
 
@@ -113,7 +111,7 @@ def _overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Table:
 
 def _in_full(namespace: NamespaceReport) -> Group:
     corpus = _list("corpus", table_rows.corpus(namespace))
-    engines = _list("engines", table_rows.engines(namespace)) if namespace.clients is not None else Text()
+    engines = _list("engines", table_rows.engines(namespace))
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
         _drafting(namespace),
@@ -137,10 +135,9 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts.append(_by_client(namespace.by_client))
     if namespace.by_version:
         parts.append(_values(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version)))
-    if namespace.budget is not None and namespace.budget.step_sizes:
+    if namespace.budget.step_sizes:
         parts.append(_values(table_rows.STEP_HEADS, table_rows.step_sizes(namespace.budget)))
-    if namespace.draft_latency is not None and namespace.merge_latency is not None:
-        parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
+    parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
     return Group(*(Padding(part, (1, 0, 0, 0)) for part in parts))
 
 
@@ -169,7 +166,7 @@ def _drafting(namespace: NamespaceReport) -> Table:
 
 
 def _over_time(namespace: NamespaceReport) -> list[RenderableType]:
-    periods = namespace.over_time or []
+    periods = namespace.over_time
     known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
     if len(known) < 2:
         return []

@@ -74,7 +74,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     found = []
     late = [
         each
-        for each in namespace.by_client or ()
+        for each in namespace.by_client
         if each.late_steps >= MIN_LATE_STEPS and (each.late_share or 0.0) > MAX_LATE_SHARE
     ]
     for each in sorted(late, key=lambda each: -each.late_steps)[:MAX_LATE_ENGINES]:
@@ -93,7 +93,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
 
 def service_remarks(report: Report) -> list[str]:
     """Return sentences about problems of the service."""
-    log = None if report.service is None else report.service.log
+    log = report.service.log
     if log is None:
         return []
     if not log.is_connected:

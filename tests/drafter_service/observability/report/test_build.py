@@ -17,10 +17,9 @@ from drafter_service.observability.facts import (
     Latency,
     Sample,
 )
-from drafter_service.observability.report.build import build_report, snapshot_report
+from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.figures import MAX_PERIODS
 from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
-from ssd.corpus.snapshot import save
 from ssd.stats import Stats, VersionTotals
 from ssd.types import Source
 from tests.drafter_service.observability.report.samples import (
@@ -32,7 +31,6 @@ from tests.drafter_service.observability.report.samples import (
     new_namespace,
     service,
 )
-from tests.replay import drafter_of, replay_one
 
 
 def report_of(*namespaces, **changes):
@@ -304,29 +302,3 @@ def numbers_in(value):
             yield from numbers_in(one)
     elif isinstance(value, int | float):
         yield value
-
-
-def test_report_of_a_snapshot_has_the_counters_of_the_drafter(tmp_path):
-    text = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
-    path = tmp_path / "team.snapshot"
-    with drafter_of() as drafter:
-        replay_one(drafter, 1, text[:50], text[50:])
-        drafter.corpus.refresh()
-        replay_one(drafter, 2, text[:50], text[50:])
-        save(drafter.corpus, path, drafter.stats)
-        live = only(stats=drafter.stats)
-        report = snapshot_report(path)
-        tokens, requests = drafter.corpus.tokens, drafter.corpus.requests
-    known = report.namespaces[0]
-    assert known.drafting.accepted > 100
-    for field in ("drafting", "by_position", "by_match_length", "by_source", "age", "calibration"):
-        assert getattr(known, field) == getattr(live, field)
-    assert known.name == "team"
-    assert (known.corpus.tokens, known.corpus.requests) == (tokens, requests)
-    assert report.total == known.drafting
-    unknown = known.model_dump(
-        include={"model", "recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams"}
-    )
-    assert set(unknown.values()) == {None}
-    assert report.service is None
-    assert known.corpus.capacity_tokens is None

@@ -43,18 +43,6 @@ def test_page_is_balanced_and_refers_to_nothing(name):
     assert "<b>x" not in page
 
 
-def test_page_of_a_snapshot_omits_unknown_values():
-    known = REPORTS["one"].namespaces[0]
-    unknown = dict.fromkeys(("recent", "over_time", "draft_latency", "merge_latency", "clients", "model"))
-    page = render_page(
-        REPORTS["one"].model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
-    )
-    assert "From a snapshot" in page
-    assert "By match length" in page
-    for title in ("Over time", "latency", "Engines", "The service"):
-        assert f"<h3>{title}" not in page
-
-
 @pytest.fixture(scope="module")
 def tab():
     if CHROMIUM is None or DRIVER is None:

@@ -122,17 +122,3 @@ def test_shadow_mode_is_a_sentence():
     sentence = f"shadow: {counts}; drafts would have given {gain}."
     assert sentence in " ".join(printed(report).split())
     assert sentence in render_page(report)
-
-
-def test_report_of_a_snapshot_omits_unknown_values():
-    report = build_report(service(busy_namespace()))
-    known = report.namespaces[0]
-    unknown = dict.fromkeys(
-        ("recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams", "model")
-    )
-    offline = report.model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
-    text = printed(offline)
-    assert text.startswith("snapshot of")
-    assert "latency" not in text
-    assert "engines" not in text
-    assert "match length" in text
