@@ -9,20 +9,18 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from benchmarks.cluster import engines
 from benchmarks.cluster.learned import Acknowledged
 from benchmarks.cluster.processes import ManagedProcess
-from benchmarks.cluster.topology import CALL_TIMEOUT_S, Cluster, Node, start
+from benchmarks.cluster.topology import CALL_TIMEOUT_S, Cluster, Node
 from drafter_service.stubs import drafter_pb2 as pb
 
 DOWN_S = 3.0
@@ -35,8 +33,6 @@ JUMP_HELD_S = 5.0
 CLOCK_TOLERANCE_S = 2
 """A report is some time old when it is read."""
 CLOCK_SOURCE, CLOCK_VARIABLE = Path(__file__).with_name("clock.c"), "SSD_CLOCK_OFFSET"
-UPGRADE_PAUSE_S, OLD_RELEASE_S = 2.0, 5.0
-BASELINE = engines.ROOT / "protos" / "baseline.binpb"
 PUBLISHING_S = 0.1
 """A text is published some milliseconds after it was acknowledged; one that was so just before a kill may be lost."""
 
@@ -192,46 +188,8 @@ class ClockJumped(Fault):
         os.close(file)
 
 
-class Upgraded(Fault):
-    """The sidecars are upgraded one after another from the last release, while the engines run."""
-
-    name, title = "upgrade", "rolling upgrade from the last release's protocol"
-
-    def run(self, cluster: Cluster) -> dict[str, Any]:
-        """Replace each sidecar by one of the last release, and later upgrade one after another."""
-        with ExitStack() as stack:
-            proxies = [self._downgrade(node, cluster.folder, stack) for node in cluster.nodes]
-            time.sleep(OLD_RELEASE_S)
-            for node, proxy in zip(cluster.nodes, proxies, strict=True):
-                node.sidecar.stop()
-                proxy.stop()
-                time.sleep(UPGRADE_PAUSE_S)
-                node.listen(node.address)
-                node.sidecar.start()
-                node.sidecar.await_ready()
-        return {}
-
-    def _downgrade(self, node: Node, logs: Path, stack: ExitStack) -> ManagedProcess:
-        """Replace a sidecar by one of the last release: a proxy before it. Return the proxy; `stack` stops it."""
-        path = node.address.removeprefix("unix:")
-        node.sidecar.stop()
-        node.listen(f"{node.address}.new")
-        node.sidecar.start()
-        node.sidecar.await_ready()
-        proxy = ManagedProcess(
-            f"last release of sidecar {node.name}",
-            [sys.executable, "-m", "benchmarks.cluster.last_release", str(BASELINE), path, f"{path}.new"],
-            logs / f"last-release-{node.name}.log",
-            Path(f"{path}.steps").exists,
-            {"PYTHONPATH": str(engines.ROOT)},
-        )
-        start(stack, [proxy])
-        return proxy
-
-
 FAULTS: dict[str, Callable[[], Fault]] = {
-    fault.name: fault
-    for fault in (SidecarKilled, RedisKilled, EngineKilled, Partitioned, DiskFull, ClockJumped, Upgraded)
+    fault.name: fault for fault in (SidecarKilled, RedisKilled, EngineKilled, Partitioned, DiskFull, ClockJumped)
 }
 
 

@@ -63,9 +63,7 @@ class Node:
         self.link = Link(redis_port)
         self.link.open()
         self.address = f"unix:{folder}/drafter.sock"
-        """Address that the engine uses."""
-        self.service_address = self.address
-        """Address at which the sidecar listens."""
+        """Address of the sidecar."""
         self.port = free_port()
         """Port of the engine."""
         logs = settings.logs
@@ -80,19 +78,13 @@ class Node:
             f"sidecar {name}",
             command,
             logs / f"sidecar-{name}.log",
-            lambda: is_serving(self.service_address),
+            lambda: is_serving(self.address),
             {"PYTHONPATH": str(engines.ROOT), **settings.sidecar_environment},
         )
         command, environment = engines.command(settings.engine, settings.python, self.port, self.address)
         self.engine = ManagedProcess(
             f"engine {name}", command, logs / f"engine-{name}.log", lambda: engines.is_ready(self.port), environment
         )
-
-    def listen(self, address: str) -> None:
-        """Let the sidecar listen at another address, when it starts again."""
-        command = self.sidecar.command
-        command[command.index(self.service_address)] = address
-        self.service_address = address
 
     def restart_sidecar(self) -> None:
         """Stop the sidecar, which saves its namespaces, and start it again."""
@@ -103,7 +95,7 @@ class Node:
     @contextmanager
     def stub(self) -> Iterator[DrafterServiceStub]:
         """Connect to the sidecar for calls."""
-        with grpc.insecure_channel(self.service_address, options=MESSAGE_SIZES) as channel:
+        with grpc.insecure_channel(self.address, options=MESSAGE_SIZES) as channel:
             yield DrafterServiceStub(channel)
 
     def report(self) -> dict[str, Any]:

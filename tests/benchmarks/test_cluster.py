@@ -229,7 +229,7 @@ def test_acknowledged_texts_that_a_sidecar_does_not_draft_are_lost(tmp_path):
     texts = UniqueTexts(0)
     kept, lost, excused = (texts.take() for _ in range(3))
     with served("--listen", address, "--capacity", "300k"):
-        node = SimpleNamespace(name="a", service_address=address)
+        node = SimpleNamespace(name="a", address=address)
         assert observe(address, kept)
         sent = SentTexts([node], 1)
         sent.acknowledged += [Acknowledged(text, node, time) for time, text in enumerate((kept, lost, excused))]
