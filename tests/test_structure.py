@@ -18,7 +18,6 @@ ALLOWED = {
         "drafter_service",
         "ssd",
         "annotated_types",
-        "arctic_inference",
         "click",
         "fsspec",
         "google.protobuf",
