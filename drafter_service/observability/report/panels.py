@@ -26,11 +26,9 @@ def namespace_panels(namespace: NamespaceReport) -> list[str]:
     makers = (
         _over_time,
         _positions,
-        _match_lengths,
         _ages,
         _calibration,
         _sources,
-        _speed,
         _versions,
         _step_sizes,
         _latencies,
@@ -106,18 +104,6 @@ def _positions(namespace: NamespaceReport) -> list[str]:
     return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
 
 
-def _match_lengths(namespace: NamespaceReport) -> list[str]:
-    known = table_rows.match_lengths(namespace)
-    if not known:
-        return []
-    used = {row.least: row for row in known}
-    unused = Tally(drafted=0, accepted=0, acceptance=None)
-    bars = [used.get(length, table_rows.Row(length, length, unused)) for length in range(max(used) + 1)]
-    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", "match length {}", 9)
-    note = "Number of the context's last tokens that were found."
-    return [panel("By match length", note, plot, _tally_table("tokens", known))]
-
-
 def _ages(namespace: NamespaceReport) -> list[str]:
     known = table_rows.ages(namespace)
     if not known:
@@ -159,21 +145,6 @@ def _sources(namespace: NamespaceReport) -> list[str]:
     if namespace.libraries:
         note += f" The namespace reads {', '.join(namespace.libraries)}."
     return [panel("By source", note, plots.sources(tallies) + legend(colors), data)]
-
-
-def _speed(namespace: NamespaceReport) -> list[str]:
-    drafting = namespace.drafting
-    if not drafting.drafted:
-        return []
-    rows = [
-        (f"{100 * estimate.cost:g}% of a step", Value(estimate.speedup, lambda value: f"{units.ratio(value)}x"))
-        for estimate in drafting.estimates
-    ]
-    note = (
-        f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
-        f"Verifying them is worthwhile if one costs less than {units.share(drafting.break_even_cost)} of a step."
-    )
-    return [panel("Estimated speed-up", note, html_table(("cost of verifying a token", "speed"), rows))]
 
 
 def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:

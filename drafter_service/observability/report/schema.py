@@ -23,15 +23,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Estimate(_Part):
-    """Estimated speed for one cost of verifying a token."""
-
-    cost: Share = Field(description="Cost of verifying one more token, as a fraction of a step.")
-    speedup: Amount = Field(
-        description="Decoding speed relative to no drafting: tokens_per_step / (1 + cost * drafted_per_step)."
-    )
-
-
 class Drafting(_Part):
     """Totals of drafting, and what follows from them. Only tokens that the target verified count as drafted."""
 
@@ -50,7 +41,6 @@ class Drafting(_Part):
         description="Drafting is worthwhile if verifying one more token costs less than this fraction of a step: "
         "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted."
     )
-    estimates: list[Estimate] = Field(description="Speed for several costs; empty before the first step.")
 
 
 class Recent(_Part):
@@ -97,14 +87,6 @@ class PositionTally(Tally):
     )
     accepted_share_of_drafts: Share | None = Field(
         description="accepted / hits of the namespace: share of drafts that were accepted up to this position."
-    )
-
-
-class LengthTally(Tally):
-    """Draft tokens found by matches of one length."""
-
-    match_length: Count = Field(
-        description="Number of matched tokens at the end of the context. 64 includes longer ones."
     )
 
 
@@ -298,7 +280,6 @@ class CounterTables(_Part):
 
     drafting: Drafting = Field(description="Totals since the counters began; snapshots preserve them over restarts.")
     by_position: list[PositionTally] = Field(description="By position in the draft, up to the last one used.")
-    by_match_length: list[LengthTally] = Field(description="By match length, without lengths that were not used.")
     by_source: list[SourceTally] = Field(description="By source of the draft token.")
     age: Age = Field(description="By age of the text that drafts came from.")
     calibration: Calibration = Field(description="Accuracy of path probabilities as predictions of acceptance.")

@@ -40,7 +40,6 @@ CURVE_WIDTH = 60
 ENGINE_WIDTH = 29
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
-MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 AGES = (0, 16, 256, 4096, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 PATH_PROB_STEP = 0.1
 
@@ -121,13 +120,13 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts += [
             _side_by_side(
                 _groups("position", table_rows.positions(namespace), POSITIONS),
-                _groups("match length", table_rows.match_lengths(namespace), MATCH_LENGTHS),
+                _groups("text age, tokens", table_rows.ages(namespace), AGES),
             ),
             _side_by_side(
-                _groups("text age, tokens", table_rows.ages(namespace), AGES),
+                _calibration(namespace),
                 Group(_bars("source", ((tally.source, tally) for tally in namespace.by_source)), Text(), engines),
             ),
-            _side_by_side(_calibration(namespace), corpus),
+            corpus,
         ]
     else:
         parts.append(_side_by_side(corpus, engines))

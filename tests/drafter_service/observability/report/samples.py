@@ -24,7 +24,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.budget.totals import BudgetTotals, size_of
-from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
+from ssd.stats import AGES, PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
@@ -154,12 +154,6 @@ def fill(stats, steps, level):
     drafted, accepted = counters.by_position.sum(axis=0).tolist()
     counters.steps[:] = steps, steps + accepted, hits
     spread(counters.by_source, drafted, accepted, [0.65, 0.25, 0.05, 0.05])
-    spread(
-        counters.by_length,
-        drafted,
-        accepted,
-        [(1 + n) * math.exp(-n / 9) + (40 if n == 64 else 0) for n in range(LENGTHS)],
-    )
     spread(
         counters.by_age,
         drafted,

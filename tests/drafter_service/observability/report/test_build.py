@@ -89,7 +89,6 @@ def test_ratios_follow_from_totals():
     assert drafting.saved_steps == 140
     assert drafting.saved_share == pytest.approx(140 / 240)
     assert drafting.break_even_cost == pytest.approx(0.7)
-    assert {one.cost: one.speedup for one in drafting.estimates}[0.05] == pytest.approx(2.4 / 1.1)
     # At the break-even cost the speed-up is 1.
     assert drafting.tokens_per_step / (1 + drafting.break_even_cost * drafting.drafted_per_step) == pytest.approx(1.0)
 
@@ -101,7 +100,6 @@ def test_ratios_of_a_new_service_are_null():
     assert drafting.steps == drafting.saved_steps == 0
     for field in ("hit_rate", "acceptance", "tokens_per_step", "saved_share", "break_even_cost"):
         assert getattr(drafting, field) is None
-    assert drafting.estimates == []
 
 
 def test_tables_contain_the_counters():
@@ -109,14 +107,12 @@ def test_tables_contain_the_counters():
         (10, 30, 8),
         by_source={Source.LOCAL: (10, 7)},
         by_position={0: (8, 6), 1: (2, 1)},
-        by_length={0: (1, 0), 64: (9, 7)},
         by_age={0: (1, 1), 4: (4, 3), 39: (5, 3)},
         calibration={0: (4, 0.1, 1), 19: (6, 5.9, 6)},
     )
     known = only(stats=stats)
     assert [(one.position, one.drafted, one.acceptance) for one in known.by_position] == [(1, 8, 0.75), (2, 2, 0.5)]
     assert [one.accepted_share_of_drafts for one in known.by_position] == [0.75, 0.125]
-    assert [(one.match_length, one.drafted, one.accepted) for one in known.by_match_length] == [(0, 1, 0), (64, 9, 7)]
     assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [
         ("corpus", 0, 0),
         ("local", 10, 7),

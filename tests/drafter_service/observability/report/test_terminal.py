@@ -85,7 +85,7 @@ def test_many_namespaces_are_an_overview():
     facts = service(*(busy_namespace(f"team-{n}", steps=1000 * (n + 1)) for n in range(8)))
     text = printed(build_report(facts))
     assert "--namespace" in text
-    assert "match length" not in text
+    assert "text age" not in text
     rows = [line.split()[0] for line in text.split("\n") if line.startswith("team-") and "saves" not in line]
     assert rows == [f"team-{n}" for n in reversed(range(8))]
 
