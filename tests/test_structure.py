@@ -23,7 +23,6 @@ ALLOWED = {
         "google.protobuf",
         "grpc",
         "grpc_health",
-        "grpc_reflection",
         "jinja2",
         "numpy",
         "orjson",
