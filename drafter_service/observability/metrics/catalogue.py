@@ -1,7 +1,6 @@
 """All metrics: name, description with unit, and the function that reads the value.
 
 A metric is exported if an alert uses it, or if it says whether drafting works and what it gains. Reports have the rest.
-Values of a namespace are rows of numbers, so that the rows of many namespaces can be summed.
 """
 
 from __future__ import annotations
