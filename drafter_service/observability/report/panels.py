@@ -52,7 +52,6 @@ def service_panel(service: ServiceReport) -> str:
             ("shared log: tokens written", Value(log.published_tokens, units.count)),
             ("tokens read", Value(log.consumed_tokens, units.count)),
             ("lag", Value(log.lag_s, units.duration)),
-            ("entries not read yet", Value(log.lag_entries, units.count)),
             ("duplicates", Value(log.duplicates, units.count)),
             ("tokens dropped", Value(log.dropped_tokens, units.count)),
             ("malformed entries", Value(log.malformed, units.count)),

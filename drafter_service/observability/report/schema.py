@@ -329,7 +329,6 @@ class SharedLogReport(_Part):
         default=0, description="Times that entries may have been missed: trimmed before they were read, or lost."
     )
     errors: Count = Field(default=0, description="Failed calls.")
-    lag_entries: Count = Field(default=0, description="Entries not read yet.")
     lag_s: Amount = Field(
         default=0.0, description="Age of the newest entry that was read, relative to the newest one, in seconds."
     )

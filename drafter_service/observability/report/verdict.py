@@ -123,7 +123,7 @@ def log_facts(log: SharedLogReport | None) -> list[str]:
     known = [
         f"{units.counted(log.published_tokens, 'token')} written",
         f"{units.count(log.consumed_tokens)} read",
-        f"{units.duration(log.lag_s)} behind (entries not read: {units.count(log.lag_entries)})",
+        f"{units.duration(log.lag_s)} behind",
     ]
     problems = (
         ("duplicate", log.duplicates),

@@ -39,7 +39,6 @@ def services():
         errors=10**12,
         gaps=9,
         is_connected=True,
-        lag_entries=10**12,
         lag_s=1e9,
     )
     yield "lagging", service(busy_namespace(), log=log, version="9" * 90)
