@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -21,6 +20,7 @@ from drafter_service.observability.facts import NamespaceFacts, ServiceFacts
 from drafter_service.observability.metrics.catalogue import (
     BUCKETS,
     COUNTERS,
+    ENGINE_METRICS,
     GAUGES,
     INFO,
     INFO_HELP,
@@ -29,7 +29,6 @@ from drafter_service.observability.metrics.catalogue import (
     Counter,
     Histogram,
 )
-from drafter_service.observability.metrics.engines import EngineRows
 
 PAUSE_S = 1e-4
 """Pause around each metric family, in seconds. Without it another thread waits up to 5 ms for the interpreter lock,
@@ -37,6 +36,10 @@ longer than an engine step: while 20 namespaces were collected continuously, the
 percentile) with pauses and by 9 ms without."""
 
 LABEL = "namespace"
+ENGINE_LABELS = (LABEL, "host", "client", "engine")
+KEPT_S = 3600.0
+"""Seconds for which an engine is exported after its last stream has ended, so that alerts see it. Later it was
+probably stopped."""
 
 
 class DrafterCollector(Collector):
@@ -45,8 +48,6 @@ class DrafterCollector(Collector):
     def __init__(self, facts: Callable[[], ServiceFacts]) -> None:
         """Make a collector; it calls `facts` in the thread that collects."""
         self._facts = facts
-        self._engines = EngineRows()
-        self._updating = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, with a pause around each in which the thread that answers engines can run."""
@@ -57,8 +58,6 @@ class DrafterCollector(Collector):
 
     def _families(self) -> Iterator[Metric]:
         facts = self._facts()
-        with self._updating:
-            engines = self._engines.update(facts.namespaces, facts.now)
         yield from _service_families(facts)
         for counter in COUNTERS:
             if isinstance(counter, Histogram):
@@ -70,7 +69,7 @@ class DrafterCollector(Collector):
             for namespace in facts.namespaces:
                 family.add_metric([namespace.name], gauge.read(namespace))
             yield family
-        yield from engines
+        yield from _engine_families(facts.namespaces)
 
 
 # --- Families
@@ -94,11 +93,29 @@ def _histogram_family(histogram: Histogram, namespaces: Sequence[NamespaceFacts]
     return family
 
 
+def _engine_families(namespaces: Sequence[NamespaceFacts]) -> Iterator[Metric]:
+    oldest = time.monotonic() - KEPT_S
+    uses = [
+        ([facts.name, engine.host, engine.client, engine.name], use)
+        for facts in namespaces
+        for engine, use in facts.uses.items()
+        if use.streams or use.disconnected_at > oldest
+    ]
+    for metric in ENGINE_METRICS:
+        family = _family_of(metric.name)(metric.name, metric.help, labels=ENGINE_LABELS)
+        for labels, use in uses:
+            family.add_metric(labels, metric.read(use))
+        yield family
+
+
+def _family_of(name: str) -> type[CounterMetricFamily | GaugeMetricFamily]:
+    return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+
+
 def _service_families(facts: ServiceFacts) -> Iterator[Metric]:
     yield InfoMetricFamily(INFO, INFO_HELP, {"version": facts.version})
     numbers = [(metric.name, metric.help, metric.read(facts)) for metric in SERVICE_METRICS]
     if facts.log is not None:
         numbers += [(metric.name, metric.help, metric.read(facts.log)) for metric in LOG_METRICS]
     for name, text, number in numbers:
-        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        yield family(name, text, number)
+        yield _family_of(name)(name, text, number)

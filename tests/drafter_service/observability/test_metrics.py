@@ -5,9 +5,9 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import replace
 from http.client import RemoteDisconnected
 from itertools import accumulate
 from pathlib import Path
@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.facts import BOUNDS_S, MAX_ENGINES, Engine, EngineUse
+from drafter_service.observability.facts import BOUNDS_S, Engine, EngineUse
 from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
-from drafter_service.observability.metrics.collector import DrafterCollector
+from drafter_service.observability.metrics.collector import KEPT_S, DrafterCollector
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
-from drafter_service.observability.metrics.engines import KEPT_S
 from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
@@ -162,60 +161,23 @@ def by_engine(collector):
     return {engine: tuple(values[f"ssd_drafter_engine_{name}", *engine] for name in names) for engine in engines}
 
 
-def test_numbers_of_engines_are_sums_over_namespaces_that_never_decrease():
-    namespaces = [
-        namespace_facts("a", uses={VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}),
-        namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)}),
-    ]
-    collector = DrafterCollector(lambda: service_facts(*namespaces))
-    vllm, sglang = ("vllm", "node:1"), ("sglang", "node:2")
-    assert by_engine(collector) == {vllm: (1, 11, 2, 33), sglang: (1, 5, 0, 15)}
-    namespaces[0].uses[VLLM_ENGINE].engine_steps += 4
-    namespaces[0].uses[SGLANG_ENGINE].streams = 0
-    del namespaces[1]
-    assert by_engine(collector) == {vllm: (1, 15, 2, 33), sglang: (0, 5, 0, 15)}
-    namespaces[:] = [namespace_facts("b", uses={VLLM_ENGINE: used(0, 3)})]
-    assert by_engine(collector) == {vllm: (0, 18, 2, 42), sglang: (0, 5, 0, 15)}
-
-
-def test_an_engine_is_exported_for_an_hour_after_it_was_connected():
-    uses, now = {VLLM_ENGINE: used(1, 10), SGLANG_ENGINE: used(1, 5)}, [1000.0]
-    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]))
-    assert len(by_engine(collector)) == 2
+def test_engines_of_each_namespace_are_exported_for_an_hour_after_they_were_connected():
+    uses = {VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}
+    other = namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)})
+    collector = DrafterCollector(lambda: service_facts(namespace_facts("a", uses=uses), other))
+    vllm, sglang = (("a", each.host, *each) for each in (VLLM_ENGINE, SGLANG_ENGINE))
+    assert by_engine(collector) == {
+        vllm: (1, 10, 2, 30),
+        sglang: (1, 5, 0, 15),
+        ("b", VLLM_ENGINE.host, *VLLM_ENGINE): (1, 1, 0, 3),
+    }
     uses[SGLANG_ENGINE].streams = 0
-    now[0] += KEPT_S
-    assert by_engine(collector)["sglang", "node:2"][0] == 0
-    now[0] += 1
-    assert [*by_engine(collector)] == [("vllm", "node:1")]
+    uses[SGLANG_ENGINE].disconnected_at = time.monotonic() - KEPT_S + 60
+    assert by_engine(collector)[sglang] == (0, 5, 0, 15)
+    uses[SGLANG_ENGINE].disconnected_at -= 60
+    assert sglang not in by_engine(collector)
     uses[SGLANG_ENGINE].streams = 1
-    assert by_engine(collector)["sglang", "node:2"][0] == 1
-
-
-def test_the_number_of_engines_is_limited():
-    """Connected engines replace the one that was disconnected for longest; without such a one they are summed."""
-    uses = {Engine("vllm/1", str(number)): used(1, 1) for number in range(MAX_ENGINES)}
-    now = [1000.0]
-    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]))
-
-    def scrape():
-        now[0] += 1
-        return by_engine(collector)
-
-    assert len(scrape()) == MAX_ENGINES
-    for number in (7, 3):
-        uses[Engine("vllm/1", str(number))].streams = 0
-        scrape()
-    for name, dropped in (("x", "7"), ("y", "3")):
-        uses[Engine("new/1", name)] = used(1, 5, 4)
-        rows = scrape()
-        assert rows["new", name] == (1, 5, 4, 15)
-        assert ("vllm", dropped) not in rows
-        assert len(rows) == MAX_ENGINES
-    for name in ("z", "zz"):
-        uses[Engine("new/1", name)] = used(1, 5, 4)
-    rows = scrape()
-    assert rows["other", "other"] == (1, 10, 8, 30)
-    assert len(rows) == MAX_ENGINES + 1
+    assert by_engine(collector)[sglang] == (1, 5, 0, 15)
 
 
 def test_documentation_lists_every_metric():
@@ -325,30 +287,3 @@ def test_facts_are_read_in_the_event_loop():
 
     asyncio.run(serve_and_read())
     assert threads == [threading.current_thread()]
-
-
-def test_scrapes_update_sums_one_at_a_time():
-    class Watched(tuple):
-        def __iter__(self):
-            inside.append(True)
-            if len(inside) == 1:
-                second.start()
-                began.wait(10)
-                met.append(finished.wait(0.1))
-            yield from super().__iter__()
-
-    def facts():
-        if threading.current_thread() is second:
-            began.set()
-        return replace(service_facts(), namespaces=Watched([namespace_facts()]))
-
-    def collect():
-        list(collector.collect())
-        finished.set()
-
-    inside, met, began, finished = [], [], threading.Event(), threading.Event()
-    collector = DrafterCollector(facts)
-    second = threading.Thread(target=collect)
-    list(collector.collect())
-    second.join()
-    assert met == [False]
