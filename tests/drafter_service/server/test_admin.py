@@ -30,16 +30,14 @@ from tests.servers import served
 from tests.strategies import array
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
-WAITING = 30_000
 
 
 @pytest.fixture(scope="module")
 def service():
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, snapshots = f"unix:{folder}/drafter.sock", Path(folder) / "snapshots"
-        settings = [f"limits.waiting_tokens={WAITING}"]
         arguments = ["--listen", address, "--capacity", "300k", "--snapshot-folder", str(snapshots)]
-        with served(*arguments, *(part for setting in settings for part in ("--set", setting))):
+        with served(*arguments):
             yield SimpleNamespace(address=address, snapshots=snapshots)
 
 
