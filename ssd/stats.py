@@ -7,10 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.kernels.jit import inline
-from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LENGTH, LIBRARY, PATH_PROB, SOURCE
+from ssd.sequences.tables import AGE, DEPTH, FALLBACK, LIBRARY, PATH_PROB, SOURCE
 
-LENGTHS = 65
-"""Number of match lengths with separate counters; longer ones share the last."""
 POSITIONS = 129
 AGES = 40
 """Number of ages with separate counters: the number of bits of an age in tokens."""
@@ -35,8 +33,6 @@ class Counters(NamedTuple):
     """int64 [3]: sequence steps, committed tokens, steps in which draft tokens were verified."""
     by_source: np.ndarray
     """int64 [SOURCE_COUNT, 2]: by `Source`: tokens verified, and accepted."""
-    by_length: np.ndarray
-    """int64 [LENGTHS, 2]: by match length."""
     by_position: np.ndarray
     """int64 [POSITIONS, 2]: by position in the draft, from 0; in a tree, by depth."""
     by_age: np.ndarray
@@ -57,7 +53,6 @@ def _tally(table, at, accepted):  # type: ignore[no-untyped-def]
 def record_node(counters, node, probs, accepted):  # type: ignore[no-untyped-def]
     """Count one verified draft token."""
     _tally(counters.by_source, node[SOURCE], accepted)
-    _tally(counters.by_length, node[LENGTH], accepted)
     _tally(counters.by_position, node[DEPTH] - 1, accepted)
     if node[SOURCE] not in (FALLBACK, LIBRARY):
         _tally(counters.by_age, node[AGE], accepted)
@@ -97,7 +92,6 @@ class Stats:
         self.counters = Counters(
             np.zeros(3, np.int64),
             np.zeros((SOURCE_COUNT, 2), np.int64),
-            np.zeros((LENGTHS, 2), np.int64),
             np.zeros((POSITIONS, 2), np.int64),
             np.zeros((AGES, 2), np.int64),
             np.zeros((PROB_BINS, 3), np.float64),

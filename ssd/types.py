@@ -248,8 +248,6 @@ class Path:
     accept_prob: np.ndarray
     """float32 [n]: probability that each token is accepted, given the one before it."""
     source: Source = Source.CORPUS
-    match_length: int = 0
-    """Number of matching context tokens before the draft."""
 
 
 NO_PATH = Path(np.empty(0, np.uint32), np.empty(0, np.float32))

@@ -18,7 +18,11 @@ PLANTED = {
     "a removed field": ("  bytes accept_prob = 3;\n", "", "was deleted"),
     "a field of another name": ("  bytes parents = 2;", "  bytes ancestors = 2;", "changed name"),
     "a removed call": ("  rpc Observe(ObserveRequest) returns (ObserveResponse);\n", "", "was deleted"),
-    "a stream that becomes a message": ("returns (stream WarmResponse)", "returns (WarmResponse)", "server streaming"),
+    "a stream that becomes a message": (
+        "returns (stream DraftResponse)",
+        "returns (DraftResponse)",
+        "server streaming",
+    ),
 }
 
 

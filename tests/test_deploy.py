@@ -183,7 +183,7 @@ CASES = {
         ]
         for late in (150, 50)
     ),
-    # An engine disconnects; an engine restarts with a new name.
+    # An engine disconnects; an engine restarts with a new name, and another one uses one namespace less.
     "SsdDrafterEngineDisconnected": (
         [
             series("ssd_drafter_engine_connected", f"1x{MINUTES}", host="vllm", engine="a"),
@@ -192,6 +192,8 @@ CASES = {
         [
             series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} 0x30", host="vllm", engine="a"),
             series("ssd_drafter_engine_connected", f"_x{MINUTES - 30} 1x30", host="vllm", engine="b"),
+            series("ssd_drafter_engine_connected", f"1x{MINUTES}", host="vllm", engine="c", namespace="m"),
+            series("ssd_drafter_engine_connected", f"1x{MINUTES - 30} 0x30", host="vllm", engine="c", namespace="n"),
         ],
     ),
     "SsdDrafterSlow": tuple(

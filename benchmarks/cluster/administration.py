@@ -72,8 +72,8 @@ class Load:
 def administered(node: Node) -> Iterator[Load]:
     """Run the load on the sidecar of a node; yield it, with its errors."""
     load, seeds, rounds = Load(), itertools.count(1), itertools.count(1)
-    with node.stub() as stub, Feed(node.service_address, LEARNED_PER_S):
-        load.repeat(lambda: run_client(node.service_address, seeds), CONNECTION_S)
+    with node.stub() as stub, Feed(node.address, LEARNED_PER_S):
+        load.repeat(lambda: run_client(node.address, seeds), CONNECTION_S)
         load.repeat(lambda: call_everything(stub, node.metrics, rounds), ROUND_S)
         try:
             yield load

@@ -26,12 +26,12 @@ def measure_cost(cluster: Cluster) -> Document:
     """
     first, second = cluster.nodes
     for node in cluster.nodes:
-        observe(node.service_address, np.arange(32, dtype=np.uint32), namespace=NAMESPACE)
+        observe(node.address, np.arange(32, dtype=np.uint32), namespace=NAMESPACE)
     processes = {"first sidecar": first.sidecar, "Redis": cluster.redis, "second sidecar": second.sidecar}
     before = {name: process.usage().cpu_s for name, process in processes.items()}
     bytes_before = [node.link.bytes for node in cluster.nodes]
     began = time.monotonic()
-    with Feed(first.service_address, TOKENS_PER_S) as feed:
+    with Feed(first.address, TOKENS_PER_S) as feed:
         time.sleep(SECONDS)
     time.sleep(CATCH_UP_S)
     seconds = time.monotonic() - began

@@ -64,7 +64,7 @@ class Reader:
 
     def __init__(self, node: Node) -> None:
         self.client = DrafterClient(
-            node.service_address, model=model_identity(MODEL), deadline_s=LONG_DEADLINE_S, draft_shape="tree"
+            node.address, model=model_identity(MODEL), deadline_s=LONG_DEADLINE_S, draft_shape="tree"
         )
         self._ids = count()
 
@@ -155,7 +155,7 @@ class SentTexts:
             if self._stopping.wait(INTERVAL_S):
                 return
             node, text = self._nodes[number % len(self._nodes)], self._texts.take()
-            if observe(node.service_address, text):
+            if observe(node.address, text):
                 self.acknowledged.append(Acknowledged(text, node, time.monotonic()))
             else:
                 self.refused += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -36,20 +35,13 @@ def texts_message(texts: list[np.ndarray]) -> pb.Texts:
 def fill(address: str, tokens: int) -> None:
     """Send `tokens` tokens of text to the service, and wait until all of them are draftable."""
     texts = Writer(CORPUS_SEED).take(tokens)
-
-    def requests() -> Iterator[pb.WarmRequest]:
-        for first in range(0, len(texts), 2000):
-            yield pb.WarmRequest(namespace=NAMESPACE, texts=texts_message(texts[first : first + 2000]))
-        # Empty requests until a response reports that no tokens are waiting.
-        while not is_done.is_set():
-            yield pb.WarmRequest()
-            time.sleep(0.05)
-
-    is_done = threading.Event()
     with grpc.insecure_channel(address, options=MESSAGE_SIZES) as channel:
-        for response in DrafterServiceStub(channel).Warm(requests(), wait_for_ready=True):
-            if response.texts + response.duplicates == len(texts) and response.waiting_tokens == 0:
-                is_done.set()
+        stub = DrafterServiceStub(channel)
+        for first in range(0, len(texts), 2000):
+            message = texts_message(texts[first : first + 2000])
+            stub.Observe(pb.ObserveRequest(namespace=NAMESPACE, texts=message), wait_for_ready=True)
+        # Forgetting an unknown name waits for all.
+        stub.Forget(pb.ForgetRequest(namespace=NAMESPACE, request_id="unknown"))
 
 
 def client_of(address: str, **options: Any) -> DrafterClient:

@@ -1,6 +1,6 @@
 """Make recorded traffic from public repositories.
 
-    python -m benchmarks.traces fetch all [--folder build/traces] [--compare FOLDER]
+    python -m benchmarks.traces fetch all [--folder build/traces]
 
 Downloads the files that `benchmarks/traces/manifest.json` names, with the licences of their repositories, encodes them
 with published vocabularies, and checks the result against the manifest. An interrupted download is continued by the
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from benchmarks.traces.download import DownloadError
-from benchmarks.traces.fetching import compare, fetch, read_arrays, remote_files
+from benchmarks.traces.fetching import fetch, remote_files
 from benchmarks.traces.manifest import MANIFEST, Manifest, load_manifest
 
 FOLDER = Path("build/traces")
@@ -58,17 +58,8 @@ def fetch_all(manifest: Manifest, names: Sequence[str], options: argparse.Namesp
                 outcomes[name] = False, f"failed: {error}"
                 continue
             text = f"differs from the manifest: {'; '.join(differences)}" if differences else "as in the manifest"
-            if options.compare:
-                text += f"; {options.compare}: {_compared(name, options)}"
             outcomes[name] = not differences, text
     return outcomes
-
-
-def _compared(name: str, options: argparse.Namespace) -> str:
-    other = options.compare / f"{name}.npz"
-    if not other.exists():
-        return "absent"
-    return compare(read_arrays(options.folder / other.name), read_arrays(other))
 
 
 def print_outcomes(manifest: Manifest, outcomes: dict[str, tuple[bool, str]], folder: Path) -> None:
@@ -91,7 +82,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_subparsers(required=True).add_parser("fetch", help="download and convert traces").add_argument
     add("name", nargs="+", metavar="NAME|all", help=f"traces: {', '.join(load_manifest().traces)}")
     add("--folder", type=Path, default=FOLDER, help=f"where traces are written ({FOLDER})")
-    add("--compare", type=Path, metavar="FOLDER", help="say how the traces differ from those in this folder")
     add("--mirror", metavar="URL", help="copy of the sources; a file's address follows as HOST/PATH")
     add("--manifest", type=Path, default=MANIFEST, help="another list of sources")
     return parser

@@ -1,8 +1,7 @@
-"""Make traces from public repositories: download, convert, check, compare."""
+"""Make traces from public repositories: download, convert, check."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,24 +71,3 @@ def read_arrays(path: Path) -> Arrays:
     """Return the arrays of a trace."""
     with np.load(path) as file:
         return {name: file[name] for name in file.files}
-
-
-def compare(ours: Arrays, theirs: Arrays) -> str:
-    """Return in one sentence how two traces differ."""
-    names = [name for name in ours if name not in theirs or not np.array_equal(ours[name], theirs[name])]
-    if not names:
-        return "identical"
-    left, right = _requests(ours), _requests(theirs)
-    both = (left & right).total()
-    if both == left.total() == right.total():
-        return f"the same requests, but other arrays: {', '.join(names)}"
-    return f"{both:,} requests are in both; {left.total() - both:,} only here, {right.total() - both:,} only there"
-
-
-def _requests(arrays: Arrays) -> Counter[tuple[bytes, int]]:
-    """Return how often each pair of prompt and output occurs, regardless of order."""
-    ends = np.cumsum(arrays["prompt_len"].astype(np.int64) + arrays["output_len"])
-    return Counter(
-        (tokens.tobytes(), int(prompt))
-        for tokens, prompt in zip(np.split(arrays["tokens"], ends[:-1]), arrays["prompt_len"], strict=True)
-    )

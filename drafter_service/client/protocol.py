@@ -167,8 +167,7 @@ class Protocol:
     def settle(self, turn: Turn) -> DraftBatch:
         """End a turn and return the drafts that have arrived."""
         drafts = self._take_drafts(turn)
-        # Versions of the service without shadow mode do not withhold drafts.
-        if drafts is None or self._shadow:
+        if drafts is None:
             drafts = DraftBatch.empty(len(turn.limits))
         drafts.pause_steps, self._pause_steps = self._pause_steps, 0
         self._running.set_offered(turn.rows, drafts.offsets[1:] - drafts.offsets[:-1])

@@ -9,13 +9,13 @@ import click
 from drafter_service.commands.admin import drop, forget, health, namespaces, snapshot
 from drafter_service.commands.advise.command import advise
 from drafter_service.commands.conformance.command import conformance
-from drafter_service.commands.report import report, top
+from drafter_service.commands.report import report
 from drafter_service.commands.serve import serve
 from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 
-KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "drafter_service.commands.advise.running")
+KERNELS = ("ssd.drafter", "ssd.baselines.classic", "drafter_service.commands.advise.running")
 """Modules that import all kernels."""
 
 
@@ -49,7 +49,7 @@ def precompile() -> None:
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 
-for command in (advise, serve, warm, report, top, namespaces, forget, snapshot, drop, token, health, conformance):
+for command in (advise, serve, warm, report, namespaces, forget, snapshot, drop, token, health, conformance):
     cli.add_command(command)
 
 

@@ -1,8 +1,7 @@
-"""`ssd-drafter report` and `ssd-drafter top`."""
+"""`ssd-drafter report`: what drafting has saved."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,25 +19,12 @@ TIMEOUT_S = 10.0
 
 @click.command()
 @connection_options
-@click.option(
-    "--snapshot",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Report on a snapshot instead of a running service.",
-)
 @click.option("--namespace", default="", metavar="NAME", help="Report on this namespace only.", show_default=False)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page with charts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document that docs/report.schema.json describes.")
-def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None, as_json: bool) -> None:
+def report(link: Link, namespace: str, html: Path | None, as_json: bool) -> None:
     """Report the savings as tables, an HTML page or JSON."""
-    if snapshot is not None and namespace:
-        raise UserError("a snapshot has one namespace; remove --namespace")
-    if snapshot is None:
-        made = fetch_report(link, namespace)
-    else:
-        from drafter_service.observability.report.build import snapshot_report
-
-        made = snapshot_report(snapshot)
+    made = fetch_report(link, namespace)
     if html is not None:
         from drafter_service.observability.report.page import render_page
 
@@ -51,37 +37,6 @@ def report(link: Link, snapshot: Path | None, namespace: str, html: Path | None,
         from drafter_service.observability.report.terminal import print_report
 
         print_report(made, Console())
-
-
-@click.command()
-@connection_options
-@click.option("--namespace", default="", metavar="NAME", help="Watch this namespace only.", show_default=False)
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=1.0,
-    metavar="SECONDS",
-    help="Interval between updates.",
-)
-@click.option("--once", is_flag=True, help="Print one update and exit; the default without a terminal.")
-def top(link: Link, namespace: str, interval: float, once: bool) -> None:
-    """Show the current rates of a service; press q to quit."""
-    from rich.console import Console
-
-    from drafter_service.observability.report.top import keys, print_once, wait_without_keys, watch
-
-    def fetch() -> Report:
-        return fetch_report(link, namespace)
-
-    console = Console()
-    if once or not console.is_terminal:
-        print_once(fetch, console, wait_without_keys, interval)
-        return
-    try:
-        with keys() as wait:
-            watch(fetch, console, wait, interval)
-    except KeyboardInterrupt:
-        sys.exit(0)
 
 
 # --- Reports of a running service

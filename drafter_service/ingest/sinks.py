@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +23,9 @@ from ssd.corpus.requests import hash_of
 from ssd.errors import UserError
 from ssd.stats import Stats
 
-MAX_UNANSWERED = 4
-"""Requests in flight: enough to keep the service busy, and a few megabytes."""
-
 
 class RemoteSink:
-    """Learns into a namespace of a running service, over one stream."""
+    """Learns into a namespace of a running service."""
 
     def __init__(
         self,
@@ -41,71 +36,56 @@ class RemoteSink:
         *,
         shadow: bool = False,
     ) -> None:
-        """Open the stream. Raises UserError if the service refuses it.
+        """Connect. Raises UserError if the service refuses texts for the namespace.
 
         describe: returns a message for an error. shadow: whether documents contain whole prompts, and are scored before
         they are learned.
         """
-        self._shadow = shadow
+        self._namespace = namespace
+        self._model = pb.Model(**vars(model))
         self._describe = describe
+        self._shadow = shadow
+        self._connector = connector
         self._channel = connector.open()
-        self._requests: queue.SimpleQueue[pb.WarmRequest | None] = queue.SimpleQueue()
-        self._sent = self._answered = 0
-        self._problem: str | None = None
-        self._changed = threading.Condition()
+        self._stub = DrafterServiceStub(self._channel)
         self._total = Totals(0, 0, 0)
-        stream = DrafterServiceStub(self._channel).Warm(iter(self._requests.get, None), metadata=connector.metadata())
-        self._reader = threading.Thread(target=self._read, args=(stream,), name="ssd-warm", daemon=True)
-        self._reader.start()
-        self._send(pb.WarmRequest(namespace=namespace, model=pb.Model(**vars(model))))
-        self._wait_for_answers()
+        self._answer: grpc.Future | None = self._observe(None)
+        self._wait()
 
     def accept(self, documents: Documents) -> None:
-        """Send documents. Blocks while the service is busy. Raises UserError if the service fails."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._sent - self._answered < MAX_UNANSWERED or self._problem)
-        texts = pb.Texts(
-            tokens=pack(documents.tokens, "u4"),
-            offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
-            request_ids=documents.names,
-            prompt_lengths=pack(documents.prompt_lengths, "u4") if self._shadow else b"",
+        """Send documents, once the service has learned the ones before. Raises UserError if the service fails."""
+        self._wait()
+        self._answer = self._observe(
+            pb.Texts(
+                tokens=pack(documents.tokens, "u4"),
+                offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
+                request_ids=documents.names,
+                prompt_lengths=pack(documents.prompt_lengths, "u4") if self._shadow else b"",
+            )
         )
-        self._send(pb.WarmRequest(texts=texts))
 
     def finish(self) -> Totals:
         """Wait until the service has learned everything sent, and close the connection. Raises UserError."""
-        self._wait_for_answers()
-        self._requests.put(None)
-        self._reader.join()
+        self._wait()
         self._channel.close()
         return self._total
 
-    def _send(self, request: pb.WarmRequest) -> None:
-        self._check()
-        self._sent += 1
-        self._requests.put(request)
+    def _observe(self, texts: pb.Texts | None) -> grpc.Future:
+        request = pb.ObserveRequest(namespace=self._namespace, model=self._model, texts=texts)
+        return self._stub.Observe.future(request, metadata=self._connector.metadata())
 
-    def _wait_for_answers(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._sent == self._answered or self._problem)
-        self._check()
-
-    def _check(self) -> None:
-        if self._problem is not None:
-            self._channel.close()
-            raise UserError(self._problem)
-
-    def _read(self, stream: Iterator[pb.WarmResponse]) -> None:
+    def _wait(self) -> None:
+        if self._answer is None:
+            return
         try:
-            for response in stream:
-                with self._changed:
-                    self._answered += 1
-                    self._total = Totals(response.texts, response.tokens, response.duplicates)
-                    self._changed.notify_all()
+            learned = self._answer.result()
         except grpc.RpcError as error:
-            with self._changed:
-                self._problem = self._describe(error)
-                self._changed.notify_all()
+            self._channel.close()
+            raise UserError(self._describe(error)) from None
+        self._answer, total = None, self._total
+        self._total = Totals(
+            total.documents + learned.texts, total.tokens + learned.tokens, total.duplicates + learned.duplicates
+        )
 
 
 class _New(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,21 +78,12 @@ class Latency:
 
     def quantile(self, share: float) -> float:
         """Return the upper bound in seconds of the bin that contains a quantile, 0 <= share <= 1; 0 without data."""
-        return quantile(zip((*BOUNDS_S, self.longest_s), self.counts, strict=True), share, self.longest_s)
-
-
-def quantile(bins: Iterable[tuple[float, int]], share: float, longest: float) -> float:
-    """Return the upper bound of the bin that contains a quantile, at most `longest`; 0 without data.
-
-    bins: pairs of upper bound and number of durations, ascending.
-    """
-    bins = [(bound, count) for bound, count in bins if count]
-    wanted, seen = share * sum(count for _, count in bins), 0
-    for bound, count in bins:
-        seen += count
-        if seen >= wanted:
-            return min(bound, longest)
-    return 0.0
+        wanted, seen = share * self.count, 0
+        for bound, count in zip((*BOUNDS_S, self.longest_s), self.counts, strict=True):
+            seen += count
+            if count and seen >= wanted:
+                return min(bound, self.longest_s)
+        return 0.0
 
 
 @dataclass(frozen=True)

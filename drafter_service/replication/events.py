@@ -1,8 +1,8 @@
 """Events that replicas exchange, and their encoding as entries of the log.
 
 An entry has the columns of N events, packed as little-endian bytes: kinds u1 [N], times f8 [N], lengths u4 [N] of the
-events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events). No other module
-depends on the format. Entries may come from other versions, so `decode` validates everything.
+events' tokens, tokens u4 (all events), name_lengths u4 [N] in bytes, names in UTF-8 (all events), tags u4 [N]. No other
+module depends on the format. Entries may come from other versions, so `decode` validates everything.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def encode(events: Sequence[Event], writer: bytes) -> dict[bytes, bytes]:
         b"tokens": pack(np.concatenate(tokens), "u4"),
         b"name_lengths": pack(np.array([len(name) for name in names]), "u4"),
         b"names": b"".join(names),
-        # Earlier versions ignore it.
         b"tags": pack(np.array([event.tag if isinstance(event, Finished) else NO_TAG for event in events]), "u4"),
     }
 
@@ -113,7 +112,7 @@ def decode(fields: Mapping[bytes, bytes]) -> LogEntry:
     names = _field(fields, "names")
     ends = _ends(fields, "lengths", len(kinds), len(tokens))
     name_ends = _ends(fields, "name_lengths", len(kinds), len(names))
-    tags = unpack(fields.get(b"tags", bytes(4 * len(kinds))), "u4", "tags")
+    tags = unpack(_field(fields, "tags"), "u4", "tags")
     if len(tags) != len(kinds) or (tags >> 16).any():
         raise WireError(f"tags must be {len(kinds)} numbers of 16 bits")
     events, first, first_name = [], 0, 0

@@ -16,8 +16,6 @@ from typing import Any
 from drafter_service.replication.events import Dropped, Event, Finished, Forgotten, ForgottenBefore, decode
 from drafter_service.replication.redis_stream import (
     OLDEST,
-    Extent,
-    Lag,
     LogCounters,
     LogPosition,
     LogUnavailable,
@@ -57,7 +55,7 @@ class Reader:
         self._own = own
         self.position = after
         """Position of the last entry whose events were passed on. A reader that starts here misses nothing."""
-        self._lag, self._measured = Lag(0, 0.0), time.monotonic()
+        self._lag_s, self._measured = 0.0, time.monotonic()
         self._is_current = False
 
     @property
@@ -66,11 +64,9 @@ class Reader:
         return not self._retry.is_failing
 
     @property
-    def lag(self) -> Lag:
-        """Distance from the newest entry. The seconds grow while Redis is unavailable or events are being learned."""
-        if self._is_current:
-            return Lag(0, 0.0)
-        return Lag(self._lag.entries, self._lag.seconds + time.monotonic() - self._measured)
+    def lag_s(self) -> float:
+        """Seconds behind the newest entry. They grow while Redis is unavailable or events are being learned."""
+        return 0.0 if self._is_current else self._lag_s + time.monotonic() - self._measured
 
     async def run(self, take: TakeEvents) -> None:
         """Pass the events of each entry to `take`, one call at a time, until cancelled.
@@ -119,7 +115,7 @@ class Reader:
 
     def _record_lag(self) -> None:
         if self._is_current:
-            self._is_current, self._lag, self._measured = False, Lag(0, 0.0), time.monotonic()
+            self._is_current, self._lag_s, self._measured = False, 0.0, time.monotonic()
 
     async def _measure_lag(self) -> None:
         """Measure the lag, and check that the log still contains the entry after the position."""
@@ -132,20 +128,12 @@ class Reader:
             self._record_gap("shared_log_trimmed_before_read")
             self.position = OLDEST
         self._is_current = self.position >= extent.last
-        self._lag, self._measured = _lag(extent, self.position), time.monotonic()
+        first = max(extent.first.ms, self.position.ms)
+        self._lag_s, self._measured = (extent.last.ms - first) / 1000, time.monotonic()
 
     def _record_gap(self, event: str) -> None:
         self._counters.gaps += 1
         self._logger.warning(event)
-
-
-def _lag(extent: Extent, position: LogPosition) -> Lag:
-    first = max(extent.first.ms, position.ms)
-    behind_ms, extent_ms = extent.last.ms - first, extent.last.ms - extent.first.ms
-    if position >= extent.last:
-        return Lag(0, 0.0)
-    entries = extent.entries if extent_ms == 0 else max(1, round(extent.entries * behind_ms / extent_ms))
-    return Lag(entries, behind_ms / 1000)
 
 
 class RecentNames:

@@ -66,7 +66,6 @@ class Extent(NamedTuple):
     first: LogPosition
     last: LogPosition
     """The newest entry ever added, even if it was trimmed; `OLDEST` if there was none."""
-    entries: int
 
 
 class Addition(NamedTuple):
@@ -148,11 +147,11 @@ class RedisStream:
         """Return the current extent of the log."""
         async with _redis_call(TIMEOUT_S):
             if not await self._client.exists(self._key):
-                return Extent(OLDEST, OLDEST, 0)
+                return Extent(OLDEST, OLDEST)
             info = await self._client.xinfo_stream(self._key)
             last = _position(info["last-generated-id"])
             first = _position(info["first-entry"][0]) if info["first-entry"] else last
-            return Extent(first, last, info["length"])
+            return Extent(first, last)
 
     async def trim(self, max_bytes: int) -> None:
         """Remove the oldest entries while the log uses more than `max_bytes` of memory."""
@@ -207,14 +206,6 @@ class LogCounters:
     """Times that entries may have been missed: trimmed before they were read, or lost with Redis."""
     errors: int = 0
     """Failed attempts to write or read; each was repeated."""
-
-
-class Lag(NamedTuple):
-    """Distance of a reader from the newest entry."""
-
-    entries: int
-    """An estimate that assumes entries at a constant rate."""
-    seconds: float
 
 
 class Retry:

@@ -49,9 +49,7 @@ class Replication:
         """Stop replicating a namespace that is unloaded."""
         replica = self._replicas.pop(namespace.name, None)
         if replica is not None:
-            self._past = _sum(
-                self._past, replica.facts().model_copy(update={"is_connected": True, "lag_entries": 0, "lag_s": 0.0})
-            )
+            self._past = _sum(self._past, replica.facts().model_copy(update={"is_connected": True, "lag_s": 0.0}))
             task = asyncio.get_running_loop().create_task(replica.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -88,12 +86,10 @@ class Replica:
 
     def facts(self) -> SharedLogReport:
         """Return the state of this namespace's log."""
-        lag = self._reader.lag
         return SharedLogReport(
             **vars(self._log.counters),
             is_connected=self._log.is_connected and self._reader.is_connected,
-            lag_entries=lag.entries,
-            lag_s=lag.seconds,
+            lag_s=self._reader.lag_s,
         )
 
     async def _take(self, events: list[Event]) -> None:

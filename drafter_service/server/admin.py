@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall
@@ -24,7 +23,7 @@ from ssd.corpus.sections import SnapshotError
 
 
 class Admin:
-    """The unary calls and Warm. Used by the event loop alone."""
+    """The unary calls. Used by the event loop alone."""
 
     def __init__(
         self,
@@ -47,29 +46,6 @@ class Admin:
                 response = pb.ObserveResponse()
                 await learn(namespace, request.texts, response)
                 return response
-
-    async def warm(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.WarmResponse]:
-        """Learn from a stream of finished texts."""
-        async with _call(self._access, context) as authorized:
-            data = await anext(aiter(requests), None)
-            if data is None:
-                return
-            first = _read_warm(data)
-            model = read_model(first.model)
-            name = first.namespace or default_namespace(model)
-            authorized.require(Right.LEARN, name)
-            async with self._namespaces.use(name, model) as namespace:
-                total = pb.WarmResponse()
-                await learn(namespace, first.texts, total)
-                total.waiting_tokens = namespace.corpus.waiting
-                yield total
-                async for data in requests:
-                    authorized.require(Right.LEARN, name)
-                    await learn(namespace, _read_warm(data).texts, total)
-                    total.waiting_tokens = namespace.corpus.waiting
-                    yield total
 
     async def forget(self, request: pb.ForgetRequest, context: grpc.aio.ServicerContext) -> pb.ForgetResponse:
         """Forget text, wait until no draft can contain it, and save the namespace again."""
@@ -179,10 +155,3 @@ async def _call(access: AccessControl, context: grpc.aio.ServicerContext) -> Asy
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
         except tuple(REFUSALS) as refused:
             await context.abort(REFUSALS[type(refused)], str(refused))
-
-
-def _read_warm(data: bytes) -> pb.WarmRequest:
-    try:
-        return pb.WarmRequest.FromString(data)
-    except DecodeError:
-        raise WireError(f"the message is not a WarmRequest of {pb.DESCRIPTOR.package}") from None

@@ -19,7 +19,7 @@ SCORED_PER_TURN = 32
 """Number of output tokens scored before other tasks of the event loop run: about 0.5 ms."""
 
 
-async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse | pb.WarmResponse) -> None:
+async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveResponse) -> None:
     """Learn finished texts at the rate of the index, and add their counts to `total`.
 
     Raises WireError, with no effect, for an invalid message, and ClosedError.

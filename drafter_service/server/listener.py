@@ -8,7 +8,6 @@ from typing import NoReturn
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from drafter_service.auth.control import AccessControl
 from drafter_service.auth.listening import listen
@@ -54,7 +53,6 @@ class Listener:
         server = grpc.aio.server(options=GRPC_OPTIONS)
         server.add_generic_rpc_handlers([self._methods])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.address = listen(server, self.address, self._config.access)
         self._server = server

@@ -133,9 +133,8 @@ class DrafterServer:
             name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
             for name, (method, request) in unary.items()
         }
-        for name, stream in (("Draft", self._streams.draft), ("Warm", admin.warm)):
-            handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialized)
-        return handlers
+        draft = grpc.stream_stream_rpc_method_handler(self._streams.draft, response_serializer=_serialized)
+        return {**handlers, "Draft": draft}
 
 
 def _summary(namespaces: Iterable[Namespace]) -> str:

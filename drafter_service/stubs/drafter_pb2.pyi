@@ -240,28 +240,6 @@ class ObserveResponse(_message.Message):
     duplicates: int
     def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
 
-class WarmRequest(_message.Message):
-    __slots__ = ("namespace", "model", "texts")
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TEXTS_FIELD_NUMBER: _ClassVar[int]
-    namespace: str
-    model: Model
-    texts: Texts
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ...) -> None: ...
-
-class WarmResponse(_message.Message):
-    __slots__ = ("tokens", "texts", "duplicates", "waiting_tokens")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TEXTS_FIELD_NUMBER: _ClassVar[int]
-    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
-    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tokens: int
-    texts: int
-    duplicates: int
-    waiting_tokens: int
-    def __init__(self, tokens: _Optional[int] = ..., texts: _Optional[int] = ..., duplicates: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
-
 class ForgetRequest(_message.Message):
     __slots__ = ("namespace", "request_id", "older_than_s", "everything")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

@@ -45,11 +45,6 @@ class DrafterServiceStub(object):
                 request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.SerializeToString,
                 response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.FromString,
                 _registered_method=True)
-        self.Warm = channel.stream_stream(
-                '/ssd.drafter.v1.DrafterService/Warm',
-                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.SerializeToString,
-                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.FromString,
-                _registered_method=True)
         self.Forget = channel.unary_unary(
                 '/ssd.drafter.v1.DrafterService/Forget',
                 request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ForgetRequest.SerializeToString,
@@ -94,14 +89,6 @@ class DrafterServiceServicer(object):
     def Observe(self, request, context):
         """Learns from finished text that was not served through Draft. Answers once the text is accepted; after much text at
         once this waits for the index.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Warm(self, request_iterator, context):
-        """Learns from a stream of finished texts. One response per request, in order, with what was learned so far.
-        A client should have few unanswered requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,11 +141,6 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Observe,
                     request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.FromString,
                     response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.SerializeToString,
-            ),
-            'Warm': grpc.stream_stream_rpc_method_handler(
-                    servicer.Warm,
-                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.FromString,
-                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.SerializeToString,
             ),
             'Forget': grpc.unary_unary_rpc_method_handler(
                     servicer.Forget,
@@ -241,33 +223,6 @@ class DrafterService(object):
             '/ssd.drafter.v1.DrafterService/Observe',
             drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.SerializeToString,
             drafter__service_dot_stubs_dot_drafter__pb2.ObserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Warm(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/ssd.drafter.v1.DrafterService/Warm',
-            drafter__service_dot_stubs_dot_drafter__pb2.WarmRequest.SerializeToString,
-            drafter__service_dot_stubs_dot_drafter__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

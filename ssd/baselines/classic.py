@@ -79,7 +79,7 @@ class ClassicDrafter(CorpusDrafter):
         """Draft at most `limit` tokens for the sequence of a row, and record them as its last draft."""
         state, view = self._sequences.state[row], self.corpus.view
         draft = np.empty(limit, np.uint32)
-        size, length, count, counted = most_frequent_continuation(
+        size, _, count, counted = most_frequent_continuation(
             view.arrays[0],
             view.arrays[2],
             int(state[TEXT]),
@@ -92,7 +92,7 @@ class ClassicDrafter(CorpusDrafter):
         self._sequences.record_draft(row, draft)
         accept_prob = np.ones(size, np.float32)
         accept_prob[:1] = count / max(1, counted)
-        return Path(draft, accept_prob, match_length=length)
+        return Path(draft, accept_prob)
 
 
 @inline

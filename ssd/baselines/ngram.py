@@ -68,5 +68,5 @@ def look_up(text: np.ndarray, limit: int) -> Path:
         if len(starts):
             tokens = text[starts[-1] + length :][:limit].copy()
             # Prompt lookup gives no probabilities; the token budget calibrates these from observed acceptance.
-            return Path(tokens, np.ones(len(tokens), np.float32), Source.LOCAL, length)
+            return Path(tokens, np.ones(len(tokens), np.float32), Source.LOCAL)
     return NO_PATH

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.config import MAX_MATCH_DEPTH, DrafterConfig
+from ssd.config import MAX_MATCH_DEPTH
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.index import State
 from ssd.corpus.requests import ROW
@@ -30,7 +30,7 @@ CHUNK = 1 << 20
 
 DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
 """Entries of the section "facts", int64: maximum match length, tokens of text, how many of them the suffix array
-covers, `tables_layout`, and the capacity of the corpus, which older files lack."""
+covers, `tables_layout`, and the capacity of the corpus."""
 
 MAX_LOGIT = 7.0
 MAX_WEIGHT = 1e3
@@ -91,7 +91,7 @@ def load(
             f"set match_depth to {facts[DEPTH]}, or use another snapshot"
         )
     if capacity is None:
-        capacity = int(facts[CAPACITY]) if len(facts) > CAPACITY else max(int(facts[SIZE]), DrafterConfig.capacity)
+        capacity = int(facts[CAPACITY])
     corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []
@@ -165,10 +165,10 @@ def _require(condition: bool | np.bool_, otherwise: str) -> None:
 
 def _checked_facts(sections: Mapping[str, np.ndarray]) -> np.ndarray:
     facts = sections["facts"]
-    _require(facts.dtype == np.int64 and len(facts) > TABLES_LAYOUT, "facts are missing")
+    _require(facts.dtype == np.int64 and len(facts) > CAPACITY, "facts are missing")
     _require(0 <= facts[COVERED] <= facts[SIZE], "the suffix array covers more than the text")
     _require(1 <= facts[DEPTH] <= MAX_MATCH_DEPTH, "an impossible match depth")
-    _require(len(facts) <= CAPACITY or MIN_CAPACITY <= facts[CAPACITY] <= MAX_CAPACITY, "an impossible capacity")
+    _require(MIN_CAPACITY <= facts[CAPACITY] <= MAX_CAPACITY, "an impossible capacity")
     return facts
 
 
@@ -190,9 +190,9 @@ def _checked_rows(sections: Mapping[str, np.ndarray], size: int) -> np.ndarray:
     for name, column in columns.items():
         _require(len(column) == len(rows) and column.dtype == ROW[name], "requests are incomplete")
         rows[name] = column
-    if (tags := sections.get("requests.tag")) is not None:  # Older files lack them.
-        _require(len(tags) == len(rows) and tags.dtype == np.uint32 and not (tags >> 16).any(), "impossible tags")
-        rows["tag"] = tags
+    tags = sections["requests.tag"]
+    _require(len(tags) == len(rows) and tags.dtype == np.uint32 and not (tags >> 16).any(), "impossible tags")
+    rows["tag"] = tags
     first = rows["first"]
     _require(len(rows) == 0 or (first[0] >= 0 and first[-1] < size), "requests lie outside the text")
     _require((np.diff(first) > 0).all(), "requests overlap")

@@ -36,13 +36,13 @@ from ssd.kernels.probabilities import (
     WEIGHT_SETS,
 )
 from ssd.sequences.tables import CANDIDATE_COLUMNS, KEPT, NODE_COLUMNS, STATE_COLUMNS, Sequences
-from ssd.stats import AGES, LENGTHS, POSITIONS, PROB_BINS, SOURCE_COUNT, Counters, Stats
+from ssd.stats import AGES, POSITIONS, PROB_BINS, SOURCE_COUNT, Counters, Stats
 
 LOCAL_TIERS = 2
 
 # Index of the first address of each part.
 TABLES, MODEL, BUDGET, COUNTERS = 0, 7, 13, 19
-EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 25, 32, 41, 47, 51, 53
+EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 24, 31, 40, 46, 50, 52
 
 
 class Tables(NamedTuple):
@@ -189,10 +189,9 @@ def open_counters(frame):  # type: ignore[no-untyped-def]
     return Counters(
         longs(frame[COUNTERS], (3,)),
         longs(frame[COUNTERS + 1], (SOURCE_COUNT, 2)),
-        longs(frame[COUNTERS + 2], (LENGTHS, 2)),
-        longs(frame[COUNTERS + 3], (POSITIONS, 2)),
-        longs(frame[COUNTERS + 4], (AGES, 2)),
-        _doubles(frame[COUNTERS + 5], (PROB_BINS, 3)),
+        longs(frame[COUNTERS + 2], (POSITIONS, 2)),
+        longs(frame[COUNTERS + 3], (AGES, 2)),
+        _doubles(frame[COUNTERS + 4], (PROB_BINS, 3)),
     )
 
 

@@ -24,11 +24,9 @@ from ssd.sequences.tables import (
     FALLBACK,
     FOUND_AGE,
     FOUND_IN,
-    FOUND_LENGTH,
     IN_LIBRARIES,
     KEPT,
     KEPT_FOR_PATH,
-    LENGTH,
     LIBRARY,
     MASKS,
     MISSES,
@@ -161,7 +159,7 @@ def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-
         if pointers[LOCAL] != 0 and peek(pointers[LOCAL], depth) == np.uint32(node[TOKEN])
         else GLOBAL
     )
-    node[SOURCE], node[LENGTH], node[AGE] = source, candidate[FOUND_LENGTH], candidate[FOUND_AGE]
+    node[SOURCE], node[AGE] = source, candidate[FOUND_AGE]
     for row in range(ROWS):
         node[MASKS + row] = candidate[CANDIDATE_MASKS + row]
 
@@ -169,7 +167,7 @@ def _set_evidence(node, candidate, depth, pointers):  # type: ignore[no-untyped-
 @inline
 def _set_no_evidence(node):  # type: ignore[no-untyped-def]
     """Record that a node's token is a fallback candidate."""
-    node[SOURCE], node[LENGTH], node[AGE] = FALLBACK, 0, 0
+    node[SOURCE], node[AGE] = FALLBACK, 0
     node[MASKS : MASKS + ROWS] = 0
 
 

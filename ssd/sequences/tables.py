@@ -34,12 +34,12 @@ ABSENT = 99
 """Value of MISSES where a source has no pointer."""
 
 # Columns of nodes, int32.
-TOKEN, PARENT, DEPTH, SOURCE, LENGTH, AGE, CANDIDATES, WEIGHT_SET = range(8)
-"""LENGTH and AGE: tokens matched, and log2 of the age in tokens, of the match that the node comes from. CANDIDATES:
-their number, or NOT_ESTIMATED for a last node, after which nothing may be drafted."""
+TOKEN, PARENT, DEPTH, SOURCE, AGE, CANDIDATES, WEIGHT_SET = range(7)
+"""AGE: log2 of the age in tokens of the match that the node comes from. CANDIDATES: their number, or NOT_ESTIMATED for
+a last node, after which nothing may be drafted."""
 FALLBACK, LIBRARY = 2, 3
 """SOURCE of fallback candidates, and of those found in libraries, as in `ssd.types.Source`."""
-RUNS, MISSES, EVIDENCE, MASKS = 8, 10, 12, 14
+RUNS, MISSES, EVIDENCE, MASKS = 7, 9, 11, 13
 """RUNS and MISSES of both sources' pointers; the search that found each source's evidence; for each level of that
 evidence a mask of the samples that agree with the path."""
 NODE_COLUMNS = MASKS + ROWS

@@ -237,10 +237,6 @@ class Caller:
             return error.code(), error.details()
         raise AssertionError(f"answered with {response}")
 
-    def warm(self, requests):
-        """Call Warm with an iterable of requests."""
-        return self._stub.Warm(iter(requests), metadata=self._metadata, timeout=TIMEOUT_S, wait_for_ready=True)
-
     def observe(self, namespace, *runs, names=(), **fields):
         return self.call("Observe", namespace=namespace, texts=texts(*runs, names=names), **fields)
 

@@ -77,7 +77,6 @@ def service_facts(*namespaces, **changes):
             malformed=17,
             gaps=18,
             is_connected=True,
-            lag_entries=16,
             lag_s=1.5,
         ),
     }

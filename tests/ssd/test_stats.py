@@ -42,7 +42,7 @@ def test_counters_add_up(shape):
         assert stats.committed == stats.accepted + stats.steps  # each step adds one token to what it accepts
         assert 200 < stats.accepted <= stats.verified
         assert 0 < stats.hits <= stats.steps
-        for table in (counters.by_source, counters.by_length, counters.by_position):
+        for table in (counters.by_source, counters.by_position):
             assert table[:, VERIFIED].sum() == stats.verified
             assert table[:, ACCEPTED].sum() == stats.accepted
             assert (table[:, ACCEPTED] <= table[:, VERIFIED]).all()
@@ -61,7 +61,7 @@ def test_counters_add_up(shape):
         assert (means * PROB_BINS <= used + 1 + 1e-3).all()
 
 
-def test_tokens_are_counted_by_source_length_position_and_age():
+def test_tokens_are_counted_by_source_position_and_age():
     with drafter_of([[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 3, cost=0.001) as drafter:
         drafter.start(1, array([1, 2, 3, 4]))
         drafts = drafter.draft(progress_of({1: []}, limit=3))
@@ -70,7 +70,6 @@ def test_tokens_are_counted_by_source_length_position_and_age():
         drafter.draft(progress_of({1: [5, 6, 0]}, limit=0, verified=3))
         counters = drafter.stats.counters
         assert counters.by_source[Source.CORPUS].tolist() == [3, 2]
-        assert counters.by_length[4:7].tolist() == [[1, 1], [1, 1], [1, 0]]
         assert counters.by_position[:4].tolist() == [[1, 1], [1, 1], [1, 0], [0, 0]]
         # Each token is followed by 3 to 10 of the 30 tokens, separators included: ages of 2 to 4 bits.
         assert counters.by_age[2:5].sum(axis=0).tolist() == [3, 2]

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.host_flags import PaddedSpeedup, vllm_flags
-from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
 from drafter_service.commands.advise.traffic import Traffic
@@ -29,15 +27,10 @@ MIN_USEFUL_SPEEDUP = 1.05
 """Smallest predicted speed-up for which drafting is called worthwhile."""
 MIN_RELIABLE_TOKENS = 20_000
 """Output tokens from which the figures of a log are reliable."""
-CURVE_POINTS = 40
-"""Number of points of the growth curve."""
 PREFIX_TOKENS = 32
 """Requests whose prompts begin with the same tokens form a group."""
 MIN_GROUP_SHARE = 0.01
 MAX_GROUPS = 12
-SOURCE_COVERAGE = 0.98
-"""Share of the accepted tokens whose sources the recommended capacity keeps."""
-AGES = tuple(1 << power for power in range(12, 33))
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,6 @@ class Speedup:
     concurrency: int
     tokens_per_step: float
     drafted_per_step: float
-    draft_ms: float
     speedup: float
     output_tokens: int
     """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
@@ -84,20 +76,10 @@ class Advice:
     lengths: Sequence[Speedup]
     """For several maximum lengths of drafts, and for the best length that all drafts are padded to with each number of
     requests at once, over the first part of the log."""
-    growth: Sequence[tuple[int, float]]
-    """Output tokens remembered so far, and tokens per step of the requests that ended then."""
     groups: Sequence[Group]
     """By prompt prefix, most output tokens first."""
     sizes: Sequence[Group]
     """By length of the output."""
-    kept: Sequence[tuple[int, float]]
-    """Tokens remembered, and share of the accepted tokens whose source would still be in the corpus."""
-    tokens_per_hour: float | None
-    """Rate at which the log fills a corpus; None without times."""
-    other_users: float | None
-    """Share of the traced accepted tokens that came from another user's text; None where the log has no users."""
-    other_sessions: float | None
-    """Share of the traced accepted tokens that came from another session's text; None where the log has no sessions."""
     notes: Sequence[str]
     """Sentences about anything unusual in the log."""
 
@@ -122,8 +104,6 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     ascending = sorted(counts)
     by_concurrency = [trial("ssd", shape, longest, count) for count in ascending for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
-    if arctic.is_installed():
-        others.append(trial("arctic", "tree", longest, main))
     lengths = [trial("ssd", "path", length, main) for length in MAX_DRAFTS]
     padded = [trial("ssd", "path", length, count, is_padded=True) for count in ascending for length in MAX_DRAFTS]
     return by_concurrency + others + lengths + padded
@@ -148,8 +128,6 @@ def advise(
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
     best = replace(_speedup(whole), concurrency=concurrency_of(traffic, given))
-    assert whole.origins is not None
-    kept = _kept(whole.origins)
     compared = [_speedup(outcome) for outcome in samples]
     paths = [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
     padded = _best_padded(paths)
@@ -158,20 +136,15 @@ def advise(
     best_padded = [PaddedSpeedup(one.max_draft, one.concurrency, one.speedup) for one in padded]
     return Advice(
         verdict=_verdict(best, profile),
-        settings=DrafterConfig(capacity=_capacity(kept), draft_shape=best.draft_shape, max_draft=best.max_draft),
+        settings=DrafterConfig(draft_shape=best.draft_shape, max_draft=best.max_draft),
         vllm=""
         if best.speedup < MIN_USEFUL_SPEEDUP
         else vllm_flags(fastest, _max_draft(unpadded), best_padded, best.concurrency),
         best=best,
         speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
         lengths=[*(one for one in unpadded if one.max_draft in MAX_DRAFTS), *padded],
-        growth=_growth(whole.replay),
         groups=_prefix_groups(traffic, whole.replay),
         sizes=_size_groups(whole.replay),
-        kept=kept,
-        tokens_per_hour=_tokens_per_hour(traffic),
-        other_users=_share_from_other_owners(whole.origins, traffic.users),
-        other_sessions=_share_from_other_owners(whole.origins, traffic.sessions),
         notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
     )
 
@@ -198,7 +171,6 @@ def _speedup(outcome: Outcome) -> Speedup:
         trial.concurrency,
         replay.tokens_per_step,
         replay.drafted_per_step,
-        outcome.draft_ms,
         outcome.speedup,
         int(replay.output_lengths.sum()),
         trial.is_padded,
@@ -218,19 +190,6 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
         f"{verdict} This is not reliable, because the log has only {size}; "
         f"give a log with at least {MIN_RELIABLE_TOKENS:,}."
     )
-
-
-def _growth(replay: Replay) -> list[tuple[int, float]]:
-    """Return tokens per step of parts of the replay with equal numbers of output tokens."""
-    remembered = np.cumsum(replay.output_lengths[replay.order])
-    steps = np.cumsum(replay.steps[replay.order])
-    ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], CURVE_POINTS + 1)[1:] - 0.5)
-    points, before = [], -1
-    for end in np.unique(ends).tolist():
-        produced = remembered[end] - (remembered[before] if before >= 0 else 0)
-        points.append((int(remembered[end]), float(produced / (steps[end] - (steps[before] if before >= 0 else 0)))))
-        before = end
-    return points
 
 
 def _prefix_groups(traffic: Traffic, replay: Replay) -> list[Group]:
@@ -269,44 +228,6 @@ def _size_groups(replay: Replay) -> list[Group]:
         name = f"{first:,} output tokens" if first == last else f"{first:,} to {last:,} output tokens"
         groups.append(_group(name, rows.tolist(), replay, total))
     return groups
-
-
-def _kept(origins: Origins) -> list[tuple[int, float]]:
-    """Return which share of the accepted tokens with a source in the corpus has one that is at most this old."""
-    ages, accepted = np.array(origins.ages, np.int64), np.array(origins.accepted, np.int64)
-    known = ages >= 0
-    total = int(accepted[known].sum())
-    if not total:
-        return []
-    shares = [(age, float(accepted[known & (ages <= age)].sum() / total)) for age in AGES]
-    end = next(index for index, (_, share) in enumerate(shares) if share >= 1)
-    return shares[: end + 1]
-
-
-def _capacity(kept: Sequence[tuple[int, float]]) -> int:
-    """Return a capacity, in steps of a factor of two, that keeps enough sources, with room for as much again."""
-    if not kept:
-        return DrafterConfig.capacity
-    needed = next(age for age, share in kept if share >= SOURCE_COVERAGE)
-    return min(max(2 * needed, 1 << 20), 1 << 30)
-
-
-def _tokens_per_hour(traffic: Traffic) -> float | None:
-    if not traffic.has_times:
-        return None
-    seconds = float(traffic.began_s.max() - traffic.began_s.min())
-    return None if seconds <= 0 else float(traffic.output_lengths.sum()) / seconds * 3600
-
-
-def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | None:
-    """Return the share of the traced accepted tokens that came from a request of another known owner."""
-    requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
-    accepted = np.array(origins.accepted, np.int64)
-    if not len(requests) or (owners < 0).all():
-        return None
-    mine, theirs = owners[requests], owners[sources]
-    is_foreign = (sources >= 0) & (mine >= 0) & (theirs >= 0) & (mine != theirs)
-    return float(accepted[is_foreign].sum() / accepted.sum())
 
 
 def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:

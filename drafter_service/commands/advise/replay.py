@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from drafter_service.commands.advise.provenance import Tracer
 from drafter_service.commands.advise.running import Running
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
@@ -34,8 +33,6 @@ class Replay:
     """int64 [R]: draft tokens."""
     output_lengths: np.ndarray
     """int64 [R]."""
-    order: np.ndarray
-    """int64 [R]: requests in the order in which they ended."""
     seconds: float
     """Duration of all steps, without drafting."""
     calls: int
@@ -193,21 +190,16 @@ def replay(
     *,
     concurrency: int | np.ndarray,
     max_draft: int,
-    tracer: Tracer | None = None,
     watch: Callable[[int], None] = lambda _tokens: None,
 ) -> Replay:
     """Replay all requests, see `steps_of`; `watch` is called with the number of output tokens of each that ended."""
     lengths = traffic.output_lengths
-    steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
+    steps, drafted = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64)
     seconds, calls = 0.0, 0
     for running in steps_of(traffic, traffic.in_order(), drafter, concurrency=concurrency, max_draft=max_draft):
-        if tracer is not None:
-            for accepted in running.accepted_paths():
-                tracer.accept(*accepted)
         seconds, calls = seconds + step_seconds(running, curve), calls + 1
         steps[running.requests] += 1
         drafted[running.requests] += running.verified
         for request in running.requests[running.ended].tolist():
-            order.append(request)
             watch(int(lengths[request]))
-    return Replay(steps, drafted, lengths, np.array(order), seconds, calls)
+    return Replay(steps, drafted, lengths, seconds, calls)

@@ -1,7 +1,6 @@
 """All metrics: name, description with unit, and the function that reads the value.
 
 A metric is exported if an alert uses it, or if it says whether drafting works and what it gains. Reports have the rest.
-Values of a namespace are rows of numbers, so that the rows of many namespaces can be summed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Number(NamedTuple):
     name: str
     help: str
     read: Callable[[Any], float]
-    """Function that reads the number from the facts of a namespace, the service or the shared log."""
+    """Function that reads the number from the facts of a namespace, the service, the log, or an engine."""
 
 
 def _counter(name: str, path: str, text: str) -> Counter:
@@ -144,6 +143,30 @@ GAUGES = (
     _number("ssd_drafter_memory_bytes", "memory_bytes", "Memory of the namespace in bytes."),
     _number("ssd_drafter_streams", "streams", "Engine streams connected now."),
     _number("ssd_drafter_sequences", "sequences", "Sequences running now."),
+)
+
+ENGINE_METRICS = (
+    Number(
+        "ssd_drafter_engine_connected",
+        "1 while the engine is connected, 0 for an hour after it was.",
+        lambda use: int(use.streams > 0),
+    ),
+    _number(
+        "ssd_drafter_engine_steps_total",
+        "engine_steps",
+        "Engine steps with a request for drafts, or with none because earlier answers were late.",
+    ),
+    _number(
+        "ssd_drafter_engine_late_steps_total",
+        "late_steps",
+        "Engine steps among them without drafts because the answer was late.",
+    ),
+    _number("ssd_drafter_engine_sequence_steps_total", "stats.steps", "Sequence steps, with or without a draft."),
+    _number(
+        "ssd_drafter_engine_committed_tokens_total",
+        "stats.committed",
+        "Tokens that the target produced: accepted draft tokens and bonus tokens.",
+    ),
 )
 
 INFO = "ssd_drafter"

@@ -20,8 +20,6 @@ from ssd.errors import UserError
 
 logger = structlog.get_logger(__name__)
 
-MAX_NAMESPACES = 20
-"""Maximum number of namespaces with separate series. Each has about 50."""
 ANSWER_S = 5.0
 """Maximum time for the event loop to return the facts; Prometheus itself waits for 10 s."""
 POLL_S = 0.1
@@ -42,7 +40,7 @@ class MetricsEndpoint:
                 "reports.metrics: Prometheus reads from HOST:PORT, such as 127.0.0.1:9400, not from a socket"
             )
         self.registry = CollectorRegistry()
-        self.registry.register(DrafterCollector(facts, MAX_NAMESPACES))
+        self.registry.register(DrafterCollector(facts))
         ProcessCollector(registry=self.registry)
         self._server: _Server | None = None
         self._thread: Thread | None = None

@@ -31,18 +31,15 @@ class Axis(NamedTuple):
         written: Callable[[float], str] = "{:g}".format,
         *,
         min_step: float = 0.0,
-        is_exact: bool = False,
     ) -> Axis:
-        """Return an axis from 0 to a round number of at least `largest`; is_exact: to `largest` itself."""
+        """Return an axis from 0 to a round number of at least `largest`."""
         values = svg.ticks(largest, min_step)
-        last = largest if is_exact and largest > 0 else values[-1]
-        return cls(title, 0.0, last, [(value, written(value)) for value in values if value <= last])
+        return cls(title, 0.0, values[-1], [(value, written(value)) for value in values])
 
     @classmethod
-    def of(cls, labels: Sequence[str], title: str, at_most: int = 8) -> Axis:
-        """Return an axis of things that are placed at their index; `at_most` labels are shown."""
-        every = max(1, -(-len(labels) // at_most))
-        marks = [(float(place), label) for place, label in enumerate(labels) if place % every == 0]
+    def of(cls, labels: Sequence[str], title: str) -> Axis:
+        """Return an axis of things that are placed at their index."""
+        marks = [(float(place), label) for place, label in enumerate(labels)]
         return cls(title, 0.0, max(1.0, len(labels) - 1), marks)
 
 

@@ -1,9 +1,8 @@
-"""Build reports from the facts of a running service, or from a snapshot."""
+"""Build reports from the facts of a running service."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
@@ -42,7 +41,6 @@ from drafter_service.observability.report.schema import (
     VersionReport,
 )
 from ssd.budget.totals import SIZES, BudgetTotals
-from ssd.corpus.snapshot import load
 from ssd.stats import VersionTotals
 
 
@@ -70,27 +68,6 @@ def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -
         ),
         total=sum_drafting(namespace.drafting for namespace in namespaces),
         namespaces=namespaces,
-    )
-
-
-def snapshot_report(path: Path) -> Report:
-    """Return the report of a snapshot, with the file's name as namespace.
-
-    Raises SnapshotError for a file that cannot be used.
-    """
-    corpus, stats, _ = load(path)
-    namespace = NamespaceReport(
-        name=path.stem,
-        corpus=CorpusReport(tokens=corpus.tokens, requests=corpus.requests),
-        **dict(tables(stats.counters)),
-    )
-    corpus.close()
-    return Report(
-        schema_version=SCHEMA_VERSION,
-        taken_at=path.stat().st_mtime,
-        service=None,
-        total=namespace.drafting,
-        namespaces=[namespace],
     )
 
 
@@ -188,7 +165,7 @@ def _model(model: ModelIdentity) -> ModelReport:
 
 
 def _with_rates(corpus: CorpusReport, lately: Recent | None) -> CorpusReport:
-    capacity, learned = corpus.capacity_tokens or 0, corpus.learned_tokens or 0
+    capacity, learned = corpus.capacity_tokens, corpus.learned_tokens
     tokens_per_s = 0.0 if lately is None else lately.learned_tokens_per_s
     derived = {
         "occupancy": share(corpus.tokens, capacity),

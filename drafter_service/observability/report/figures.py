@@ -19,20 +19,15 @@ from drafter_service.observability.report.schema import (
     Calibration,
     CounterTables,
     Drafting,
-    Estimate,
-    LengthTally,
     PathProbBin,
     Period,
     PositionTally,
     Recent,
-    Report,
     SourceTally,
 )
 from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
 from ssd.types import Source
 
-COSTS = (0.005, 0.02, 0.05, 0.1)
-"""Costs of `Estimate`: from small batches on a large GPU to large batches, or a CPU."""
 MAX_PERIODS = 96
 """A curve of this many points is smooth, and 100 namespaces of them stay below 4 MB of JSON."""
 RECENT_S = 3600.0
@@ -70,10 +65,6 @@ def drafting_of(steps: int, committed: int, hits: int, drafted: int, accepted: i
     """Return these totals with the ratios computed from them; negative totals count as 0."""
     steps, committed, hits, drafted, accepted = (max(0, total) for total in (steps, committed, hits, drafted, accepted))
     saved = max(0, committed - steps) if steps else 0
-    tokens_per_step, drafted_per_step = ratio(committed, steps), ratio(drafted, steps)
-    estimates = []
-    if tokens_per_step is not None and drafted_per_step is not None:
-        estimates = [Estimate(cost=cost, speedup=tokens_per_step / (1.0 + cost * drafted_per_step)) for cost in COSTS]
     return Drafting(
         steps=steps,
         committed=committed,
@@ -84,10 +75,9 @@ def drafting_of(steps: int, committed: int, hits: int, drafted: int, accepted: i
         saved_share=share(saved, committed) if steps else None,
         hit_rate=share(hits, steps),
         acceptance=share(accepted, drafted),
-        tokens_per_step=tokens_per_step,
-        drafted_per_step=drafted_per_step,
+        tokens_per_step=ratio(committed, steps),
+        drafted_per_step=ratio(drafted, steps),
         break_even_cost=ratio(saved, drafted) if steps else None,
-        estimates=estimates,
     )
 
 
@@ -95,15 +85,6 @@ def sum_drafting(parts: Iterable[Drafting]) -> Drafting:
     """Return the totals of several namespaces with the ratios computed from them."""
     totals = [(part.steps, part.committed, part.hits, part.drafted, part.accepted) for part in parts]
     return drafting_of(*(sum(column) for column in zip(*totals, strict=True))) if totals else drafting_of(0, 0, 0, 0, 0)
-
-
-def seconds_between(before: Report | None, now: Report) -> float | None:
-    """Return the seconds between two reports of the same process; None without two such reports."""
-    if before is None or before.service is None or now.service is None:
-        return None
-    if before.service.started_at != now.service.started_at or before.taken_at >= now.taken_at:
-        return None
-    return now.taken_at - before.taken_at
 
 
 # --- Counters to tables
@@ -117,7 +98,6 @@ def tables(counters: Counters) -> CounterTables:
     return CounterTables(
         drafting=drafting_of(steps, committed, hits, drafted, accepted),
         by_position=_by_position(counters),
-        by_match_length=_by_match_length(counters),
         by_source=_by_source(counters),
         age=_age(counters),
         calibration=_calibration(counters),
@@ -131,11 +111,6 @@ def _by_position(counters: Counters) -> list[PositionTally]:
         PositionTally(position=index + 1, accepted_share_of_drafts=share(row[ACCEPTED], hits), **_tally(*row))
         for index, row in enumerate(rows)
     ]
-
-
-def _by_match_length(counters: Counters) -> list[LengthTally]:
-    rows = enumerate(counters.by_length.tolist())
-    return [LengthTally(match_length=index, **_tally(*row)) for index, row in rows if row[VERIFIED]]
 
 
 def _by_source(counters: Counters) -> list[SourceTally]:

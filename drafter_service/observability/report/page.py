@@ -34,7 +34,7 @@ def render_page(report: Report) -> str:
     """Return the whole page."""
     namespaces = by_saving(report)
     heading, lead = _heading(report, namespaces)
-    service = "" if report.service is None else service_panel(report.service)
+    service = service_panel(report.service)
     main = _one(namespaces[0], service) if len(namespaces) == 1 else _many(report, namespaces, service)
     more = pages.remarks(service_remarks(report))
     return pages.page(TITLE, main, _foot(report), heading=heading, lead=lead, more=more)
@@ -52,8 +52,6 @@ def _heading(report: Report, namespaces: Sequence[NamespaceReport]) -> tuple[str
 
 def _foot(report: Report) -> str:
     taken = units.moment(report.taken_at)
-    if report.service is None:
-        return f"From a snapshot of {taken}. Values of the running service are not included."
     return f"{taken} · ssd-drafter {report.service.version}"
 
 
@@ -106,7 +104,7 @@ def _overview(namespaces: Sequence[NamespaceReport]) -> str:
 
 def _overview_row(namespace: NamespaceReport) -> tuple[Cell, ...]:
     drafting = namespace.drafting
-    values = [period.tokens_per_step for period in namespace.over_time or []]
+    values = [period.tokens_per_step for period in namespace.over_time]
     known = [value for value in values if value is not None] or [0.0]
     label = f"Tokens per step, {units.ratio(min(known))} to {units.ratio(max(known))}"
     return (

@@ -26,11 +26,9 @@ def namespace_panels(namespace: NamespaceReport) -> list[str]:
     makers = (
         _over_time,
         _positions,
-        _match_lengths,
         _ages,
         _calibration,
         _sources,
-        _speed,
         _versions,
         _step_sizes,
         _latencies,
@@ -54,7 +52,6 @@ def service_panel(service: ServiceReport) -> str:
             ("shared log: tokens written", Value(log.published_tokens, units.count)),
             ("tokens read", Value(log.consumed_tokens, units.count)),
             ("lag", Value(log.lag_s, units.duration)),
-            ("entries not read yet", Value(log.lag_entries, units.count)),
             ("duplicates", Value(log.duplicates, units.count)),
             ("tokens dropped", Value(log.dropped_tokens, units.count)),
             ("malformed entries", Value(log.malformed, units.count)),
@@ -68,7 +65,7 @@ def service_panel(service: ServiceReport) -> str:
 
 
 def _over_time(namespace: NamespaceReport) -> list[str]:
-    periods = namespace.over_time or []
+    periods = namespace.over_time
     if not any(period.tokens_per_step is not None for period in periods):
         return []
     rows = [
@@ -104,18 +101,6 @@ def _positions(namespace: NamespaceReport) -> list[str]:
     plot = plots.shares(known, "Acceptance by position in the draft", "position in the draft", "position {}", 12)
     data = html_table(("position", "of all drafts", *TALLY_HEADS), lines)
     return [panel("By position in the draft", "Share of verified tokens that were accepted.", plot, data)]
-
-
-def _match_lengths(namespace: NamespaceReport) -> list[str]:
-    known = table_rows.match_lengths(namespace)
-    if not known:
-        return []
-    used = {row.least: row for row in known}
-    unused = Tally(drafted=0, accepted=0, acceptance=None)
-    bars = [used.get(length, table_rows.Row(length, length, unused)) for length in range(max(used) + 1)]
-    plot = plots.shares(bars, "Acceptance by match length", "match length (tokens)", "match length {}", 9)
-    note = "Number of the context's last tokens that were found."
-    return [panel("By match length", note, plot, _tally_table("tokens", known))]
 
 
 def _ages(namespace: NamespaceReport) -> list[str]:
@@ -161,21 +146,6 @@ def _sources(namespace: NamespaceReport) -> list[str]:
     return [panel("By source", note, plots.sources(tallies) + legend(colors), data)]
 
 
-def _speed(namespace: NamespaceReport) -> list[str]:
-    drafting = namespace.drafting
-    if not drafting.drafted:
-        return []
-    rows = [
-        (f"{100 * estimate.cost:g}% of a step", Value(estimate.speedup, lambda value: f"{units.ratio(value)}x"))
-        for estimate in drafting.estimates
-    ]
-    note = (
-        f"{units.ratio(drafting.drafted_per_step)} draft tokens are verified per step. "
-        f"Verifying them is worthwhile if one costs less than {units.share(drafting.break_even_cost)} of a step."
-    )
-    return [panel("Estimated speed-up", note, html_table(("cost of verifying a token", "speed"), rows))]
-
-
 def _tally_cells(tally: Tally) -> tuple[Value, Value, Value]:
     """Return the cells under `TALLY_HEADS`."""
     return (
@@ -194,7 +164,7 @@ def _tally_table(head: str, known: Iterable[table_rows.Row]) -> str:
 
 def _step_sizes(namespace: NamespaceReport) -> list[str]:
     budget = namespace.budget
-    if budget is None or not budget.step_sizes:
+    if not budget.step_sizes:
         return []
     note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
     note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
@@ -220,7 +190,7 @@ def _latencies(namespace: NamespaceReport) -> list[str]:
             namespace.merge_latency,
         ),
     )
-    return [_latency(title, note, counted, known) for title, note, counted, known in kinds if known and known.count]
+    return [_latency(title, note, counted, known) for title, note, counted, known in kinds if known.count]
 
 
 def _latency(title: str, note: str, counted: str, known: LatencyReport) -> str:
@@ -262,10 +232,8 @@ def _corpus(namespace: NamespaceReport) -> list[str]:
 
 
 def _engines(namespace: NamespaceReport) -> list[str]:
-    if namespace.clients is None:
-        return []
     model = namespace.model
-    note = "" if model is None else " · ".join(part for part in (model.name, model.adapter) if part)
+    note = " · ".join(part for part in (model.name, model.adapter) if part)
     by_client = (
         (
             each.engine or units.UNKNOWN,
@@ -277,7 +245,7 @@ def _engines(namespace: NamespaceReport) -> list[str]:
             Value(each.late_steps, units.count),
             Value(each.late_share, units.share),
         )
-        for each in namespace.by_client or ()
+        for each in namespace.by_client
     )
     content = description_list(table_rows.engines(namespace))
     heads = ("engine", "client", "connected", "tokens", "per step", "accepted", "late steps", "late")

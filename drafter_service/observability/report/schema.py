@@ -1,7 +1,7 @@
 """The JSON document of a report. `python -m drafter_service.observability.report.schema` prints its schema.
 
 Within a version fields may be added. Removing a field or changing its meaning requires a new version. A share with the
-denominator 0 is null. Unknown fields are also null; in a report of a snapshot these are most fields.
+denominator 0 is null.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-SCHEMA_VERSION: Literal[3] = 3
+SCHEMA_VERSION: Literal[4] = 4
 
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -21,15 +21,6 @@ Moment = FiniteFloat
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
-
-
-class Estimate(_Part):
-    """Estimated speed for one cost of verifying a token."""
-
-    cost: Share = Field(description="Cost of verifying one more token, as a fraction of a step.")
-    speedup: Amount = Field(
-        description="Decoding speed relative to no drafting: tokens_per_step / (1 + cost * drafted_per_step)."
-    )
 
 
 class Drafting(_Part):
@@ -50,7 +41,6 @@ class Drafting(_Part):
         description="Drafting is worthwhile if verifying one more token costs less than this fraction of a step: "
         "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted."
     )
-    estimates: list[Estimate] = Field(description="Speed for several costs; empty before the first step.")
 
 
 class Recent(_Part):
@@ -97,14 +87,6 @@ class PositionTally(Tally):
     )
     accepted_share_of_drafts: Share | None = Field(
         description="accepted / hits of the namespace: share of drafts that were accepted up to this position."
-    )
-
-
-class LengthTally(Tally):
-    """Draft tokens found by matches of one length."""
-
-    match_length: Count = Field(
-        description="Number of matched tokens at the end of the context. 64 includes longer ones."
     )
 
 
@@ -162,10 +144,10 @@ class CorpusReport(_Part):
 
     tokens: Count = Field(description="Tokens remembered now, including separators of requests.")
     requests: Count = Field(description="Requests remembered now; pieces of very long ones count separately.")
-    capacity_tokens: Count | None = Field(default=None, description="Maximum number of tokens remembered.")
+    capacity_tokens: Count = Field(description="Maximum number of tokens remembered.")
     occupancy: Share | None = Field(default=None, description="tokens / capacity_tokens, at most 1.")
-    learned_tokens: Count | None = Field(
-        default=None, description="Tokens learned in total, including those overwritten or forgotten since."
+    learned_tokens: Count = Field(
+        description="Tokens learned in total, including those overwritten or forgotten since."
     )
     turnovers: Amount | None = Field(
         default=None, description="Times that the corpus was overwritten: learned_tokens / capacity_tokens."
@@ -173,15 +155,11 @@ class CorpusReport(_Part):
     turnover_s: Amount | None = Field(
         default=None, description="Seconds to overwrite the whole corpus at the recent rate. Null: rate 0 or not known."
     )
-    waiting_tokens: Count | None = Field(default=None, description="Tokens learned but not draftable yet.")
-    forgotten_requests: Count | None = Field(
-        default=None, description="Requests forgotten on demand; pieces of long ones count separately."
-    )
-    merges: Count | None = Field(default=None, description="Times that finished requests became draftable.")
-    base_merges: Count | None = Field(
-        default=None, description="Merges into the base tier, the largest part of the suffix array."
-    )
-    full_builds: Count | None = Field(default=None, description="Times that the whole suffix array was sorted.")
+    waiting_tokens: Count = Field(description="Tokens learned but not draftable yet.")
+    forgotten_requests: Count = Field(description="Requests forgotten on demand; pieces of long ones count separately.")
+    merges: Count = Field(description="Times that finished requests became draftable.")
+    base_merges: Count = Field(description="Merges into the base tier, the largest part of the suffix array.")
+    full_builds: Count = Field(description="Times that the whole suffix array was sorted.")
 
 
 class DurationBin(_Part):
@@ -302,30 +280,25 @@ class CounterTables(_Part):
 
     drafting: Drafting = Field(description="Totals since the counters began; snapshots preserve them over restarts.")
     by_position: list[PositionTally] = Field(description="By position in the draft, up to the last one used.")
-    by_match_length: list[LengthTally] = Field(description="By match length, without lengths that were not used.")
     by_source: list[SourceTally] = Field(description="By source of the draft token.")
     age: Age = Field(description="By age of the text that drafts came from.")
     calibration: Calibration = Field(description="Accuracy of path probabilities as predictions of acceptance.")
 
 
 class NamespaceReport(CounterTables):
-    """An isolated corpus and the drafting from it. The report of a snapshot has fewer fields than that of a service."""
+    """An isolated corpus and the drafting from it."""
 
-    name: str = Field(description="The namespace; for a snapshot, the name of the file.")
-    model: ModelReport | None = Field(default=None, description="The model that is served. Null: not known.")
-    recent: Recent | None = Field(
-        default=None, description="The last hour. Null: not known, or the service has just started."
-    )
-    over_time: list[Period] | None = Field(default=None, description="Consecutive periods, oldest first.")
+    name: str = Field(description="The namespace.")
+    model: ModelReport = Field(description="The model that is served.")
+    recent: Recent | None = Field(default=None, description="The last hour. Null: the service has just started.")
+    over_time: list[Period] = Field(description="Consecutive periods, oldest first.")
     corpus: CorpusReport = Field(description="Contents of the corpus, and its counters.")
-    draft_latency: LatencyReport | None = Field(
-        default=None, description="Time to answer one message of an engine, with the drafts of its whole batch."
+    draft_latency: LatencyReport = Field(
+        description="Time to answer one message of an engine, with the drafts of its whole batch."
     )
-    merge_latency: LatencyReport | None = Field(
-        default=None, description="Time of the maintainer's refreshes that merged something."
-    )
-    clients: ClientTotals | None = Field(default=None, description="Counters of the engines' clients.")
-    by_client: list[ClientReport] | None = Field(default=None, description="By engine, most tokens first.")
+    merge_latency: LatencyReport = Field(description="Time of the maintainer's refreshes that merged something.")
+    clients: ClientTotals = Field(description="Counters of the engines' clients.")
+    by_client: list[ClientReport] = Field(description="By engine, most tokens first.")
     by_version: list[VersionReport] | None = Field(
         default=None,
         description="The versions of the policy whose rollouts ended last, at most 16, ascending. Null: no rollouts.",
@@ -333,14 +306,12 @@ class NamespaceReport(CounterTables):
     shadow: ShadowReport | None = Field(
         default=None, description="Since the namespace was loaded. Null: no request was in shadow mode."
     )
-    budget: BudgetReport | None = Field(default=None, description="Since the namespace was loaded.")
-    memory_bytes: Count | None = Field(default=None, description="Memory of the namespace, in bytes.")
-    libraries: list[str] = Field(default=[], description="Namespaces whose text is drafted in this one, too.")
-    streams: Count | None = Field(default=None, description="Engines connected now.")
-    sequences: Count | None = Field(default=None, description="Sequences running now.")
-    duplicates: Count | None = Field(
-        default=None, description="Texts that were sent again after they had been learned."
-    )
+    budget: BudgetReport = Field(description="Since the namespace was loaded.")
+    memory_bytes: Count = Field(description="Memory of the namespace, in bytes.")
+    libraries: list[str] = Field(description="Namespaces whose text is drafted in this one, too.")
+    streams: Count = Field(description="Engines connected now.")
+    sequences: Count = Field(description="Sequences running now.")
+    duplicates: Count = Field(description="Texts that were sent again after they had been learned.")
 
 
 class SharedLogReport(_Part):
@@ -358,7 +329,6 @@ class SharedLogReport(_Part):
         default=0, description="Times that entries may have been missed: trimmed before they were read, or lost."
     )
     errors: Count = Field(default=0, description="Failed calls.")
-    lag_entries: Count = Field(default=0, description="Entries not read yet.")
     lag_s: Amount = Field(
         default=0.0, description="Age of the newest entry that was read, relative to the newest one, in seconds."
     )
@@ -378,9 +348,9 @@ class ServiceReport(_Part):
 class Report(_Part):
     """What drafting has saved so far."""
 
-    schema_version: Literal[3] = Field(description="Version of this schema.")
-    taken_at: Moment = Field(description="Seconds since 1970; for a snapshot, when the file was written.")
-    service: ServiceReport | None = Field(description="Null: the report was made from a snapshot.")
+    schema_version: Literal[4] = Field(description="Version of this schema.")
+    taken_at: Moment = Field(description="Seconds since 1970.")
+    service: ServiceReport = Field(description="The service that made the report.")
     total: Drafting = Field(description="Totals over all namespaces of this report.")
     namespaces: list[NamespaceReport] = Field(description="Sorted by name.")
 

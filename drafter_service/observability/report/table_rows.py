@@ -16,7 +16,7 @@ from drafter_service.observability.report.schema import (
     VersionReport,
 )
 from ssd.budget.totals import SIZES
-from ssd.stats import LENGTHS, POSITIONS
+from ssd.stats import POSITIONS
 
 STEP_HEADS = ("tokens of a step", "steps", "mean duration", "expected")
 VERSION_HEADS = ("version", "rollouts", "tokens", "per step", "draft tokens", "accepted", "acceptance")
@@ -24,7 +24,7 @@ QUANTILES = ("p50", "p90", "p99", "longest")
 
 
 class Row(NamedTuple):
-    """Draft tokens with similar positions, match lengths or ages."""
+    """Draft tokens with similar positions or ages."""
 
     least: int
     most: int | None
@@ -45,11 +45,6 @@ class Row(NamedTuple):
 def positions(namespace: NamespaceReport) -> list[Row]:
     """Return draft tokens by position in the draft."""
     return [_row(tally.position, POSITIONS, tally) for tally in namespace.by_position]
-
-
-def match_lengths(namespace: NamespaceReport) -> list[Row]:
-    """Return draft tokens by match length."""
-    return [_row(tally.match_length, LENGTHS - 1, tally) for tally in namespace.by_match_length]
 
 
 def ages(namespace: NamespaceReport) -> list[Row]:
@@ -75,7 +70,7 @@ def grouped(rows: Iterable[Row], firsts: Sequence[int]) -> list[Row]:
 
 
 def corpus(namespace: NamespaceReport) -> list[tuple[str, Value]]:
-    """Return the known facts of the corpus."""
+    """Return the facts of the corpus; those that are not known are left out."""
     known = namespace.corpus
     rows = (
         ("tokens remembered", Value(known.tokens, units.count)),
@@ -96,10 +91,8 @@ def corpus(namespace: NamespaceReport) -> list[tuple[str, Value]]:
 
 
 def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
-    """Return the counters of the engines' clients; nothing if they are not known."""
+    """Return the counters of the engines' clients."""
     clients = namespace.clients
-    if clients is None:
-        return []
     rows = (
         ("engines connected", namespace.streams),
         ("sequences running", namespace.sequences),
@@ -108,7 +101,7 @@ def engines(namespace: NamespaceReport) -> list[tuple[str, Value]]:
         ("sequences sent again", clients.resyncs),
         ("reconnects", clients.reconnects),
         ("duplicate texts", namespace.duplicates),
-        *(() if namespace.budget is None else (("draft tokens withheld", namespace.budget.withheld_tokens),)),
+        ("draft tokens withheld", namespace.budget.withheld_tokens),
     )
     return [(name, Value(number, units.count)) for name, number in rows]
 

@@ -40,7 +40,6 @@ CURVE_WIDTH = 60
 ENGINE_WIDTH = 29
 POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)
 """First values of the groups of tallies in each table."""
-MATCH_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 AGES = (0, 16, 256, 4096, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 PATH_PROB_STEP = 0.1
 
@@ -70,8 +69,6 @@ def print_report(report: Report, console: Console) -> None:
 
 def _head(report: Report) -> list[str]:
     taken = units.moment(report.taken_at)
-    if report.service is None:
-        return [f"snapshot of {taken}; values of the running service are not included"]
     return [f"{taken} · {' · '.join(service_facts(report.service))}", *log_facts(report.service.log)]
 
 
@@ -113,7 +110,7 @@ def _overview(report: Report, namespaces: Iterable[NamespaceReport]) -> Table:
 
 def _in_full(namespace: NamespaceReport) -> Group:
     corpus = _list("corpus", table_rows.corpus(namespace))
-    engines = _list("engines", table_rows.engines(namespace)) if namespace.clients is not None else Text()
+    engines = _list("engines", table_rows.engines(namespace))
     parts: list[RenderableType] = [
         Rule(Text(units.printable(namespace.name), "bold"), align="left"),
         _drafting(namespace),
@@ -123,13 +120,13 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts += [
             _side_by_side(
                 _groups("position", table_rows.positions(namespace), POSITIONS),
-                _groups("match length", table_rows.match_lengths(namespace), MATCH_LENGTHS),
+                _groups("text age, tokens", table_rows.ages(namespace), AGES),
             ),
             _side_by_side(
-                _groups("text age, tokens", table_rows.ages(namespace), AGES),
+                _calibration(namespace),
                 Group(_bars("source", ((tally.source, tally) for tally in namespace.by_source)), Text(), engines),
             ),
-            _side_by_side(_calibration(namespace), corpus),
+            corpus,
         ]
     else:
         parts.append(_side_by_side(corpus, engines))
@@ -137,10 +134,9 @@ def _in_full(namespace: NamespaceReport) -> Group:
         parts.append(_by_client(namespace.by_client))
     if namespace.by_version:
         parts.append(_values(table_rows.VERSION_HEADS, table_rows.versions(namespace.by_version)))
-    if namespace.budget is not None and namespace.budget.step_sizes:
+    if namespace.budget.step_sizes:
         parts.append(_values(table_rows.STEP_HEADS, table_rows.step_sizes(namespace.budget)))
-    if namespace.draft_latency is not None and namespace.merge_latency is not None:
-        parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
+    parts.append(_latencies(namespace.draft_latency, namespace.merge_latency))
     return Group(*(Padding(part, (1, 0, 0, 0)) for part in parts))
 
 
@@ -169,7 +165,7 @@ def _drafting(namespace: NamespaceReport) -> Table:
 
 
 def _over_time(namespace: NamespaceReport) -> list[RenderableType]:
-    periods = namespace.over_time or []
+    periods = namespace.over_time
     known = [period.tokens_per_step for period in periods if period.tokens_per_step is not None]
     if len(known) < 2:
         return []

@@ -15,8 +15,6 @@ from drafter_service.observability.report.schema import (
 
 MIN_GAIN = 0.01
 """Minimum share of saved steps that is reported as a gain."""
-USUAL_COST = 0.02
-"""Cost of one more verified token, as a fraction of a step, if it was not measured."""
 MAX_LATE_SHARE, MIN_LATE_STEPS = 0.01, 100
 """An engine is reported if more of its steps are late than both. At 1 % drafts give 1 % less."""
 MAX_LATE_ENGINES = 3
@@ -40,16 +38,13 @@ def saving(drafting: Drafting) -> str:
 
 
 def worth(drafting: Drafting) -> str:
-    """Return a sentence about the resulting speed; empty if nothing was saved."""
-    if not drafting.break_even_cost:
-        return ""
-    speedup = next((estimate.speedup for estimate in drafting.estimates if estimate.cost == USUAL_COST), None)
+    """Return a sentence about the cost up to which drafts are worthwhile; empty if nothing was saved."""
     share = drafting.break_even_cost
-    limit = f"as long as that is less than {units.share(share)}" if share < 1 else "at any cost"
-    return (
-        f"Estimated from {units.counted(drafting.steps, 'step')}: {units.ratio(speedup)}x as fast where verifying a "
-        f"token costs {units.share(USUAL_COST)} of a step; worthwhile {limit}."
-    )
+    if not share:
+        return ""
+    if share >= 1:
+        return "Drafts are worthwhile at any cost of verifying a token."
+    return f"Drafts are worthwhile as long as verifying a token takes less than {units.share(share)} of a step."
 
 
 def in_shadow(shadow: ShadowReport | None) -> str:
@@ -74,7 +69,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     found = []
     late = [
         each
-        for each in namespace.by_client or ()
+        for each in namespace.by_client
         if each.late_steps >= MIN_LATE_STEPS and (each.late_share or 0.0) > MAX_LATE_SHARE
     ]
     for each in sorted(late, key=lambda each: -each.late_steps)[:MAX_LATE_ENGINES]:
@@ -93,7 +88,7 @@ def remarks(namespace: NamespaceReport) -> list[str]:
 
 def service_remarks(report: Report) -> list[str]:
     """Return sentences about problems of the service."""
-    log = None if report.service is None else report.service.log
+    log = report.service.log
     if log is None:
         return []
     if not log.is_connected:
@@ -128,7 +123,7 @@ def log_facts(log: SharedLogReport | None) -> list[str]:
     known = [
         f"{units.counted(log.published_tokens, 'token')} written",
         f"{units.count(log.consumed_tokens)} read",
-        f"{units.duration(log.lag_s)} behind (entries not read: {units.count(log.lag_entries)})",
+        f"{units.duration(log.lag_s)} behind",
     ]
     problems = (
         ("duplicate", log.duplicates),

@@ -7,13 +7,12 @@ import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import pytest
 
 from benchmarks.traces import load_trace
 from benchmarks.traces.__main__ import main
 from benchmarks.traces.download import DownloadError, download
-from benchmarks.traces.fetching import compare, fetch, read_arrays, remote_files
+from benchmarks.traces.fetching import fetch, remote_files
 from benchmarks.traces.formats import FORMATS
 from benchmarks.traces.manifest import Remote, load_manifest
 from benchmarks.traces.vocabularies import VOCABULARIES
@@ -208,31 +207,12 @@ def test_files_of_another_format_are_an_error(manifest_path, tmp_path, server):
         fetched(manifest_path, tmp_path, server)
 
 
-def test_compare(manifest_path, tmp_path, server):
-    fetched(manifest_path, tmp_path, server)
-    ours = read_arrays(tmp_path / "chat.npz")
-    assert compare(ours, ours) == "identical"
-    assert compare(ours, ours | {"group": ours["group"] + 1}) == "the same requests, but other arrays: group"
-    changed = ours["tokens"].copy()
-    changed[-1] += 1
-    assert compare(ours, ours | {"tokens": changed}) == "4 requests are in both; 1 only here, 1 only there"
-    swapped = {
-        name: np.concatenate((array[-22:], array[:-22])) if name == "tokens" else array for name, array in ours.items()
-    }
-    assert compare(ours, swapped) == "the same requests, but other arrays: tokens"
-
-
 def test_the_command_reports_each_trace(manifest_path, tmp_path, server, capsys):
     pytest.importorskip("tiktoken", reason="tiktoken (extra dev) is not installed")
     folder = tmp_path / "traces"
     arguments = ["fetch", "all", "--folder", str(folder), "--mirror", server.url, "--manifest", str(manifest_path)]
     assert main(arguments) == 0
     assert "as in the manifest" in capsys.readouterr().out
-    assert main([*arguments, "--compare", str(tmp_path)]) == 0
-    assert "absent" in capsys.readouterr().out
-    (folder / "chat.npz").rename(tmp_path / "chat.npz")
-    assert main([*arguments, "--compare", str(tmp_path)]) == 0
-    assert "identical" in capsys.readouterr().out
     (folder / "chat.npz").unlink()
     shutil.rmtree(folder / "sources")
     server.paths.pop("/ranks.example/o200k.tiktoken")

@@ -1,4 +1,4 @@
-"""`ssd-drafter report` and `top` against a real gRPC server, and a snapshot."""
+"""`ssd-drafter report` against a real gRPC server."""
 
 import json
 
@@ -7,19 +7,16 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.commands.link import Link
-from drafter_service.commands.report import fetch_report, report, top
+from drafter_service.commands.report import fetch_report, report
 from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.schema import Report
-from ssd.corpus.snapshot import save
 from ssd.errors import UserError
 from tests.drafter_service.observability.report.samples import (
-    NOW,
     Reporter,
     busy_namespace,
     reporting,
     service,
 )
-from tests.replay import drafter_of
 
 MADE = build_report(service(busy_namespace()))
 DOCUMENT = MADE.model_dump_json()
@@ -61,8 +58,8 @@ def test_unknown_fields_are_ignored(socket_address):
 @pytest.mark.parametrize(
     ("reporter", "reason"),
     [
-        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 3"),
-        (Reporter('{"schema_version": 3}'), "is not a report"),
+        (Reporter('{"schema_version": 7}'), "writes reports of version 7, and this ssd-drafter reads version 4"),
+        (Reporter('{"schema_version": 4}'), "is not a report"),
         (Reporter("hello"), "is not a report"),
         (Reporter("[1]"), "is not a report"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refused: not\ufffdyours"),
@@ -95,44 +92,11 @@ def test_output_as_tables_json_and_page(socket_address, tmp_path):
     assert quiet.stdout == ""
 
 
-def test_report_of_a_snapshot(tmp_path):
-    path = tmp_path / "team.snapshot"
-    with drafter_of([[1, 2, 3, 4]]) as drafter:
-        save(drafter.corpus, path, drafter.stats)
-    printed = Report.model_validate_json(run(report, "--snapshot", path, "--json").stdout)
-    assert (printed.namespaces[0].name, printed.namespaces[0].corpus.tokens) == ("team", 5)
-    assert run(report, "--snapshot", path).stdout.startswith("snapshot of")
-    assert run(report, "--snapshot", path, "--html", tmp_path / "out.html").stdout == ""
-    damaged = bytearray(path.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    path.write_bytes(damaged)
-    with pytest.raises(UserError, match=r"team\.snapshot"):
-        run(report, "--snapshot", path)
-    with pytest.raises(UserError, match="nowhere"):
-        run(report, "--snapshot", tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--snapshot", "y", "--namespace", "z"], "remove --namespace"),
-        (["--address", "nonsense"], "is not an address"),
-    ],
-)
-def test_contradictory_options_are_refused(arguments, reason):
-    with pytest.raises(UserError, match=reason):
-        run(report, *arguments)
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(UserError, match="is not an address"):
+        run(report, "--address", "nonsense")
 
 
 def test_unwritable_page_is_an_error(socket_address, tmp_path):
     with reporting(socket_address, Reporter(DOCUMENT)), pytest.raises(UserError, match="cannot write"):
         run(report, "--address", socket_address, "--html", tmp_path / "no" / "out.html")
-
-
-def test_top_prints_one_frame_without_a_terminal(socket_address):
-    later = build_report(service(busy_namespace(steps=2_000_400), now=NOW + 4)).model_dump_json()
-    with reporting(socket_address, Reporter(DOCUMENT, later)):
-        frame = run(top, "--address", socket_address, "--interval", "0.1").stdout
-    row = next(line.split() for line in frame.split("\n") if line.startswith("default"))
-    # 400 steps in 4 seconds, by the service's clock.
-    assert row[2] == "100"

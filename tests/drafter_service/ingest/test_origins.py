@@ -1,4 +1,4 @@
-"""Times, users and sessions in the forms that logs have."""
+"""Times and sessions in the forms that logs have."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def test_other_values_are_no_times(value):
     [
         ({"created": 10, "end_time": 14}, Origin(10, 14)),
         ({"created": 10, "latency_ms": 2500}, Origin(10, 12.5)),
-        ({"request": {"user": "u"}, "response": {"created": 3}}, Origin(3, user="u")),
+        ({"request": {"session": "u"}, "response": {"created": 3}}, Origin(3, session="u")),
         ({"request": {"metadata": {"session_id": 7}}}, Origin(session="7")),
-        ({"metadata": {"user_id": "a"}}, Origin(user="a")),
+        ({"metadata": {"chat_id": "a"}}, Origin(session="a")),
         ({"latency": 3}, Origin()),
-        ({"user": ""}, Origin()),
+        ({"session": ""}, Origin()),
         ("text", Origin()),
     ],
 )  # fmt: skip

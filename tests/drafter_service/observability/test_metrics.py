@@ -5,27 +5,25 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import replace
 from http.client import RemoteDisconnected
 from itertools import accumulate
 from pathlib import Path
 from unittest.mock import Mock
 from urllib.error import HTTPError
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import drafter_service.observability.metrics.endpoint as endpoint_module
-from drafter_service.observability.facts import BOUNDS_S, MAX_ENGINES, Engine, EngineUse
+from drafter_service.observability.facts import BOUNDS_S, Engine, EngineUse
 from drafter_service.observability.metrics.catalogue import BUCKETS, COUNTERS
-from drafter_service.observability.metrics.collector import DrafterCollector, NamespaceRows
+from drafter_service.observability.metrics.collector import KEPT_S, DrafterCollector
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
-from drafter_service.observability.metrics.engines import KEPT_S
 from ssd.budget.totals import BudgetTotals
 from ssd.errors import UserError
 from ssd.stats import ACCEPTED, VERIFIED, Stats
@@ -33,8 +31,6 @@ from tests.drafter_service.service_facts import filled_stats, latency_of, namesp
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 DRAFT_LATENCY = "ssd_drafter_draft_latency_seconds"
-COLUMNS = [counter.name for counter in COUNTERS for _ in counter.values]
-COMMITTED_COLUMN = COLUMNS.index("ssd_drafter_committed_tokens_total")
 
 
 @contextmanager
@@ -67,7 +63,7 @@ def collected(collector):
 
 
 def families(*namespaces):
-    return list(DrafterCollector(lambda: service_facts(*namespaces), 20).collect())
+    return list(DrafterCollector(lambda: service_facts(*namespaces)).collect())
 
 
 def test_counters_of_a_namespace_over_http():
@@ -85,13 +81,13 @@ def test_counters_of_a_namespace_over_http():
 def test_durations_of_steps_are_sums_over_their_sizes():
     budget = BudgetTotals(withheld=400)
     budget.sizes[3], budget.sizes[14] = (50, 1.5, 1.25), (1, 2.0, 3.0)
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts(budget=budget)), 20))
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts(budget=budget))))
     names = ("recorded_steps", "step_seconds", "expected_step_seconds", "withheld_tokens")
     assert [values[f"ssd_drafter_{name}_total", "main"] for name in names] == [51, 3.5, 4.25, 400]
 
 
 def test_other_metrics_of_namespaces_and_the_service():
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts())))
     of_namespace = {
         "corpus_capacity_tokens": 1000,
         "corpus_tokens": 900,
@@ -122,7 +118,7 @@ def test_other_metrics_of_namespaces_and_the_service():
 
 
 def test_log_metrics_need_a_shared_log():
-    values = collected(DrafterCollector(lambda: service_facts(log=None), 20))
+    values = collected(DrafterCollector(lambda: service_facts(log=None)))
     assert not [key for key in values if "_log_" in key[0]]
 
 
@@ -137,65 +133,13 @@ def test_buckets_count_durations_up_to_their_bound(seconds):
 
 
 def test_exported_buckets_are_cumulative():
-    values = collected(DrafterCollector(lambda: service_facts(namespace_facts()), 20))
+    values = collected(DrafterCollector(lambda: service_facts(namespace_facts())))
     exported = [
         values[f"{DRAFT_LATENCY}_bucket", "main", bound] for bound in ("2e-05", "4e-05", "0.00064", "10.4858", "+Inf")
     ]
     assert exported == [0, 1, 3, 3, 4]
     assert values[f"{DRAFT_LATENCY}_count", "main"] == 4
     assert values[f"{DRAFT_LATENCY}_sum", "main"] == pytest.approx(20.00083)
-
-
-def stats_of(committed):
-    stats = Stats()
-    stats.record_path(committed, 0, 0)
-    return stats
-
-
-def committed(values):
-    return {key[1]: value for key, value in values.items() if key[0] == "ssd_drafter_committed_tokens_total"}
-
-
-def test_only_the_most_used_namespaces_have_their_own_series():
-    namespaces = [
-        namespace_facts(name, stats_of(count)) for name, count in zip("abcde", (5, 50, 7, 70, 1), strict=True)
-    ]
-    values = collected(DrafterCollector(lambda: service_facts(*namespaces), 2))
-    assert committed(values) == {"b": 50, "d": 70, "other": 13}
-    assert values["ssd_drafter_streams", "other"] == 9
-    assert values["ssd_drafter_namespaces",] == 5
-
-
-def test_a_namespace_called_other_is_part_of_the_rest():
-    namespaces = [namespace_facts(name, stats_of(count)) for name, count in (("other", 90), ("a", 1), ("b", 2))]
-    assert committed(collected(DrafterCollector(lambda: service_facts(*namespaces), 1))) == {"b": 2, "other": 91}
-
-
-MOMENTS = st.lists(
-    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 50), st.booleans()), max_size=6), max_size=12
-)
-"""For each scrape: namespaces in memory, the growth of each since the previous one, and whether it restarted at 0."""
-
-
-@given(MOMENTS)
-def test_sums_never_decrease_and_count_everything_once(moments):
-    rows, totals, summed, own = NamespaceRows(2), {}, 0, set()
-    for moment in moments:
-        before = dict(totals)
-        for name, (grown, is_new) in moment.items():
-            totals[name] = grown + (0 if is_new else totals.get(name, 0))
-        updated = rows.update(namespace_facts(name, stats_of(totals[name])) for name in moment)
-        values = {row.namespace: row.counters[COMMITTED_COLUMN] for row in updated}
-        rest = values.pop("other", summed)
-        assert own & moment.keys() <= values.keys(), "a namespace lost its row"
-        assert values == {name: totals[name] for name in values}
-        assert len(values) == min(2, len(moment))
-        for name in moment.keys() - values.keys():
-            last = before.get(name, 0)
-            # A restart is only recognizable if the counter decreased.
-            summed += totals[name] - last if totals[name] >= last else totals[name]
-        assert rest == summed
-        own = set(values)
 
 
 VLLM_ENGINE = Engine("vllm/0.32.0 ssd-drafter/0.1.0", "node:1")
@@ -217,60 +161,23 @@ def by_engine(collector):
     return {engine: tuple(values[f"ssd_drafter_engine_{name}", *engine] for name in names) for engine in engines}
 
 
-def test_numbers_of_engines_are_sums_over_namespaces_that_never_decrease():
-    namespaces = [
-        namespace_facts("a", uses={VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}),
-        namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)}),
-    ]
-    collector = DrafterCollector(lambda: service_facts(*namespaces), 1)
-    vllm, sglang = ("vllm", "node:1"), ("sglang", "node:2")
-    assert by_engine(collector) == {vllm: (1, 11, 2, 33), sglang: (1, 5, 0, 15)}
-    namespaces[0].uses[VLLM_ENGINE].engine_steps += 4
-    namespaces[0].uses[SGLANG_ENGINE].streams = 0
-    del namespaces[1]
-    assert by_engine(collector) == {vllm: (1, 15, 2, 33), sglang: (0, 5, 0, 15)}
-    namespaces[:] = [namespace_facts("b", uses={VLLM_ENGINE: used(0, 3)})]
-    assert by_engine(collector) == {vllm: (0, 18, 2, 42), sglang: (0, 5, 0, 15)}
-
-
-def test_an_engine_is_exported_for_an_hour_after_it_was_connected():
-    uses, now = {VLLM_ENGINE: used(1, 10), SGLANG_ENGINE: used(1, 5)}, [1000.0]
-    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]), 1)
-    assert len(by_engine(collector)) == 2
+def test_engines_of_each_namespace_are_exported_for_an_hour_after_they_were_connected():
+    uses = {VLLM_ENGINE: used(1, 10, 2), SGLANG_ENGINE: used(2, 5)}
+    other = namespace_facts("b", uses={VLLM_ENGINE: used(1, 1)})
+    collector = DrafterCollector(lambda: service_facts(namespace_facts("a", uses=uses), other))
+    vllm, sglang = (("a", each.host, *each) for each in (VLLM_ENGINE, SGLANG_ENGINE))
+    assert by_engine(collector) == {
+        vllm: (1, 10, 2, 30),
+        sglang: (1, 5, 0, 15),
+        ("b", VLLM_ENGINE.host, *VLLM_ENGINE): (1, 1, 0, 3),
+    }
     uses[SGLANG_ENGINE].streams = 0
-    now[0] += KEPT_S
-    assert by_engine(collector)["sglang", "node:2"][0] == 0
-    now[0] += 1
-    assert [*by_engine(collector)] == [("vllm", "node:1")]
+    uses[SGLANG_ENGINE].disconnected_at = time.monotonic() - KEPT_S + 60
+    assert by_engine(collector)[sglang] == (0, 5, 0, 15)
+    uses[SGLANG_ENGINE].disconnected_at -= 60
+    assert sglang not in by_engine(collector)
     uses[SGLANG_ENGINE].streams = 1
-    assert by_engine(collector)["sglang", "node:2"][0] == 1
-
-
-def test_the_number_of_engines_is_limited():
-    """Connected engines replace the one that was disconnected for longest; without such a one they are summed."""
-    uses = {Engine("vllm/1", str(number)): used(1, 1) for number in range(MAX_ENGINES)}
-    now = [1000.0]
-    collector = DrafterCollector(lambda: service_facts(namespace_facts(uses=uses), now=now[0]), 1)
-
-    def scrape():
-        now[0] += 1
-        return by_engine(collector)
-
-    assert len(scrape()) == MAX_ENGINES
-    for number in (7, 3):
-        uses[Engine("vllm/1", str(number))].streams = 0
-        scrape()
-    for name, dropped in (("x", "7"), ("y", "3")):
-        uses[Engine("new/1", name)] = used(1, 5, 4)
-        rows = scrape()
-        assert rows["new", name] == (1, 5, 4, 15)
-        assert ("vllm", dropped) not in rows
-        assert len(rows) == MAX_ENGINES
-    for name in ("z", "zz"):
-        uses[Engine("new/1", name)] = used(1, 5, 4)
-    rows = scrape()
-    assert rows["other", "other"] == (1, 10, 8, 30)
-    assert len(rows) == MAX_ENGINES + 1
+    assert by_engine(collector)[sglang] == (1, 5, 0, 15)
 
 
 def test_documentation_lists_every_metric():
@@ -380,45 +287,3 @@ def test_facts_are_read_in_the_event_loop():
 
     asyncio.run(serve_and_read())
     assert threads == [threading.current_thread()]
-
-
-def test_concurrent_scrapes_agree():
-    stats = np.random.default_rng(0).integers(1, 100, 30)
-    namespaces = [namespace_facts(f"n{i}", stats_of(int(count))) for i, count in enumerate(stats)]
-    with scraped(lambda: service_facts(*namespaces)) as read:
-        texts = [[] for _ in range(4)]
-        readers = [threading.Thread(target=lambda into=into: into.append(samples(read()))) for into in texts]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-    totals = [sum(committed(text[0]).values()) for text in texts]
-    assert totals == [stats.sum()] * 4
-
-
-def test_scrapes_update_sums_one_at_a_time():
-    class Watched(tuple):
-        def __iter__(self):
-            inside.append(True)
-            if len(inside) == 1:
-                second.start()
-                began.wait(10)
-                met.append(finished.wait(0.1))
-            yield from super().__iter__()
-
-    def facts():
-        if threading.current_thread() is second:
-            began.set()
-        return replace(service_facts(), namespaces=Watched([namespace_facts()]))
-
-    def collect():
-        list(collector.collect())
-        finished.set()
-
-    inside, met, began, finished = [], [], threading.Event(), threading.Event()
-    collector = DrafterCollector(facts, 1)
-    second = threading.Thread(target=collect)
-    list(collector.collect())
-    second.join()
-    assert met == [False]
-    assert len(inside) == 2 * 2  # Each scrape reads the namespaces twice.

@@ -73,7 +73,7 @@ class Replica:
 
     async def has(self, number):
         """Wait until it has read `number` events; fail if it has read more."""
-        await eventually(lambda: len(self.taken) >= number and self.reader.lag == (0, 0))
+        await eventually(lambda: len(self.taken) >= number and self.reader.lag_s == 0)
         assert len(self.taken) == number
 
     async def stop_reading(self):

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
-import numpy as np
 import pytest
 
 from drafter_service.auth.control import AccessControl
@@ -31,16 +30,14 @@ from tests.servers import served
 from tests.strategies import array
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
-WAITING = 30_000
 
 
 @pytest.fixture(scope="module")
 def service():
     with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
         address, snapshots = f"unix:{folder}/drafter.sock", Path(folder) / "snapshots"
-        settings = [f"limits.waiting_tokens={WAITING}"]
         arguments = ["--listen", address, "--capacity", "300k", "--snapshot-folder", str(snapshots)]
-        with served(*arguments, *(part for setting in settings for part in ("--set", setting))):
+        with served(*arguments):
             yield SimpleNamespace(address=address, snapshots=snapshots)
 
 
@@ -96,30 +93,6 @@ def test_texts_outside_the_vocabulary_are_refused_without_effect(caller, name):
     assert caller.observe(name, counted(1)).tokens == 40
 
 
-def test_a_stream_of_texts_is_learned_at_the_rate_of_the_index(caller, name):
-    rng = np.random.default_rng(5)
-    batches = [
-        texts(*rng.integers(0, 50_000, (10, 1000)), names=[f"{turn}-{i}" for i in range(10)]) for turn in range(30)
-    ]
-    batches.append(batches[0])
-    responses = list(caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in batches))
-    assert [response.tokens for response in responses] == [*range(10_000, 300_001, 10_000), 300_000]
-    assert (responses[-1].texts, responses[-1].duplicates) == (300, 10)
-    assert max(response.waiting_tokens for response in responses) <= WAITING + 10_000
-    assert list(caller.warm([])) == []
-
-
-def test_a_bad_text_ends_the_stream_and_earlier_texts_are_learned(caller, name):
-    bad = pb.Texts(tokens=b"123")
-    responses = caller.warm(pb.WarmRequest(namespace=name, texts=each) for each in (texts(counted(100)), bad))
-    assert next(responses).texts == 1
-    with pytest.raises(grpc.RpcError) as refused:
-        next(responses)
-    assert refused.value.code() is INVALID_ARGUMENT
-    assert "texts.tokens has 3 bytes" in refused.value.details()
-    eventually(lambda: drafts_of(caller, name, 100) == [[108]])
-
-
 METHODS = ("Observe", "Forget", "Report", "Snapshot", "ListNamespaces", "DropNamespace")
 
 
@@ -130,16 +103,6 @@ def test_malformed_calls_are_reported_as_invalid_arguments(caller, method):
         raw(b"\xff\xff", timeout=TIMEOUT_S, wait_for_ready=True)
     assert refused.value.code() is INVALID_ARGUMENT
     assert f"the message is not a {method}Request of ssd.drafter.v1" in refused.value.details()
-
-
-def test_malformed_texts_are_reported_as_invalid_arguments(caller):
-    raw = caller.channel.stream_stream("/ssd.drafter.v1.DrafterService/Warm")
-    good = pb.WarmRequest(namespace="garbage").SerializeToString()
-    for requests in ([b"\xff\xff"], [good, b"\xff\xff"]):
-        with pytest.raises(grpc.RpcError) as refused:
-            list(raw(iter(requests), timeout=TIMEOUT_S, wait_for_ready=True))
-        assert refused.value.code() is INVALID_ARGUMENT
-        assert refused.value.details() == "the message is not a WarmRequest of ssd.drafter.v1"
 
 
 @pytest.mark.parametrize("what", [{"request_id": "b"}, {"older_than_s": 0.0}, {"everything": True}])
@@ -276,20 +239,20 @@ async def waits(task):
 async def test_a_caller_with_much_text_waits_for_the_index():
     async with learning() as namespace:
         many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
-        total = pb.WarmResponse()
+        total = pb.ObserveResponse()
         task = asyncio.create_task(learn(namespace, many, total))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
             assert namespace.corpus.waiting == TEXTS_PER_TURN
             await asyncio.to_thread(namespace.corpus.refresh)
         await task
-        assert total == pb.WarmResponse(tokens=3 * TEXTS_PER_TURN, texts=3 * TEXTS_PER_TURN)
+        assert total == pb.ObserveResponse(tokens=3 * TEXTS_PER_TURN, texts=3 * TEXTS_PER_TURN)
 
 
 @run
 async def test_a_waiting_caller_fails_when_the_namespace_is_dropped():
     async with learning() as namespace:
-        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN)), pb.WarmResponse()))
+        task = asyncio.create_task(learn(namespace, texts(*[[1]] * (2 * TEXTS_PER_TURN)), pb.ObserveResponse()))
         assert await waits(task)
         namespace.close()
         with pytest.raises(ClosedError, match="namespace 'some' was dropped"):
@@ -308,7 +271,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)), pb.WarmResponse())
+        await learn(namespace, texts(*[[]] * (20 * TEXTS_PER_TURN)), pb.ObserveResponse())
         counting.cancel()
         assert turns >= 20
 
@@ -317,7 +280,7 @@ async def test_other_tasks_run_while_many_texts_are_learned():
 async def test_an_invalid_text_has_no_effect():
     async with learning() as namespace:
         with pytest.raises(WireError):
-            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)), pb.WarmResponse())
+            await learn(namespace, pb.Texts(tokens=bytes(8), offsets=bytes(8)), pb.ObserveResponse())
         assert namespace.corpus.appended == 0
 
 
@@ -374,23 +337,6 @@ def test_each_call_needs_its_right_and_looks_nothing_up_without_it(tmp_path, met
 
 
 @run
-async def test_texts_need_the_right_to_learn(tmp_path):
-    access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
-    admin = admin_of(Untouched(), access)
-
-    async def requests():
-        yield pb.WarmRequest(namespace="a").SerializeToString()
-
-    for token in ("reader", "admin"):
-        context = Context(token)
-        with pytest.raises(grpc.aio.AbortError):
-            [response async for response in admin.warm(requests(), context)]
-        assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
-    with pytest.raises(AssertionError, match="was looked up"):
-        [response async for response in admin.warm(requests(), Context("learner"))]
-
-
-@run
 async def test_a_caller_sees_only_its_own_namespaces(tmp_path):
     namespaces = Namespaces(ServiceConfig(drafting=DRAFTING))
     access = AccessControl(AccessConfig(callers=callers_file(tmp_path)))
@@ -438,7 +384,7 @@ async def test_everything_is_forgotten_if_the_clock_was_ahead():
 async def test_a_failed_merge_is_repeated(monkeypatch):
     """Otherwise callers would wait for their text forever."""
     async with learning() as namespace:
-        await learn(namespace, texts(counted(100)), pb.WarmResponse())
+        await learn(namespace, texts(counted(100)), pb.ObserveResponse())
         with monkeypatch.context() as patch:
             patch.setattr(namespace.corpus._index, "add", lambda _: (_ for _ in ()).throw(MemoryError))
             with pytest.raises(MemoryError):

@@ -107,7 +107,6 @@ def test_engines_are_told_apart(service, tmp_path):
         service.run("report", "--html", str(page))
         assert '<td class="name">node-1:1</td>' in page.read_text()
         assert "<th>late steps</th>" in page.read_text()
-        assert "node-1:2" in service.run("top", "--once", "--interval", "0.1")
 
 
 def test_versions_of_rollouts_are_told_apart(service, tmp_path):

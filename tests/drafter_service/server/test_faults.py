@@ -67,9 +67,8 @@ def during_a_merge(caller, _folder, rng):
     """Start a merge of much text into the base tier."""
     stream = caller.stream("kept")
     tokens = np.random.default_rng(0).integers(0, 50_000, (30, 20_000))
-    responses = caller.warm(pb.WarmRequest(namespace="kept", texts=texts(*part)) for part in np.split(tokens, 30))
-    for response in itertools.islice(responses, rng.randrange(3, 25)):
-        assert response.tokens
+    for part in tokens[: rng.randrange(3, 25)]:
+        assert caller.observe("kept", part).tokens
     return stream
 
 
@@ -320,14 +319,13 @@ CALLS = {
     "Snapshot": pb.SnapshotRequest(namespace="fuzz"),
     "ListNamespaces": pb.ListNamespacesRequest(),
     "DropNamespace": pb.DropNamespaceRequest(namespace="fuzz"),
-    "Warm": pb.WarmRequest(namespace="fuzz", model=MODEL, texts=texts([1, 2], names=["c"])),
     "Draft": pb.DraftRequest(hello=hello("fuzz", name="m"), starts=[start(1, [1, 2])]),
 }
 
 
 def status_of(channel, method, data):
     """Return the status with which a call with one message ends."""
-    is_stream = method in ("Warm", "Draft")
+    is_stream = method == "Draft"
     path = f"/ssd.drafter.v1.DrafterService/{method}"
     call = (channel.stream_stream if is_stream else channel.unary_unary)(path)
     try:

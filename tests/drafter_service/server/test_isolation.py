@@ -10,7 +10,6 @@ import pytest
 from drafter_service.server.listener import Listener
 from drafter_service.server.server import DrafterServer
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
-from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from tests.drafter_service.guarded import caller_entry, run
@@ -77,8 +76,6 @@ def refused(caller):
         assert caller.refusal(method, namespace="b", **fields)[0] is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(grpc.RpcError):
         caller.stream("b")
-    with pytest.raises(grpc.RpcError):
-        next(iter(caller.warm([pb.WarmRequest(namespace="b")])))
 
 
 def draft_of(caller, namespace, context):

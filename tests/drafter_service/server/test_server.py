@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from drafter_service.client import DrafterClient
-from drafter_service.stubs import drafter_pb2 as pb
 from tests.drafter_service.raw import eventually
 from tests.replay import progress_of, replay_one
 from tests.servers import served
@@ -61,20 +59,12 @@ def test_a_service_learns_over_its_stream(client):
     assert_learned(client)
 
 
-def test_health_and_reflection(service):
+def test_health(service):
     with grpc.insecure_channel(service.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in (SERVICE, ""):
             answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10, wait_for_ready=True)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        requests = [
-            reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
-        ]
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        listed, contract = stub.ServerReflectionInfo(iter(requests), timeout=10)
-    assert SERVICE in [each.name for each in listed.list_services_response.service]
-    assert pb.DESCRIPTOR.serialized_pb in contract.file_descriptor_response.file_descriptor_proto
 
 
 def test_text_committed_while_the_service_was_late_is_learned(service, client):

@@ -356,8 +356,6 @@ def test_a_report_separates_withheld_drafts_from_verified_ones(address):
         assert report["drafting"]["steps"] == 0
         assert (report["shadow"]["observed_requests"], report["shadow"]["scored_requests"]) == (3, 3)
         assert report["shadow"]["drafting"]["committed"] == sum(len(output) for _, output in REQUESTS)
-        list(caller.warm([pb.WarmRequest(namespace="observed", texts=message)]))
-        assert report_of(caller, "observed")["shadow"]["observed_requests"] == 6
         caller.observe("plain", [1, 2, 3])
         assert report_of(caller, "plain")["shadow"] is None
 

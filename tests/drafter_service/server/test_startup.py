@@ -53,7 +53,7 @@ async def test_health_and_calls_say_that_kernels_are_compiled(monkeypatch, socke
     async with grpc.aio.insecure_channel(socket_address) as channel:
         for call in (
             DrafterServiceStub(channel).Report(pb.ReportRequest()),
-            DrafterServiceStub(channel).Warm(iter([pb.WarmRequest()])).read(),
+            DrafterServiceStub(channel).Draft(iter([pb.DraftRequest()])).read(),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call

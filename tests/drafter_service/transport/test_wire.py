@@ -71,9 +71,7 @@ def test_progress_is_equal_after_encoding_and_decoding(committed, cost, steps, l
 
 @given(runs)
 def test_drafts_are_equal_after_encoding_and_decoding(drafted):
-    paths = [
-        Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL, len(run)) for run in drafted
-    ]
+    paths = [Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL) for run in drafted]
     sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
     assert_equal(sent, read_drafts(message, len(drafted)))

@@ -274,19 +274,6 @@ def test_impossible_contents_are_refused(path, name, at, value):
         load(path, CAPACITY, DEPTH)
 
 
-def test_a_snapshot_without_a_capacity_takes_the_default(path):
-    """The first version did not save the capacity."""
-    corpus = built(some_requests(200))
-    corpus.learned.cells[:, 0] = 0.25
-    save(corpus, path)
-    rewrite(path, facts=read_sections(path)["facts"][:4])
-    loaded = load(path)
-    assert loaded.notes == []
-    assert loaded.corpus.capacity == DrafterConfig.capacity
-    assert loaded.corpus.learned.cells[0, 0] == 0.25
-    assert np.array_equal(text_of(loaded.corpus), text_of(corpus))
-
-
 def test_text_and_counters_are_loaded_without_tables_of_another_layout(path):
     """Another version may have other tables, and tables of other sizes."""
     corpus, stats = built(some_requests(200)), Stats()

@@ -71,8 +71,8 @@ class Candidate:
     score: float
     inputs: dict[int, tuple[int, float]] = field(default_factory=dict)
     """By index of the input: its cell (-1 for a blend), and its value."""
-    found: tuple[int, int] = (GLOBAL, 0)
-    """The source of the longest match that the token follows, and its length."""
+    source: int = GLOBAL
+    """That of the longest match that the token follows."""
     final_cell: int = 0
     mixed: float = 0.0
     prob: float = 0.0
@@ -208,7 +208,7 @@ class DraftReference:
         lengths = [int(bucket.py_func(SET_BUCKET, longest[source])) for source in (LOCAL, GLOBAL)]
         weight_set = lengths[0] * SET_LENGTHS + lengths[1] + (self.second * SETS if SECOND in used else 0)
         for candidate in kept:
-            candidate.found = self._found(candidate.token, used, predicted)
+            candidate.source = self._source_of(candidate.token, used, predicted)
             self._add_inputs(candidate, kept, used, predicted, node, text)
         for candidate in kept:
             total = self._sum(candidate, weight_set)
@@ -221,12 +221,12 @@ class DraftReference:
             candidate.prob = float(fast_sigmoid.py_func(np.float32(value)))
         return weight_set
 
-    def _found(self, token: int, used: dict[tuple[int, int], Level], predicted: dict[int, int]) -> tuple[int, int]:
+    def _source_of(self, token: int, used: dict[tuple[int, int], Level], predicted: dict[int, int]) -> int:
         matches = [(level.length, place) for place, level in used.items() if level.count(token)]
         if not matches:
-            return LOCAL if predicted[LOCAL] == token else GLOBAL, 0
-        length, place = max(matches, key=lambda each: each[0])
-        return LIBRARY if place == SECOND and self.second == OF_LIBRARIES else place[0], length
+            return LOCAL if predicted[LOCAL] == token else GLOBAL
+        _, place = max(matches, key=lambda each: each[0])
+        return LIBRARY if place == SECOND and self.second == OF_LIBRARIES else place[0]
 
     def _add_inputs(
         self,

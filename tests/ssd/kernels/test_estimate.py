@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.kernels.probabilities import FALLBACK_CELLS, FINAL, MEAN, MIXED, SECOND_CELLS, SEEN, TABLE_INPUTS
-from ssd.sequences.tables import CANDIDATES, CELLS, DEPTH, LENGTH, NOT_ESTIMATED, SOURCE, WEIGHT_SET
+from ssd.sequences.tables import CANDIDATES, CELLS, DEPTH, NOT_ESTIMATED, SOURCE, WEIGHT_SET
 from tests.replay import branches, drafter_of, progress_of
 from tests.ssd.kernels.reference import DraftReference, learn
 from tests.strategies import ALPHABETS, array, examples
@@ -99,8 +99,8 @@ def assert_estimates_match(drafter, reference, drafts):
             continue
         if path:
             parent = found[tuple(path[:-1])]
-            sources = {each.token: each.found for each in parent.candidates}
-            assert (node[SOURCE], node[LENGTH]) == sources[path[-1]]
+            sources = {each.token: each.source for each in parent.candidates}
+            assert node[SOURCE] == sources[path[-1]]
         rows, values = candidates[index, : node[CANDIDATES]], estimates[index, : node[CANDIDATES]]
         expected = reference.node(index, path, probs[index, 1], rows[:, 0].astype(np.uint32).tolist())
         found[tuple(path)] = expected

@@ -24,7 +24,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs import drafter_pb2_grpc
 from ssd.budget.totals import BudgetTotals, size_of
-from ssd.stats import AGES, LENGTHS, PROB_BINS, Stats
+from ssd.stats import AGES, PROB_BINS, Stats
 
 NOW = 1_795_000_000.0
 HOUR = 3600.0
@@ -155,12 +155,6 @@ def fill(stats, steps, level):
     counters.steps[:] = steps, steps + accepted, hits
     spread(counters.by_source, drafted, accepted, [0.65, 0.25, 0.05, 0.05])
     spread(
-        counters.by_length,
-        drafted,
-        accepted,
-        [(1 + n) * math.exp(-n / 9) + (40 if n == 64 else 0) for n in range(LENGTHS)],
-    )
-    spread(
         counters.by_age,
         drafted,
         accepted,
@@ -224,10 +218,10 @@ def latency_of(count, typical_s, spread_of_log):
 
 
 class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
-    """A gRPC server that answers with the next of `documents`, repeats the last one, and records the requests."""
+    """A gRPC server that answers with `document`, and records the requests."""
 
-    def __init__(self, *documents, refusal=None):
-        self._documents, self._refusal = list(documents), refusal
+    def __init__(self, document="", refusal=None):
+        self._document, self._refusal = document, refusal
         self.requests, self.metadata = [], []
 
     def Report(self, request, context):  # noqa: N802
@@ -235,8 +229,7 @@ class Reporter(drafter_pb2_grpc.DrafterServiceServicer):
         self.metadata = [(entry.key, entry.value) for entry in context.invocation_metadata()]
         if self._refusal is not None:
             context.abort(*self._refusal)
-        document = self._documents.pop(0) if len(self._documents) > 1 else self._documents[0]
-        return pb.ReportResponse(json=document)
+        return pb.ReportResponse(json=self._document)
 
 
 @contextmanager

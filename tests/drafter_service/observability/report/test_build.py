@@ -17,10 +17,9 @@ from drafter_service.observability.facts import (
     Latency,
     Sample,
 )
-from drafter_service.observability.report.build import build_report, snapshot_report
+from drafter_service.observability.report.build import build_report
 from drafter_service.observability.report.figures import MAX_PERIODS
 from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
-from ssd.corpus.snapshot import save
 from ssd.stats import Stats, VersionTotals
 from ssd.types import Source
 from tests.drafter_service.observability.report.samples import (
@@ -32,7 +31,6 @@ from tests.drafter_service.observability.report.samples import (
     new_namespace,
     service,
 )
-from tests.replay import drafter_of, replay_one
 
 
 def report_of(*namespaces, **changes):
@@ -91,7 +89,6 @@ def test_ratios_follow_from_totals():
     assert drafting.saved_steps == 140
     assert drafting.saved_share == pytest.approx(140 / 240)
     assert drafting.break_even_cost == pytest.approx(0.7)
-    assert {one.cost: one.speedup for one in drafting.estimates}[0.05] == pytest.approx(2.4 / 1.1)
     # At the break-even cost the speed-up is 1.
     assert drafting.tokens_per_step / (1 + drafting.break_even_cost * drafting.drafted_per_step) == pytest.approx(1.0)
 
@@ -103,7 +100,6 @@ def test_ratios_of_a_new_service_are_null():
     assert drafting.steps == drafting.saved_steps == 0
     for field in ("hit_rate", "acceptance", "tokens_per_step", "saved_share", "break_even_cost"):
         assert getattr(drafting, field) is None
-    assert drafting.estimates == []
 
 
 def test_tables_contain_the_counters():
@@ -111,14 +107,12 @@ def test_tables_contain_the_counters():
         (10, 30, 8),
         by_source={Source.LOCAL: (10, 7)},
         by_position={0: (8, 6), 1: (2, 1)},
-        by_length={0: (1, 0), 64: (9, 7)},
         by_age={0: (1, 1), 4: (4, 3), 39: (5, 3)},
         calibration={0: (4, 0.1, 1), 19: (6, 5.9, 6)},
     )
     known = only(stats=stats)
     assert [(one.position, one.drafted, one.acceptance) for one in known.by_position] == [(1, 8, 0.75), (2, 2, 0.5)]
     assert [one.accepted_share_of_drafts for one in known.by_position] == [0.75, 0.125]
-    assert [(one.match_length, one.drafted, one.accepted) for one in known.by_match_length] == [(0, 1, 0), (64, 9, 7)]
     assert [(one.source, one.drafted, one.accepted) for one in known.by_source] == [
         ("corpus", 0, 0),
         ("local", 10, 7),
@@ -304,29 +298,3 @@ def numbers_in(value):
             yield from numbers_in(one)
     elif isinstance(value, int | float):
         yield value
-
-
-def test_report_of_a_snapshot_has_the_counters_of_the_drafter(tmp_path):
-    text = np.random.default_rng(0).integers(0, 1000, 300).astype(np.uint32)
-    path = tmp_path / "team.snapshot"
-    with drafter_of() as drafter:
-        replay_one(drafter, 1, text[:50], text[50:])
-        drafter.corpus.refresh()
-        replay_one(drafter, 2, text[:50], text[50:])
-        save(drafter.corpus, path, drafter.stats)
-        live = only(stats=drafter.stats)
-        report = snapshot_report(path)
-        tokens, requests = drafter.corpus.tokens, drafter.corpus.requests
-    known = report.namespaces[0]
-    assert known.drafting.accepted > 100
-    for field in ("drafting", "by_position", "by_match_length", "by_source", "age", "calibration"):
-        assert getattr(known, field) == getattr(live, field)
-    assert known.name == "team"
-    assert (known.corpus.tokens, known.corpus.requests) == (tokens, requests)
-    assert report.total == known.drafting
-    unknown = known.model_dump(
-        include={"model", "recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams"}
-    )
-    assert set(unknown.values()) == {None}
-    assert report.service is None
-    assert known.corpus.capacity_tokens is None

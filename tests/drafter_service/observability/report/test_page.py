@@ -43,18 +43,6 @@ def test_page_is_balanced_and_refers_to_nothing(name):
     assert "<b>x" not in page
 
 
-def test_page_of_a_snapshot_omits_unknown_values():
-    known = REPORTS["one"].namespaces[0]
-    unknown = dict.fromkeys(("recent", "over_time", "draft_latency", "merge_latency", "clients", "model"))
-    page = render_page(
-        REPORTS["one"].model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
-    )
-    assert "From a snapshot" in page
-    assert "By match length" in page
-    for title in ("Over time", "latency", "Engines", "The service"):
-        assert f"<h3>{title}" not in page
-
-
 @pytest.fixture(scope="module")
 def tab():
     if CHROMIUM is None or DRIVER is None:
@@ -178,14 +166,12 @@ def test_values_on_the_page_are_those_of_the_json(tab, page_of):
 
     tally = ("acceptance", "drafted", "accepted")
     assert shown("By position in the draft") == columns(known["by_position"], "accepted_share_of_drafts", *tally)
-    assert shown("By match length") == columns(known["by_match_length"], *tally)
     assert shown("By source", 0) == columns(known["by_source"], "source", *tally)
     assert shown("By age of the text") == columns(known["age"]["bins"], *tally)
     assert shown("Calibration") == columns(known["calibration"]["bins"], "predicted", "acceptance", "drafted")
     over_time = ("tokens_per_step", "hit_rate", "acceptance", "committed", "timeouts")
     assert shown("Over time") == columns(known["over_time"], *over_time)
     assert shown("Occupancy") == columns(known["over_time"], "corpus_tokens", "learned_tokens", "memory_bytes")
-    assert shown("Estimated speed-up") == columns(drafting["estimates"], "speedup")
     for title, field in (("Draft latency", "draft_latency"), ("Merge latency", "merge_latency")):
         latency = known[field]
         names = ("p50_s", "p90_s", "p99_s", "longest_s", "mean_s", "count")

@@ -39,7 +39,6 @@ def services():
         errors=10**12,
         gaps=9,
         is_connected=True,
-        lag_entries=10**12,
         lag_s=1e9,
     )
     yield "lagging", service(busy_namespace(), log=log, version="9" * 90)
@@ -85,7 +84,7 @@ def test_many_namespaces_are_an_overview():
     facts = service(*(busy_namespace(f"team-{n}", steps=1000 * (n + 1)) for n in range(8)))
     text = printed(build_report(facts))
     assert "--namespace" in text
-    assert "match length" not in text
+    assert "text age" not in text
     rows = [line.split()[0] for line in text.split("\n") if line.startswith("team-") and "saves" not in line]
     assert rows == [f"team-{n}" for n in reversed(range(8))]
 
@@ -122,17 +121,3 @@ def test_shadow_mode_is_a_sentence():
     sentence = f"shadow: {counts}; drafts would have given {gain}."
     assert sentence in " ".join(printed(report).split())
     assert sentence in render_page(report)
-
-
-def test_report_of_a_snapshot_omits_unknown_values():
-    report = build_report(service(busy_namespace()))
-    known = report.namespaces[0]
-    unknown = dict.fromkeys(
-        ("recent", "over_time", "draft_latency", "merge_latency", "clients", "memory_bytes", "streams", "model")
-    )
-    offline = report.model_copy(update={"service": None, "namespaces": [known.model_copy(update=unknown)]})
-    text = printed(offline)
-    assert text.startswith("snapshot of")
-    assert "latency" not in text
-    assert "engines" not in text
-    assert "match length" in text
