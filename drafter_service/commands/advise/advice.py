@@ -27,6 +27,8 @@ MIN_USEFUL_SPEEDUP = 1.05
 """Smallest predicted speed-up for which drafting is called worthwhile."""
 MIN_RELIABLE_TOKENS = 20_000
 """Output tokens from which the figures of a log are reliable."""
+CURVE_POINTS = 40
+"""Number of points of the growth curve."""
 PREFIX_TOKENS = 32
 """Requests whose prompts begin with the same tokens form a group."""
 MIN_GROUP_SHARE = 0.01
@@ -43,6 +45,7 @@ class Speedup:
     concurrency: int
     tokens_per_step: float
     drafted_per_step: float
+    draft_ms: float
     speedup: float
     output_tokens: int
     """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
@@ -76,6 +79,8 @@ class Advice:
     lengths: Sequence[Speedup]
     """For several maximum lengths of drafts, and for the best length that all drafts are padded to with each number of
     requests at once, over the first part of the log."""
+    growth: Sequence[tuple[int, float]]
+    """Output tokens remembered so far, and tokens per step of the requests that ended then."""
     groups: Sequence[Group]
     """By prompt prefix, most output tokens first."""
     sizes: Sequence[Group]
@@ -143,6 +148,7 @@ def advise(
         best=best,
         speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
         lengths=[*(one for one in unpadded if one.max_draft in MAX_DRAFTS), *padded],
+        growth=_growth(whole.replay),
         groups=_prefix_groups(traffic, whole.replay),
         sizes=_size_groups(whole.replay),
         notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
@@ -171,6 +177,7 @@ def _speedup(outcome: Outcome) -> Speedup:
         trial.concurrency,
         replay.tokens_per_step,
         replay.drafted_per_step,
+        outcome.draft_ms,
         outcome.speedup,
         int(replay.output_lengths.sum()),
         trial.is_padded,
@@ -190,6 +197,19 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
         f"{verdict} This is not reliable, because the log has only {size}; "
         f"give a log with at least {MIN_RELIABLE_TOKENS:,}."
     )
+
+
+def _growth(replay: Replay) -> list[tuple[int, float]]:
+    """Return tokens per step of parts of the replay with equal numbers of output tokens."""
+    remembered = np.cumsum(replay.output_lengths[replay.order])
+    steps = np.cumsum(replay.steps[replay.order])
+    ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], CURVE_POINTS + 1)[1:] - 0.5)
+    points, before = [], -1
+    for end in np.unique(ends).tolist():
+        produced = remembered[end] - (remembered[before] if before >= 0 else 0)
+        points.append((int(remembered[end]), float(produced / (steps[end] - (steps[before] if before >= 0 else 0)))))
+        before = end
+    return points
 
 
 def _prefix_groups(traffic: Traffic, replay: Replay) -> list[Group]:

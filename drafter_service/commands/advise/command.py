@@ -9,6 +9,7 @@ import click
 
 from drafter_service.commands.output import check_writable, write
 from drafter_service.commands.sources import find_sources, source_options
+from drafter_service.observability.version import own_version
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 @click.option("--gpu", help="Without --cost-profile: estimate step durations for this GPU.  [default: h100]")
 @click.option("--model-size", default="8b", help="Size of the target for --gpu: 1b, 3b, 8b, 32b or 70b.")
 @click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a page with charts to this file, such as advice.html.",
+)
+@click.option(
     "--write-config",
     "config",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -52,11 +58,12 @@ def advise(
     cost_profile: Path | None,
     gpu: str | None,
     model_size: str,
+    out: Path | None,
     config: Path | None,
 ) -> None:
     """Replay a log, and say whether drafting is worthwhile.
 
-    Nothing leaves this machine. Prints a verdict, a comparison of settings, and which requests gain.
+    Nothing leaves this machine. Prints a verdict and a comparison of settings.
     """
     import tempfile
 
@@ -67,24 +74,28 @@ def advise(
 
     if cost_profile is not None and gpu is not None:
         raise UserError("give either --cost-profile or --gpu, not both")
-    if config is not None:
-        check_writable(config)
+    for path in filter(None, (out, config)):
+        check_writable(path)
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
     files = find_sources((*sources, *more_sources))
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            advice = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
+            advice, traffic, facts = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     _show(advice)
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
+    if out is not None:
+        write(out, _page(advice, toml, traffic, facts, profile))
     if config is not None:
         write(config, toml)
 
 
-def _analyze(files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None) -> Advice:
+def _analyze(
+    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None
+) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -102,7 +113,7 @@ def _analyze(files: list[File], reading: Reading, path: Path, profile: CostProfi
 
         samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
         [whole] = run("replaying the log", [plan_whole(traffic, concurrency, samples)])
-    return advice_of(traffic, facts, profile, samples, whole, concurrency)
+    return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
 
 
 def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:
@@ -120,19 +131,30 @@ def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
     return tomli_w.dumps({"drafting": {name: getattr(advice.settings, name) for name in names}, "steps": steps})
 
 
+def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile: CostProfile) -> str:
+    from drafter_service.commands.advise.page import render_page
+
+    details = {
+        "ssd-drafter": own_version(),
+        "log": ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common()),
+        "requests": f"{len(traffic):,}",
+        "output tokens": f"{int(traffic.output_lengths.sum()):,}",
+        "cost profile": profile.label,
+    }
+    return render_page(advice, toml, details)
+
+
 def _show(advice: Advice) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from drafter_service.commands.advise.tables import GROUP_HEADS, HEADS, group_rows, rows_of, sample_of
+    from drafter_service.commands.advise.page import HEADS, rows_of, sample_of
     from drafter_service.observability.pages.tables import console_table
 
     console = Console()
     console.print(escape(advice.verdict))
     console.print(f"\nSettings compared on {sample_of(advice)}:")
     console.print(console_table(HEADS, rows_of(advice)))
-    console.print("Which requests gain, by the first tokens of the prompt and by the length of the output:")
-    console.print(console_table(GROUP_HEADS, group_rows(advice.groups), group_rows(advice.sizes)))
     for note in advice.notes:
         console.print(f"note: {escape(note)}")
     settings = advice.settings

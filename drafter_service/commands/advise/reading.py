@@ -40,8 +40,10 @@ class Named(NamedTuple):
 
 @dataclass
 class LogFacts:
-    """Anything unusual about a log."""
+    """Contents of a log, and anything unusual about it."""
 
+    files: Counter[str] = field(default_factory=Counter)
+    """Number of files by format."""
     faults: Faults = field(default_factory=Faults)
     backwards: int = 0
     """Requests that are earlier than the one before them in the log."""
@@ -103,7 +105,7 @@ def read_traffic(
     writer = TrafficWriter(path)
     writer.facts.faults = reading.faults
     tokens = 0
-    with closing(read_all(files, reading, Counter(), _named)) as batches:
+    with closing(read_all(files, reading, writer.facts.files, _named)) as batches:
         for bytes_read, requests in batches:
             for request in requests:
                 writer.add(request)

@@ -33,6 +33,8 @@ class Replay:
     """int64 [R]: draft tokens."""
     output_lengths: np.ndarray
     """int64 [R]."""
+    order: np.ndarray
+    """int64 [R]: requests in the order in which they ended."""
     seconds: float
     """Duration of all steps, without drafting."""
     calls: int
@@ -194,12 +196,13 @@ def replay(
 ) -> Replay:
     """Replay all requests, see `steps_of`; `watch` is called with the number of output tokens of each that ended."""
     lengths = traffic.output_lengths
-    steps, drafted = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64)
+    steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
     seconds, calls = 0.0, 0
     for running in steps_of(traffic, traffic.in_order(), drafter, concurrency=concurrency, max_draft=max_draft):
         seconds, calls = seconds + step_seconds(running, curve), calls + 1
         steps[running.requests] += 1
         drafted[running.requests] += running.verified
         for request in running.requests[running.ended].tolist():
+            order.append(request)
             watch(int(lengths[request]))
-    return Replay(steps, drafted, lengths, seconds, calls)
+    return Replay(steps, drafted, lengths, np.array(order), seconds, calls)

@@ -62,6 +62,8 @@ class Outcome:
 
     trial: Trial
     replay: Replay
+    draft_ms: float
+    """Mean processor time in which the drafter answers a step, for all its sequences together."""
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
 
@@ -87,7 +89,8 @@ def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Calla
     prompts = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
     plain = plain_seconds(traffic, curve, concurrency)
     speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
-    return Outcome(trial, result, speedup)
+    draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
+    return Outcome(trial, result, draft_ms, speedup)
 
 
 def _drafter_of(trial: Trial, curve: StepCurve) -> Drafter:

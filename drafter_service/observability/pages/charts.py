@@ -37,9 +37,10 @@ class Axis(NamedTuple):
         return cls(title, 0.0, values[-1], [(value, written(value)) for value in values])
 
     @classmethod
-    def of(cls, labels: Sequence[str], title: str) -> Axis:
-        """Return an axis of things that are placed at their index."""
-        marks = [(float(place), label) for place, label in enumerate(labels)]
+    def of(cls, labels: Sequence[str], title: str, at_most: int = 8) -> Axis:
+        """Return an axis of things that are placed at their index; `at_most` labels are shown."""
+        every = max(1, -(-len(labels) // at_most))
+        marks = [(float(place), label) for place, label in enumerate(labels) if place % every == 0]
         return cls(title, 0.0, max(1.0, len(labels) - 1), marks)
 
 

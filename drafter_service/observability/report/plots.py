@@ -280,7 +280,7 @@ def step_times(sizes: Sequence[StepSize]) -> str:
     measured = [(float(place), scale * size.mean_s) for place, size in enumerate(sizes)]
     return charts.line_chart(
         "Mean duration of steps by number of tokens",
-        Axis.of(labels, "tokens of a step, at most"),
+        Axis.of(labels, "tokens of a step, at most", at_most=len(labels)),
         Axis.to(scale * longest, unit),
         [Series("expected", "gray", expected, "dashed"), Series("mean duration", "blue", measured, words=words)],
     )

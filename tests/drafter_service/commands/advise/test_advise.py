@@ -7,12 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
+from drafter_service.commands.advise.page import HEADS
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.tables import HEADS
 from drafter_service.commands.advise.trials import run_trials
 from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
 from ssd.budget.cost_profile import CostProfile
+from tests.browser import chart_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.ingest.loads import model_folder
 
@@ -39,6 +40,7 @@ def test_repeated_outputs_pay(tmp_path):
     advice = advice_of(traffic_of(repeated_requests()), tmp_path)
     assert advice.verdict.startswith("Drafting is worthwhile")
     assert advice.best.speedup > 2
+    assert advice.growth[0][1] < 2 < advice.growth[-1][1]
     assert [group.requests for group in advice.groups] == [20, 20]
     assert sum(group.share for group in advice.sizes) == pytest.approx(1)
     assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
@@ -68,7 +70,7 @@ def run(*arguments):
     return CliRunner().invoke(cli, ["advise", *map(str, arguments)])
 
 
-def test_the_command_writes_settings_that_the_service_takes(tmp_path, profile):
+def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path, profile):
     log = write_log(
         tmp_path / "log.jsonl",
         repeated_requests(),
@@ -76,20 +78,19 @@ def test_the_command_writes_settings_that_the_service_takes(tmp_path, profile):
         duration_s=[2.5] * 40,
         session_id=[f"s{number}" for number in range(40)],
     )
-    settings = tmp_path / "a.toml"
-    result = run("--from", log, "--cost-profile", profile, "--write-config", settings)
+    page, settings = tmp_path / "a.html", tmp_path / "a.toml"
+    result = run("--from", log, "--cost-profile", profile, "--out", page, "--write-config", settings)
     assert result.exit_code == 0, result.output
     assert "Drafting is worthwhile" in result.output
     assert "with 3 requests at once" in " ".join(result.output.split())
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
     assert load_settings(settings).steps.cost_profile == profile
     assert "vLLM: --no-async-scheduling --scheduler-cls" in result.stdout
-    assert re.findall("wrote (.*)", result.stderr) == [str(settings)]
-    assert re.findall(r"^ *(prompt prefix \d|\d+ output tokens) +(\d+)", result.stdout, re.MULTILINE) == [
-        ("prompt prefix 1", "20"),
-        ("prompt prefix 2", "20"),
-        ("60 output tokens", "40"),
-    ]
+    text = page.read_text()
+    assert "tokens per step" in text
+    assert "While the corpus grows" in text
+    assert chart_faults(page) == []
+    assert re.findall("wrote (.*)", result.stderr) == [str(page), str(settings)]
     rows = re.findall(r"^ *(?:ssd|ngram|classic) .*", result.stdout, re.MULTILINE)
     settings_of = [tuple(row.split()[:4]) for row in rows]
     assert len(settings_of) == len({*settings_of}) > 10
@@ -99,18 +100,22 @@ def test_the_command_writes_settings_that_the_service_takes(tmp_path, profile):
 
 def test_files_that_cannot_be_written_are_refused_before_the_log_is_read(tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    result = run("--from", tmp_path / "empty.jsonl", "--write-config", tmp_path / "no" / "a.toml")
-    assert "cannot write" in result.output
+    page = tmp_path / "a.html"
+    for out, settings in ((page, tmp_path / "no" / "a.toml"), (tmp_path / "no" / "a.html", tmp_path / "a.toml")):
+        result = run("--from", tmp_path / "empty.jsonl", "--out", out, "--write-config", settings)
+        assert "cannot write" in result.output
+    assert not page.exists()
 
 
-def test_no_text_is_printed(tmp_path, profile):
+def test_no_text_appears_in_the_page(tmp_path, profile):
     secret = "the secret words of a user "
     lines = [json.dumps({"prompt": f"{secret}{number}", "completion": secret * 10}) for number in range(4)]
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(lines))
-    result = run("--from", log, "--tokenizer", model_folder(tmp_path / "model"), "--cost-profile", profile)
+    page, model = tmp_path / "a.html", model_folder(tmp_path / "model")
+    result = run("--from", log, "--tokenizer", model, "--cost-profile", profile, "--out", page)
     assert result.exit_code == 0, result.output
-    assert "secret" not in result.output
+    assert "secret" not in page.read_text() + result.output
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_logs_without_outputs_are_refused_with_the_formats_that_work(tmp_path, c
     if content.startswith("INFO"):
         log = tmp_path / "vllm.log"
     log.write_text(content)
-    result = run("--from", log)
+    result = run("--from", log, "--out", tmp_path / "a.html")
     assert result.exit_code == 2
     assert expected in result.stderr
     assert "prompt_token_ids" in result.stderr

@@ -71,6 +71,7 @@ def test_a_replay_counts_like_a_slow_one(requests, concurrency):
     result = replay(traffic, TimedDrafter(NgramDrafter()), CURVE, concurrency=concurrency, max_draft=4)
     slow = [replay_slowly(prompt, output, 4) for prompt, output, _ in requests]
     assert list(zip(result.steps.tolist(), result.drafted.tolist(), strict=True)) == slow
+    assert sorted(result.order.tolist()) == list(range(len(requests)))
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, np.array([1, 2, 3, 4, 4, 2])])

@@ -25,7 +25,7 @@ def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
         assert one.replay.steps.tolist() == other.replay.steps.tolist()
-        assert one.replay.drafted.tolist() == other.replay.drafted.tolist()
+        assert one.replay.order.tolist() == other.replay.order.tolist()
 
 
 def test_a_process_that_the_system_ends_is_said(tmp_path, monkeypatch):
@@ -47,4 +47,4 @@ def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypa
     assert ThreadTimedDrafter.clock is time.thread_time
     monkeypatch.setattr(ThreadTimedDrafter, "clock", staticmethod(itertools.count().__next__))
     [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", PROFILE, TRIALS[:1], lambda _: None)
-    assert outcome.speedup < 0.1, "a draft takes a second by this clock, a step milliseconds"
+    assert outcome.draft_ms == 1000
