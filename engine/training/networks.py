@@ -16,7 +16,7 @@ from engine.models.heads.head import normalize
 from engine.models.heads.medusa import MedusaHeads, ResidualBlock
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.self_attention import SelfAttention
-from engine.training.features import Windows
+from engine.training.windows import Windows
 
 RIDGE = 1e-3
 """Regularization of least squares, relative to the mean square of the inputs."""

@@ -23,8 +23,8 @@ from engine.sampling import draft_sampler
 from engine.sampling.candidates import NONE
 from engine.sampling.draft_sampler import DraftSampler
 from engine.speculation import verify
-from engine.training.features import Windows
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
+from engine.training.windows import Windows
 from ssd.config import DrafterConfig
 from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.drafters.toy import attend_densely
