@@ -14,7 +14,6 @@ from tests.engine.models.heads import published, samples
 
 HEADS = {
     "mtp": ("mtp", samples.mtp, {}),
-    "mtp, reduced vocabulary": ("mtp", samples.mtp, {"kept": 120}),
     "mtp, normalized queries and keys": ("mtp", samples.mtp, {"qk_norm": True}),
     "eagle": ("eagle", samples.eagle, {}),
     "eagle, no bias": ("eagle", samples.eagle, {"has_bias": False}),
@@ -97,17 +96,6 @@ def test_mtp_layers_are_written_as_mimo_publishes_them(tmp_path, model):
     assert fields["torch_dtype"] == "bfloat16"
 
 
-def test_a_reduced_vocabulary_of_an_mtp_layer_replaces_rows_of_the_projection(tmp_path, model):
-    head = samples.mtp(model, kept=90)
-    save_head(head, tmp_path, dtype=torch.float32)
-    tensors, _ = published.read(tmp_path)
-    assert tensors["lm_head.weight"].shape == model.lm_head.weight.shape
-    assert torch.equal(tensors["lm_head.weight"][head.draft_vocabulary], head.lm_head.weight)
-    others = torch.ones(model.config.vocab_size, dtype=torch.bool)
-    others[head.draft_vocabulary] = False
-    assert torch.equal(tensors["lm_head.weight"][others], model.lm_head.weight[others])
-
-
 def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     """SGLang leaves the bias of `fc` uninitialized if the file has none."""
     save_head(samples.eagle(model, layers=2, has_bias=False, qkv_bias=True), tmp_path)
@@ -186,15 +174,6 @@ def test_further_mtp_layers_are_ignored(tmp_path, model):
     published.write(tmp_path, {**more, **tensors}, {**fields, "num_nextn_predict_layers": 2})
     again = load_head("mtp", tmp_path, model.config)
     assert torch.equal(again.fc.weight, head.fc.weight)
-
-
-def test_medusa_heads_load_with_the_names_of_vllm(tmp_path, model):
-    heads = samples.medusa(model, blocks=2)
-    save_head(heads, tmp_path / "own", dtype=torch.float32)
-    published.as_vllm_medusa(tmp_path / "own", tmp_path / "vllm")
-    again = load_head("medusa", tmp_path / "vllm", model.config)
-    again.attach(model)
-    assert torch.equal(*outputs(heads, model, "medusa"), *outputs(again, model, "medusa"))
 
 
 @pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before PyTorch 1.6"])

@@ -87,11 +87,7 @@ class Mimo(Twin):
         return self.logits(hidden), hidden
 
     def logits(self, hidden):
-        logits = self.projection_of_target(hidden)
-        if "d2t" in self.files:
-            rows = torch.arange(len(self.files["d2t"])) + self.files["d2t"]
-            return (hidden @ self.files["lm_head.weight"].T)[:, rows]
-        return logits
+        return self.projection_of_target(hidden)
 
 
 class DeepSeek(Mimo):
@@ -136,18 +132,6 @@ class Eagle(Twin):
         for index in range(self.fields["num_hidden_layers"]):
             x = self.layer(x, f"layers.{index}.")
         return self.projection_of_target(x), x
-
-
-class SpeculatorsEagle(Eagle):
-    """The same in the speculators library: with `layernorms`, both ends are normalized."""
-
-    def run(self, tokens, states):
-        embeddings = self.embedding_of_target(tokens)
-        if self.fields["layernorms"]:
-            embeddings = self.norm(embeddings, self.files["embedding_layernorm.weight"])
-        x = self.layer(self.linear(torch.cat((embeddings, states), -1), "fusion_fc"), "transformer.")
-        last = self.norm(x, self.files["pre_lm_head_layernorm.weight"]) if self.fields["layernorms"] else x
-        return self.projection_of_target(last), x
 
 
 class Eagle3(Twin):
