@@ -216,7 +216,6 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     default=Path("build"),
     help="Folder for compare.json, compare.html and compare.md.",
 )
-@click.option("--resume/--no-resume", default=False, help="Keep the results in --out, and run only what is missing.")
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
     """Compare drafters and draft depths on the same prompts."""
     from engine.commands.compare.compare import CompareOptions, run_comparison
