@@ -62,8 +62,7 @@ def cli() -> None:
     "path",
     type=click.Path(path_type=Path),
     help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
-    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft`, `verification`, `adapter` and "
-    "`source` (a note).",
+    "`prompt` and, if wanted, `adapter` and `source` (a note).",
 )
 @engine_options(max_sequences=16)
 @sampling_options

@@ -61,7 +61,9 @@ def test_an_unknown_field_of_a_line_is_an_error(run, model_folder, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     code, out, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl")
     assert (code, out) == (2, "")
-    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give drafter, max_draft" in " ".join(err.split())
+    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give prompt, adapter, source" in " ".join(
+        err.split()
+    )
 
 
 def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
