@@ -22,7 +22,10 @@ DOCUMENT_FIELDS = ("prompt", "text", "completion")
 
 
 def windows_of(tokens: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Return windows of tokens, uint32 [N], in a random order: uint32 [W, length]. Raises UserError for a short text."""
+    """Return windows of tokens, uint32 [N], in a random order, uint32 [W, length].
+
+    Raises UserError for a text that is too short.
+    """
     count = len(tokens) // length
     if count == 0:
         raise UserError(f"the text has {len(tokens)} tokens, fewer than a window of {length}; give more --data")
