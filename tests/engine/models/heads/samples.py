@@ -33,8 +33,8 @@ def mtp(target, *, seed=0, zeroes_first=True, **shape):
     return randomize(head, seed)
 
 
-def eagle(target, *, seed=0, layers=1, has_bias=True, has_embedding=False, **shape):
-    config = replace(target.config, num_layers=layers, **shape)
+def eagle(target, *, seed=0, has_bias=True, has_embedding=False, **shape):
+    config = replace(target.config, num_layers=1, **shape)
     head = EagleHead(config, target.config.num_layers, has_bias=has_bias)
     if has_embedding:
         head.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)

@@ -17,7 +17,7 @@ HEADS = {
     "mtp, normalized queries and keys": ("mtp", samples.mtp, {"qk_norm": True}),
     "eagle": ("eagle", samples.eagle, {}),
     "eagle, no bias": ("eagle", samples.eagle, {"has_bias": False}),
-    "eagle, two layers, embedding": ("eagle", samples.eagle, {"layers": 2, "has_embedding": True}),
+    "eagle, embedding": ("eagle", samples.eagle, {"has_embedding": True}),
     "eagle, biases of queries": ("eagle", samples.eagle, {"qkv_bias": True}),
     "eagle3": ("eagle3", samples.eagle3, {}),
     "eagle3, full vocabulary": ("eagle3", samples.eagle3, {"kept": None}),
@@ -98,15 +98,14 @@ def test_mtp_layers_are_written_as_mimo_publishes_them(tmp_path, model):
 
 def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     """SGLang leaves the bias of `fc` uninitialized if the file has none."""
-    save_head(samples.eagle(model, layers=2, has_bias=False, qkv_bias=True), tmp_path)
+    save_head(samples.eagle(model, has_bias=False, qkv_bias=True), tmp_path)
     tensors, fields = published.read(tmp_path)
     biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-    layers = layer_names("layers.0.", *biases) | layer_names("layers.1.", "input_layernorm.weight", *biases)
-    assert set(tensors) == layers | {"fc.weight", "fc.bias"}
+    assert set(tensors) == layer_names("layers.0.", *biases) | {"fc.weight", "fc.bias"}
     assert not tensors["fc.bias"].any()
     assert fields["architectures"] == ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
     assert fields["model_type"] == "llama"
-    assert fields["num_hidden_layers"] == 2
+    assert fields["num_hidden_layers"] == 1
     assert fields["qkv_bias"] is True
     assert "bias" not in fields  # of attention, to vLLM and SGLang
 

@@ -56,7 +56,6 @@ CASES = {
     "deepseek, exported by sglang": (samples.mtp, {}, convert(published.as_deepseek, layer=0), twins.DeepSeek),
     "qwen": (samples.mtp, {"qk_norm": True}, convert(published.as_qwen), twins.Qwen),
     "eagle": (samples.eagle, {}, same, twins.Eagle),
-    "eagle, two layers": (samples.eagle, {"layers": 2}, same, twins.Eagle),
     "eagle, no bias, own embedding": (samples.eagle, {"has_bias": False, "has_embedding": True}, same, twins.Eagle),
     "eagle, biases of queries": (samples.eagle, {"qkv_bias": True}, same, twins.Eagle),
     **{f"eagle3, {name}": (samples.eagle3, {"style": style}, same, twins.Eagle3) for name, style in STYLES.items()},

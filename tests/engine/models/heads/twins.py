@@ -120,7 +120,7 @@ class Qwen(Mimo):
 
 
 class Eagle(Twin):
-    """EAGLE: the output of the layers is the next state, and enters the target's output projection as it is."""
+    """EAGLE: the output of the layer is the next state, and enters the target's output projection as it is."""
 
     def target_states(self, hidden):
         return self.final_norm_of_target(hidden[:, 0])
@@ -129,8 +129,7 @@ class Eagle(Twin):
         own = self.files.get("embed_tokens.weight")
         embeddings = self.embedding_of_target(tokens) if own is None else own[tokens]
         x = self.linear(torch.cat((embeddings, states), -1), "fc")
-        for index in range(self.fields["num_hidden_layers"]):
-            x = self.layer(x, f"layers.{index}.")
+        x = self.layer(x, "layers.0.")
         return self.projection_of_target(x), x
 
 
