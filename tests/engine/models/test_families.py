@@ -1,7 +1,5 @@
 """Logits of every family equal those of transformers, which also loads saved models."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,6 +13,7 @@ from engine.models.loader import load_config, load_model, save_model
 from engine.models.packed import pack
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.damage import edit_json
 from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
 
 LLAMA3 = {
@@ -174,11 +173,8 @@ def test_within_a_sliding_window_attention_is_full(tmp_path):
 def test_both_rope_formats_give_the_same_config(tmp_path, rope):
     make_folder(tmp_path, rope_parameters=rope)
     expected = load_config(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    del fields["rope_parameters"]
     older = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
-    fields.update(rope_theta=rope["rope_theta"], rope_scaling=older)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=rope["rope_theta"], rope_scaling=older)
     assert load_config(tmp_path) == expected
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from tests.engine.commands.generate.outputs import PROMPT
 from tests.engine.conftest import make_folder
-from tests.engine.models.quantized.formats import FORMATS, edit, quantize_folder
+from tests.engine.damage import edit_json
+from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 
 BAD_INPUT = {
     "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
@@ -114,7 +115,7 @@ def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
     code, _, err = run(*arguments, "--drafter", "self-int8")
     assert code == 2
     assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")
-    edit(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     code, _, err = run(*arguments)
     assert code == 2
     assert err.startswith("error: config.json describes quantized weights ('gptq'), which this engine does not read;")

@@ -1,6 +1,5 @@
 """Heads that were saved load unchanged, with the names and fields of the published formats."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from engine.models.heads.eagle3 import Eagle3Style
 from engine.models.heads.formats import check_head, load_head, save_head
 from engine.models.loader import load_model
 from tests.engine.conftest import make_folder
+from tests.engine.damage import edit_json
 from tests.engine.models.heads import published, samples
 
 HEADS = {
@@ -249,9 +249,9 @@ def test_mimo_is_a_family(tmp_path):
     """MiMo is Qwen2 with MTP layers, which do not change its logits."""
     make_folder(tmp_path, family="qwen2", vary=0.3)
     plain = load_model(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    edit_json(
+        tmp_path / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1
+    )
     mimo = load_model(tmp_path)
     assert replace(mimo.config, architecture="Qwen2ForCausalLM") == plain.config
     save_head(samples.mtp(mimo), tmp_path / "head", dtype=torch.float32)
