@@ -100,18 +100,11 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
     assert fits(target, outputs)
 
 
-# Where rejection sampling is used, with a drafter whose tokens are rejected more often.
-@pytest.mark.parametrize(
-    ("verification", "shape", "kind"),
-    [
-        ("exact", "path", "self-int8"),
-        ("exact", "tree", "self-int8"),
-        ("rejection", "path", "mtp"),
-        ("rejection", "tree", "self-int8"),
-    ],
-)
-def test_each_way_of_verification_keeps_the_targets_distribution(target, folders, verification, shape, kind):
-    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, verification)))
+# Paths, where rejection sampling is used, with a drafter whose tokens are rejected more often. Exact verification gives
+# the tokens of plain decoding, which other tests compare one by one.
+@pytest.mark.parametrize(("shape", "kind"), [("path", "mtp"), ("tree", "self-int8")])
+def test_small_deviations_from_the_targets_distribution_are_excluded(target, folders, shape, kind):
+    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, "rejection")))
 
 
 @pytest.fixture
