@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.commands.progress import LongProgress
+from engine.models.checkpoint import CONFIG_FILE
 from engine.models.decoder import Decoder
+from engine.models.files import read_json
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.medusa import MedusaHeads
-from engine.models.loader import load_model, save_model
+from engine.models.loader import load_config, load_model, save_model
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from engine.training.data import end_token, file_text, library_text, windows_of
@@ -22,6 +24,10 @@ from engine.training.run import Run, resume, train
 from ssd.errors import UserError
 
 LICENSE_FILE = "LICENSE.txt"
+COPY_A_LAYER = ("mtp", "eagle", "eagle3")
+"""Kinds whose heads begin with a layer of the target."""
+OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers")
+"""Fields of a target's `config.json` that do not hold for a draft model."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,12 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
     Raises UserError for files that cannot be used, and for a work folder with another run.
     """
     recipe = recipe or RECIPES[options.kind]
+    shape = load_config(options.target)
+    if recipe.kind in COPY_A_LAYER and (shape.experts is not None or shape.latent is not None):
+        raise UserError(
+            f"a head of the kind {recipe.kind} begins with a layer of its target, which may have neither experts nor "
+            "latent attention; train medusa or draft-model"
+        )
     target, tokenizer = load_model(options.target), Tokenizer(options.target)
     try:
         recipe = recipe if options.tokens is None else replace(recipe, total_tokens=options.tokens)
@@ -87,7 +99,8 @@ def write_head(run: Run, folder: Path, target: Path) -> None:
         copied = [LICENSE_FILE]
     else:
         assert isinstance(module, Decoder)
-        save_model(module, folder)
+        fields = read_json(target / CONFIG_FILE)
+        save_model(module, folder, {name: fields[name] for name in fields if name not in OF_ALL_LAYERS})
         copied = [LICENSE_FILE, TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json"]
     for name in copied:
         if (target / name).exists():

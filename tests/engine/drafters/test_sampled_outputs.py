@@ -15,6 +15,7 @@ from engine.drafters.base import TargetInfo
 from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
+from engine.models.families import config_to_hf
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.loader import load_model, save_model
@@ -62,7 +63,7 @@ def folders(tmp_path_factory):
         save_head(head, root / kind, dtype=torch.float32)
     for name, model in (("target", target), ("draft-model", new_draft_model(target, 1))):
         (root / name).mkdir()
-        save_model(model, root / name, dtype=torch.float32)
+        save_model(model, root / name, config_to_hf(model.config, "float32"), dtype=torch.float32)
     outputs = run(target, {"target": root / "target"}, "none", "path", sampled_requests(2000, "exact", 10**6))
     corpus = saved_snapshot(root / "corpus.ssd", outputs)
     return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": corpus}

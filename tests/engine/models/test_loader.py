@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.models.files import read_json
 from engine.models.loader import load_config, load_model, save_model
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
@@ -32,8 +33,8 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path):
     assert load_config(tmp_path).eos_token_ids == (0, 7)
 
 
-def test_a_saved_model_loads_unchanged(tmp_path, model):
-    save_model(model, tmp_path, dtype=torch.float32)
+def test_a_saved_model_loads_unchanged(tmp_path, model, model_folder):
+    save_model(model, tmp_path, read_json(model_folder / "config.json"), dtype=torch.float32)
     again = load_model(tmp_path)
     assert again.config == model.config
     for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
@@ -172,6 +173,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from engine.models.division import Shard
+from engine.models.files import read_json
 from engine.models.loader import load_model
 from engine.models.sharding import load_shard
 

@@ -24,6 +24,7 @@ from engine.training.recipe import RECIPES
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import TEXT, make_folder
+from tests.engine.models.test_families import DEEPSEEK
 
 WINDOW = 32
 
@@ -67,6 +68,24 @@ def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_
     assert (chosen.out / "LICENSE.txt").read_text() == "the license"
     if kind == "draft-model":
         assert load_config(chosen.out) == replace(load_config(target), num_layers=1)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"family": "mixtral", "num_local_experts": 4},
+        {"family": "deepseek_v3", **DEEPSEEK, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+    ],
+    ids=["experts", "latent attention"],
+)
+def test_heads_that_copy_a_layer_need_a_dense_target(shape, text_files, tmp_path):
+    make_folder(tmp_path / "target", **shape)
+    for kind in ("mtp", "eagle", "eagle3"):
+        with pytest.raises(UserError, match=f"{kind} begins with a layer of its target, which may have neither"):
+            train_head(options(kind, tmp_path / "target", tmp_path, data=text_files), Console(quiet=True))
+    chosen = options("draft-model", tmp_path / "target", tmp_path, data=text_files)
+    train_head(chosen, Console(quiet=True), recipe("draft-model"))
+    assert load_model(chosen.out).config.num_layers == 1
 
 
 def test_a_second_call_continues(target, text_files, tmp_path, monkeypatch):
