@@ -43,9 +43,9 @@ MODEL := engine/models/assets/stdlib-7m
 LIBRARY := build/library.ssd
 COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
-compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about an hour; continues after an interruption)
+compare-full: $(READY) $(LIBRARY) ## make the table of docs/drafters.md (about an hour)
 	@$(BIN)/ssd-engine compare --out build --drafter $(COMPARE_DRAFTERS) --verification exact,rejection \
-		--warm 160 --requests 40 --max-tokens 96 --resume $(COMPARE_ARGS)
+		--warm 160 --requests 40 --max-tokens 96 $(COMPARE_ARGS)
 
 # The files of the standard library that the shipped model was trained on, without those that its prompts are from.
 TRAINED_ON := import json, pathlib, sys, sysconfig; \

@@ -108,25 +108,13 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
         with _prefix_errors(index + 1):
-            request = _request(prompt, tokenizer, options)
-            request.check_drafting(options.engine.drafters, options.engine.config.max_draft)
+            request = Request(prompt.tokens(tokenizer), options.sampling, adapter=prompt.adapter or options.adapter)
             request.check_adapter(options.engine.loras)
         requests += [
             replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
             for sample in range(options.samples)
         ]
     return requests
-
-
-def _request(prompt: Prompt, tokenizer: Tokenizer, options: GenerateOptions) -> Request:
-    sampling = replace(options.sampling, verification=prompt.verification)
-    return Request(
-        prompt.tokens(tokenizer),
-        sampling,
-        drafters=prompt.drafters,
-        max_draft=prompt.max_draft,
-        adapter=prompt.adapter or options.adapter,
-    )
 
 
 @contextmanager

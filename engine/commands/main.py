@@ -62,8 +62,7 @@ def cli() -> None:
     "path",
     type=click.Path(path_type=Path),
     help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
-    "`prompt` and, if wanted, `drafter` (one that is loaded, or none), `max_draft`, `verification`, `adapter` and "
-    "`source` (a note).",
+    "`prompt` and, if wanted, `adapter` and `source` (a note).",
 )
 @engine_options(max_sequences=16)
 @sampling_options
@@ -216,7 +215,6 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     default=Path("build"),
     help="Folder for compare.json, compare.html and compare.md.",
 )
-@click.option("--resume/--no-resume", default=False, help="Keep the results in --out, and run only what is missing.")
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
     """Compare drafters and draft depths on the same prompts."""
     from engine.commands.compare.compare import CompareOptions, run_comparison
@@ -272,32 +270,25 @@ def _add_head_command(kind: str, help_text: str) -> None:
     @click.option(
         "--data",
         multiple=True,
-        help="Text file (.jsonl: an object with prompt, text or both per line), or `self`: the target's own outputs. "
-        "May be repeated.  [default for the shipped target: the files that it was trained on]",
-    )
-    @click.option(
-        "--prompts",
-        multiple=True,
         type=click.Path(path_type=Path),
-        help="File of prompts for --data self, as --file of `generate`.",
+        help="Text file, or .jsonl with an object with `prompt`, `text` or `completion` per line, such as --out of "
+        "`generate`. May be repeated.  [default for the shipped target: the files that it was trained on]",
     )
     @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
     @click.option(
         "--work",
         type=click.Path(path_type=Path, file_okay=False),
         default=Path("build/heads"),
-        help="Folder for hidden states and checkpoints; an interrupted run continues from there.",
+        help="Folder for checkpoints; an interrupted run continues from there.",
     )
     @click.option("--tokens", type=click.IntRange(min=1), help="Tokens to train on.  [default: those of the recipe]")
-    def command(
-        target: Path | None, data: tuple[str, ...], prompts: tuple[Path, ...], out: Path, work: Path, tokens: int | None
-    ) -> None:
+    def command(target: Path | None, data: tuple[Path, ...], out: Path, work: Path, tokens: int | None) -> None:
         from rich.console import Console
 
         from engine.models.shipped import SHIPPED_MODEL
         from engine.training.command import TrainingOptions, train_head
 
-        options = TrainingOptions(kind, target or SHIPPED_MODEL, out, work, data, prompts, tokens)
+        options = TrainingOptions(kind, target or SHIPPED_MODEL, out, work, data, tokens)
         train_head(options, Console())
 
 

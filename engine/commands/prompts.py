@@ -8,29 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.config import Verification
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import parse_drafters
 from ssd.errors import UserError
 
-LINE_SETTINGS = {"drafter": str, "max_draft": int, "verification": str, "adapter": str}
-"""Settings beside the prompt in a line of a .jsonl file, with their types."""
-NOTE = "source"
-"""Field that may say where a prompt is from, and is not used."""
+FIELDS = ("prompt", "adapter", "source")
+"""Fields of a line of a .jsonl file; `source` may say where a prompt is from, and is not used."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, with the settings that its line of a .jsonl file has."""
+    """A prompt, with the adapter that its line of a .jsonl file names."""
 
     content: str | list[int]
     """Text, or token ids."""
-    drafters: frozenset[str] | None = None
-    """As in `Request`."""
-    max_draft: int | None = None
-    """As in `Request`."""
-    verification: Verification | None = None
-    """As in `SamplingParams`."""
     adapter: str | None = None
     """As in `Request`."""
 
@@ -81,16 +71,9 @@ def _prompt_of_line(line: str, number: int) -> Prompt:
     is_ids = isinstance(content, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in content)
     if not (is_ids or isinstance(content, str)):
         raise UserError(f"line {number}: `prompt` must be text or a list of token ids")
-    if unknown := record.keys() - {"prompt", NOTE, *LINE_SETTINGS}:
-        raise UserError(f"line {number}: there is no field `{min(unknown)}`; give {', '.join(LINE_SETTINGS)} or {NOTE}")
-    for name, kind in LINE_SETTINGS.items():
-        if record.get(name) is not None and type(record[name]) is not kind:
-            raise UserError(f"line {number}: `{name}` must be {'text' if kind is str else 'a whole number'}")
-    drafter = record.get("drafter")
-    return Prompt(
-        content,
-        drafters=None if drafter is None else parse_drafters(drafter),
-        max_draft=record.get("max_draft"),
-        verification=record.get("verification"),
-        adapter=record.get("adapter"),
-    )
+    if unknown := record.keys() - set(FIELDS):
+        raise UserError(f"line {number}: there is no field `{min(unknown)}`; give {', '.join(FIELDS)}")
+    adapter = record.get("adapter")
+    if not isinstance(adapter, str | None):
+        raise UserError(f"line {number}: `adapter` must be text")
+    return Prompt(content, adapter)

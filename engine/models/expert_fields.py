@@ -75,42 +75,6 @@ def _read_deepseek(fields: Fields, *, has_correction: bool) -> ExpertsConfig:
     )
 
 
-def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a `config.json` that `read_experts` reads back."""
-    experts = config.experts
-    if experts is None:
-        return {}
-    if config.architecture == MIXTRAL:
-        return {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token}
-    if config.architecture in (DEEPSEEK_V2, DEEPSEEK_V3):
-        return _deepseek_to_hf(experts, config.num_layers)
-    return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in experts.layers],
-        "norm_topk_prob": experts.is_normalized,
-    }
-
-
-def _deepseek_to_hf(experts: ExpertsConfig, num_layers: int) -> dict[str, Any]:
-    greedy = "greedy" if experts.groups == 1 else "group_limited_greedy"
-    return {
-        "n_routed_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "first_k_dense_replace": min(experts.layers, default=num_layers),
-        "n_shared_experts": experts.shared_size // experts.intermediate_size,
-        "norm_topk_prob": experts.is_normalized,
-        "routed_scaling_factor": experts.scaling,
-        "n_group": experts.groups,
-        "topk_group": experts.groups_kept,
-        "topk_method": "noaux_tc" if experts.has_correction else greedy,
-        "scoring_func": experts.scores,
-    }
-
-
 def expert_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
     """Return names within a layer, and rows, of the tensors that a parameter of a `MixtureOfExperts` concatenates."""
     experts = config.experts

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.models.config import ModelConfig
-from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, experts_to_hf, read_experts
+from engine.models.expert_fields import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, read_experts
 from engine.models.files import token_ids
-from engine.models.latent_fields import latent_to_hf, read_latent
+from engine.models.latent_fields import read_latent
 from engine.models.quantized.config import read_quantization
 from engine.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 from ssd.errors import UserError
@@ -151,7 +151,10 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the fields of a `config.json` for weights of a dtype; `config_from_hf` and transformers read them back."""
+    """Return the fields of a `config.json` for weights of a dtype, without experts and latent attention.
+
+    `config_from_hf` and transformers read them back.
+    """
     eos, rope = config.eos_token_ids, config.rope
     kinds = {kind: name for name, kind in SCALINGS.items()}
     scaling = {} if rope.scaling is None else asdict(rope.scaling)
@@ -177,8 +180,6 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
-        **latent_to_hf(config),
-        **experts_to_hf(config),
         "torch_dtype": dtype,
     }
 

@@ -31,22 +31,6 @@ def read_latent(fields: Fields, rope: Rope) -> LatentConfig:
     )
 
 
-def latent_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a `config.json` that `read_latent` reads back, except the scaling of rope."""
-    latent = config.latent
-    if latent is None:
-        return {}
-    return {
-        "q_lora_rank": latent.query_rank or None,
-        "kv_lora_rank": latent.latent_dim,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": config.head_dim,
-        "v_head_dim": latent.value_dim,
-        "rope_interleave": latent.is_interleaved,
-        "num_key_value_heads": config.num_heads,
-    }
-
-
 def latent_parts(name: str, config: ModelConfig) -> list[tuple[str, int]]:
     """Return names within a layer, and rows, of the tensors that a parameter of a `LatentAttention` concatenates."""
     latent = config.latent

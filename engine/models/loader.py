@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts, weight_rows
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.families import config_from_hf, config_to_hf
+from engine.models.families import config_from_hf
 from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
 from engine.models.heads.mtp_names import mtp_tensors
@@ -123,13 +123,18 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.write_bytes(save(dict(tensors), metadata={"format": "pt"}))
 
 
-def save_model(decoder: Decoder, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors in the format that transformers and `load_model` read."""
+def save_model(
+    decoder: Decoder, folder: Path, fields: Mapping[str, Any], *, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write config.json and model.safetensors in the format that transformers and `load_model` read.
+
+    fields: those of a `config.json` of this shape, except the number of layers and the dtype.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in checkpoint_views(decoder).items()}
     write_tensors(tensors, folder / WEIGHTS_FILE)
-    fields = config_to_hf(decoder.config, str(dtype).removeprefix("torch."))
-    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+    own = {"num_hidden_layers": decoder.config.num_layers, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG_FILE).write_text(json.dumps({**fields, **own}, indent=2) + "\n")
 
 
 def checkpoint_views(decoder: Decoder) -> dict[str, Tensor]:

@@ -1,65 +1,39 @@
-"""Text to train heads on, as the target's tokens: files, the standard library, or the target's own outputs."""
+"""Text to train heads on, as the target's tokens: files, or the standard library."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from engine.config import EngineConfig
-from engine.engine import StepReport, build_engine
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.files import read_json
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import Request, SamplingParams
-from engine.training.features import fingerprint_of
-from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 
 FILES_FILE = "files.json"
 """File in the folder of the shipped target: the version of Python, and the names of files of its library."""
-HELD_OUT_EVERY = 50
-"""Number of documents of which one is held out."""
-OUTPUT_TEMPERATURE = 0.8
-OUTPUT_TOKENS = 256
-"""Largest number of tokens of one of the target's own outputs."""
-OUTPUT_BATCH = 64
-"""Prompts that are run at the same time, and lost together by an interruption."""
+DOCUMENT_FIELDS = ("prompt", "text", "completion")
+"""Fields of a line of a `.jsonl` file whose texts form a document; `ssd-engine generate` writes the first and last."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """Tokens to train on and held-out tokens, uint32 [N] each."""
+def windows_of(tokens: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Return windows of tokens, uint32 [N], in a random order, uint32 [W, length].
 
-    train: np.ndarray
-    held_out: np.ndarray
-
-    def windows(self, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return windows of both sides in a random order, uint32 [W, length] each.
-
-        Raises UserError for a text that has no window on one of the sides.
-        """
-        rng = np.random.default_rng(seed)
-        sides = []
-        for name, tokens in (("training", self.train), ("held-out", self.held_out)):
-            count = len(tokens) // length
-            if count == 0:
-                raise UserError(
-                    f"the {name} text has {len(tokens)} tokens, fewer than a window of {length}; give more --data"
-                )
-            windows = tokens[: count * length].reshape(count, length)
-            sides.append(windows[rng.permutation(count)])
-        return sides[0], sides[1]
+    Raises UserError for a text that is too short.
+    """
+    count = len(tokens) // length
+    if count == 0:
+        raise UserError(f"the text has {len(tokens)} tokens, fewer than a window of {length}; give more --data")
+    return tokens[: count * length].reshape(count, length)[np.random.default_rng(seed).permutation(count)]
 
 
-def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Text:
-    """Return the files of the standard library that the shipped target was trained on, and those that were held out.
+def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> np.ndarray:
+    """Return the tokens, uint32 [N], of the files of the standard library that the shipped target was trained on.
 
     end: as for `file_text`. Raises UserError unless this Python has the same library.
     """
@@ -67,79 +41,23 @@ def library_text(target: Path, tokenizer: Tokenizer, end: int | None) -> Text:
     if files["python"] != platform.python_version():
         raise UserError(
             f"{target} was trained on the standard library of Python {files['python']}, and this is Python "
-            f"{platform.python_version()}; use that one, or give --data text files or `self`"
+            f"{platform.python_version()}; use that one, or give --data text files"
         )
     root = Path(sysconfig.get_path("stdlib"))
-    sides = (
-        [tokenizer.encode(text, add_special_tokens=False) for text in _documents([root / name for name in files[side]])]
-        for side in ("train", "held_out")
-    )
-    return Text(*(_joined(side, end) for side in sides))
+    return file_text([root / name for name in files["train"]], tokenizer, end)
 
 
-def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Text:
-    """Return the tokens of files. `.jsonl` files have a document per line: its `prompt`, followed by its `text`.
+def file_text(paths: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> np.ndarray:
+    """Return the tokens of files, uint32 [N]. `.jsonl` files have a document per line, see `DOCUMENT_FIELDS`.
 
     end: the token between documents. Raises UserError for a file that cannot be read.
     """
-    return _split([tokenizer.encode(document, add_special_tokens=False) for document in _documents(paths)], end)
-
-
-def own_outputs(
-    target: Decoder,
-    prompts: Sequence[np.ndarray],
-    total_tokens: int,
-    work: Path,
-    progress: Callable[[int], None],
-) -> Text:
-    """Return prompts (uint32 [n] each), each followed by what the target generates at `OUTPUT_TEMPERATURE`.
-
-    Prompts are repeated with other seeds until there are `total_tokens` tokens. All outputs of a prompt are on the same
-    side of the split. Outputs are appended to a file in `work`, so that an interrupted call with the same target and
-    prompts continues. `progress` is called with the number of tokens so far. Raises UserError for prompts that do not
-    fit into the context window.
-    """
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / f"outputs-{fingerprint_of(target, np.concatenate(prompts))[:8]}.jsonl"
-    documents = _read_outputs(path)
-    engine = build_engine(target, EngineConfig(max_sequences=OUTPUT_BATCH, max_draft=0), NoDrafter())
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            while (done := sum(map(len, documents))) < total_tokens:
-                progress(done)
-                seeds = range(len(documents), len(documents) + OUTPUT_BATCH)
-                requests = [_request(prompts[seed % len(prompts)], seed) for seed in seeds]
-                for request, completion in zip(requests, engine.generate(requests, _ignore), strict=True):
-                    documents.append(np.concatenate((request.prompt, completion.tokens)))
-                    file.write(json.dumps(documents[-1].tolist()) + "\n")
-                file.flush()
-    finally:
-        engine.close()
-    return _split(documents, end_token(target.config), prompts=len(prompts))
+    return _joined([tokenizer.encode(document, add_special_tokens=False) for document in _documents(paths)], end)
 
 
 def end_token(config: ModelConfig) -> int | None:
     """Return the token that separates documents, if the model has one."""
     return config.eos_token_ids[0] if config.eos_token_ids else config.bos_token_id
-
-
-def _request(prompt: np.ndarray, seed: int) -> Request:
-    return Request(prompt, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=OUTPUT_TEMPERATURE, seed=seed))
-
-
-def _ignore(_report: StepReport) -> None:
-    """Observe nothing."""
-
-
-def _read_outputs(path: Path) -> list[np.ndarray]:
-    """Return the complete lines of an earlier call, and remove what an interruption left after them."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        path.write_bytes(complete)
-    return [np.array(json.loads(line), np.uint32) for line in complete.splitlines()]
 
 
 def _documents(paths: Sequence[Path]) -> Iterator[str]:
@@ -160,27 +78,14 @@ def _documents(paths: Sequence[Path]) -> Iterator[str]:
 def _document(path: Path, number: int, line: str) -> str:
     try:
         fields = json.loads(line)
-        parts = [fields[name] for name in ("prompt", "text") if name in fields]
+        parts = [fields[name] for name in DOCUMENT_FIELDS if name in fields]
     except (ValueError, TypeError):
         parts = []
     if not parts or not all(isinstance(part, str) for part in parts):
-        raise UserError(f"{path}, line {number}: give a JSON object with the strings prompt, text or both")
+        raise UserError(
+            f"{path}, line {number}: give a JSON object with strings, one or several of {', '.join(DOCUMENT_FIELDS)}"
+        )
     return "".join(parts)
-
-
-def _split(documents: Sequence[np.ndarray], end: int | None, prompts: int | None = None) -> Text:
-    """Hold out every document whose number is a multiple of `HELD_OUT_EVERY`; of a single document, its end.
-
-    prompts: number of prompts after which documents begin with the first one again; None: each has its own.
-    """
-    if len(documents) == 1:
-        cut = len(documents[0]) * (HELD_OUT_EVERY - 1) // HELD_OUT_EVERY
-        return Text(*(part.astype(np.uint32) for part in (documents[0][:cut], documents[0][cut:])))
-    sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for number, document in enumerate(documents):
-        prompt = number if prompts is None else number % prompts
-        sides[prompt % HELD_OUT_EVERY == 0].append(document)
-    return Text(*(_joined(side, end) for side in sides))
 
 
 def _joined(documents: Sequence[np.ndarray], end: int | None) -> np.ndarray:

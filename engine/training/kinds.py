@@ -7,7 +7,6 @@ from torch import nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.features import Features
 from engine.training.networks import (
     frequent_tokens,
     new_draft_model,
@@ -18,13 +17,14 @@ from engine.training.networks import (
 )
 from engine.training.objectives import ChainObjective, DraftModelObjective, MedusaObjective, Objective
 from engine.training.recipe import Recipe
+from engine.training.windows import read_windows
 
 SAMPLE_TOKENS = 20_480
 """Tokens from which the first weights are estimated."""
 
 
 def needed_layers(kind: str, config: ModelConfig) -> tuple[int, ...]:
-    """Return the layers of the target whose states a run needs, ascending.
+    """Return the layers of the target whose states a new head needs, ascending.
 
     The states after the last layer give the labels. Those before it are the input of that layer, which the first
     weights of heads with a decoder layer estimate.
@@ -46,11 +46,14 @@ def eagle3_layers(count: int) -> set[int]:
     return {max(0, count // 3), max(0, 2 * count // 3), count - 1}
 
 
-def new_objective(recipe: Recipe, target: Decoder, features: Features) -> Objective:
-    """Return a new head for the target with its loss. Raises ValueError for a target that is too small for it."""
+def new_objective(recipe: Recipe, target: Decoder, text: np.ndarray) -> Objective:
+    """Return a new head for the target with its loss. text: windows, uint32 [W, T].
+
+    Raises ValueError for a target that is too small for the head.
+    """
     kind = recipe.kind
-    sample = np.arange(min(len(features.tokens), -(-SAMPLE_TOKENS // recipe.window)))
-    windows = features.windows(sample, needed_layers(kind, target.config))
+    sample = text[: -(-SAMPLE_TOKENS // recipe.window)]
+    windows = read_windows(target, sample, needed_layers(kind, target.config))
     if kind == "draft-model":
         model = new_draft_model(target, recipe.num_layers)
         model.embedding.weight.requires_grad_(False)
@@ -62,7 +65,7 @@ def new_objective(recipe: Recipe, target: Decoder, features: Features) -> Object
         return ChainObjective(new_mtp(target, windows), target, recipe.depth, recipe.chain_share)
     if kind == "eagle":
         return ChainObjective(new_eagle(target, windows), target, recipe.depth, recipe.chain_share)
-    tokens = frequent_tokens(features.tokens, target.config.vocab_size, recipe.draft_vocabulary)
+    tokens = frequent_tokens(text, target.config.vocab_size, recipe.draft_vocabulary)
     layers = tuple(sorted(eagle3_layers(target.config.num_layers)))
     head = new_eagle3(target, layers, tokens, windows)
     assert isinstance(head.lm_head, nn.Linear)

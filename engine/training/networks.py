@@ -16,7 +16,7 @@ from engine.models.heads.head import normalize
 from engine.models.heads.medusa import MedusaHeads, ResidualBlock
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.self_attention import SelfAttention
-from engine.training.features import Windows
+from engine.training.windows import Windows
 
 RIDGE = 1e-3
 """Regularization of least squares, relative to the mean square of the inputs."""
@@ -69,7 +69,7 @@ def new_eagle(target: Decoder, sample: Windows) -> EagleHead:
     weights["mlp_norm.weight"] = last.mlp_norm.weight / scale * scale.mean()
     for name in ("attention.o_proj", "feed_forward.down_proj"):
         weights[f"{name}.weight"] = weights[f"{name}.weight"] * scale[:, None]
-    head.layers[0].load_state_dict(weights)
+    head.layer.load_state_dict(weights)
     embeddings, states = _pairs(target, sample)
     head.fc.weight.copy_(least_squares(torch.cat((embeddings, states), dim=-1), wanted[:, -2] * scale))
     return head

@@ -14,8 +14,8 @@ from engine.models.heads.head import DraftHead, HeadOutput, normalize
 from engine.models.heads.medusa import MedusaHeads
 from engine.training.attention import WindowAttention
 from engine.training.cross_entropy import TEMPERATURE, cross_entropy, label_probabilities
-from engine.training.features import Windows
 from engine.training.unroll import run_chains, run_window
+from engine.training.windows import Windows
 
 
 class Depths(NamedTuple):

@@ -5,9 +5,11 @@ An interrupted run continues from its last checkpoint with the same batches as a
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,11 @@ import torch
 from torch import nn
 
 from engine.models.decoder import Decoder
-from engine.training.features import Features
 from engine.training.kinds import new_objective
 from engine.training.muon import Muon
 from engine.training.objectives import Objective
 from engine.training.recipe import Recipe
+from engine.training.windows import read_windows
 from ssd.errors import UserError
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -35,16 +37,25 @@ class Run:
     """A training run in memory."""
 
     recipe: Recipe
+    target: Decoder
+    text: np.ndarray
+    """uint32 [W, T]: windows in a random order."""
     module: nn.Module
     objective: Objective
     optimizers: list[torch.optim.Optimizer]
     step: int = 0
-    seconds: float = 0.0
-    """Time spent on steps, including those before interruptions."""
-    cpu_seconds: float = 0.0
-    """Processor time spent on these steps; on a machine that also does other work it is less than `seconds`."""
     recent: list[float] = field(default_factory=list)
     """Tokens per step, estimated on the last batches."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the target and of the text."""
+        digest = hashlib.sha256(repr(self.target.config).encode())
+        for name, weight in self.target.named_parameters():
+            if weight.ndim == 1:  # all norms: no two trained models have the same
+                digest.update(name.encode() + weight.detach().float().cpu().numpy().tobytes())
+        digest.update(repr(self.text.shape).encode() + np.ascontiguousarray(self.text).tobytes())
+        return digest.hexdigest()
 
     @property
     def tokens_per_step(self) -> float:
@@ -52,38 +63,38 @@ class Run:
         return float(np.mean(self.recent)) if self.recent else 1.0
 
 
-def start(recipe: Recipe, target: Decoder, features: Features) -> Run:
+def start(recipe: Recipe, target: Decoder, text: np.ndarray) -> Run:
     """Return a run at step 0 with a new head for the target."""
     torch.manual_seed(recipe.seed)
-    objective = new_objective(recipe, target, features)
+    objective = new_objective(recipe, target, text)
     matrices, others = _parameters(objective.module)
     optimizers: list[torch.optim.Optimizer] = [
         Muon(matrices, lr=recipe.matrix_lr),
         torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    return Run(recipe, objective.module, objective, optimizers)
+    return Run(recipe, target, text, objective.module, objective, optimizers)
 
 
-def resume(recipe: Recipe, target: Decoder, features: Features, work: Path) -> Run:
+def resume(recipe: Recipe, target: Decoder, text: np.ndarray, work: Path) -> Run:
     """Return the run with the checkpoint in `work`, or a new one.
 
-    Raises ValueError if the checkpoint was made with another recipe.
+    text: windows in a random order, uint32 [W, T]. Raises ValueError if the checkpoint was made with another recipe,
+    text or target.
     """
-    run = start(recipe, target, features)
+    run = start(recipe, target, text)
     path = work / CHECKPOINT_FILE
     if path.exists():
         state = torch.load(path, weights_only=True)
-        if state["recipe"] != asdict(recipe) or state["features"] != features.fingerprint:
+        if state["recipe"] != asdict(recipe) or state["fingerprint"] != run.fingerprint:
             raise ValueError(f"{path} was made with another recipe, text or target; give another --work folder")
         run.module.load_state_dict(state["module"])
         for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         run.step, run.recent = state["step"], state["recent"]
-        run.seconds, run.cpu_seconds = state["seconds"], state["cpu_seconds"]
     return run
 
 
-def train(run: Run, features: Features, work: Path, *, until: int, progress: Callable[[Run], None]) -> None:
+def train(run: Run, work: Path, *, until: int, progress: Callable[[Run], None]) -> None:
     """Run the steps before step `until`, with a checkpoint every minute and one at the end.
 
     Raises UserError if the training diverges.
@@ -91,25 +102,20 @@ def train(run: Run, features: Features, work: Path, *, until: int, progress: Cal
     work.mkdir(parents=True, exist_ok=True)
     saved_at = time.monotonic()
     while run.step < until:
-        began, cpu_began = time.monotonic(), time.process_time()
-        _step(run, features)
+        _step(run)
         run.step += 1
-        run.seconds += time.monotonic() - began
-        run.cpu_seconds += time.process_time() - cpu_began
         progress(run)
         if time.monotonic() - saved_at > CHECKPOINT_EVERY_S or run.step == until:
-            save(run, features, work)
+            save(run, work)
             saved_at = time.monotonic()
 
 
-def save(run: Run, features: Features, work: Path) -> None:
+def save(run: Run, work: Path) -> None:
     """Write the checkpoint atomically."""
     state = {
         "recipe": asdict(run.recipe),
-        "features": features.fingerprint,
+        "fingerprint": run.fingerprint,
         "step": run.step,
-        "seconds": run.seconds,
-        "cpu_seconds": run.cpu_seconds,
         "recent": run.recent,
         "module": run.module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
@@ -119,9 +125,10 @@ def save(run: Run, features: Features, work: Path) -> None:
     partial.replace(work / CHECKPOINT_FILE)
 
 
-def _step(run: Run, features: Features) -> None:
+def _step(run: Run) -> None:
     recipe = run.recipe
-    depths = run.objective(features.windows(_batch(recipe, len(features.tokens), run.step), run.objective.layers))
+    tokens = run.text[_batch(recipe, len(run.text), run.step)]
+    depths = run.objective(read_windows(run.target, tokens, run.objective.layers))
     loss = depths.losses.sum()
     if not torch.isfinite(loss):
         raise UserError(

@@ -16,7 +16,7 @@ from drafter_service.observability.measuring.results import prepare, write
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.compare.page import notes, render_markdown, render_page, table_of
 from engine.commands.compare.profile import measure_steps
-from engine.commands.compare.results import Comparison, Condition, read_results
+from engine.commands.compare.results import Comparison, Condition
 from engine.commands.compare.rows import Row, unusable
 from engine.commands.compare.trial import BATCH, Trial, Workload
 from engine.commands.launch import load
@@ -53,7 +53,6 @@ class CompareOptions:
     verifications: Sequence[Verification]
     predicted_for: CostProfile | None
     out: Path
-    resume: bool
 
     @property
     def conditions(self) -> list[Condition]:
@@ -82,31 +81,24 @@ def run_comparison(options: CompareOptions) -> bool:
     workload = read_workload(options, tokenizer)
     reasons = {row.name: unusable(row, options.engine.draft_models, options.engine.model) for row in options.rows}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
-    settings = settings_of(options, workload)
-    earlier = read_results(options.out / JSON_FILE, settings) if options.resume else []
     prepare(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
     console = Console(highlight=False)
     model = load(options.engine)
     with console.status("measuring steps"):
         profile = measure_steps(model, options.engine, sorted({1, *options.concurrency, BATCH}))
-    comparison = Comparison(settings, profile, options.predicted_for, made_with(), earlier, skipped)
-    done = {result.key for result in earlier}
-    missing = {
-        condition: [
-            row
-            for row in options.rows_of(condition)
-            if row.name not in skipped and (row.name, row.depth, row.shape, condition) not in done
-        ]
+    comparison = Comparison(settings_of(options, workload), profile, options.predicted_for, made_with(), (), skipped)
+    usable = {
+        condition: [row for row in options.rows_of(condition) if row.name not in skipped]
         for condition in options.conditions
     }
-    with LongProgress(console, _requests(missing, workload)) as progress:
+    with LongProgress(console, _requests(usable, workload)) as progress:
 
         def warn(text: str) -> None:
             console.print(f"[yellow]warning:[/] {escape(text)}")
 
         trial = Trial(model, tokenizer, options.engine, workload, warn, progress.advance)
         outputs = {}
-        for condition, own in missing.items():
+        for condition, own in usable.items():
             if not own:
                 continue
             plain = replace(condition, verification="exact")
@@ -114,8 +106,7 @@ def run_comparison(options: CompareOptions) -> bool:
                 outputs[plain] = trial.baseline(plain)
             results = trial.run(own, condition, outputs[plain], skipped.__setitem__)
             comparison = comparison.with_results(results)
-            # An interrupted run can continue after its last condition.
-            write_reports(comparison, options.out)
+            write_reports(comparison, options.out)  # An interrupted run leaves the conditions that it has completed.
     if not any(result.drafter != "none" for result in comparison.results):
         raise UserError(f"no drafter could be measured: {'; '.join(f'{k}: {v}' for k, v in skipped.items())}")
     write_reports(comparison, options.out)
@@ -145,7 +136,7 @@ def read_workload(options: CompareOptions, tokenizer: Tokenizer) -> Workload:
 
 
 def settings_of(options: CompareOptions, workload: Workload) -> dict[str, object]:
-    """Return the settings that all results depend on; drafter and condition are parts of a result."""
+    """Return the settings that all results have in common."""
     tokens = np.concatenate([*workload.earlier, *workload.measured])
     return {
         "model": options.engine.model.name,
@@ -178,15 +169,15 @@ def _print_report(comparison: Comparison, console: Console) -> None:
     console.print(comparison.recommendation(), markup=False, style="bold")
 
 
-def _requests(missing: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
+def _requests(rows_of: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
     """Return the number of requests that all engines run together."""
     measured = len(workload.measured)
     earlier = sum(
         workload.earlier_count(row, verifies_all=verifies_all)
-        for rows in missing.values()
+        for rows in rows_of.values()
         for row in rows
         for verifies_all in (False, True)
     )
-    baselines = len({(each.temperature, each.concurrency) for each, rows in missing.items() if rows})
-    rounds = sum(len(rows) + 1 for rows in missing.values() if rows)
-    return (baselines + rounds + sum(map(len, missing.values()))) * measured + earlier
+    baselines = len({(each.temperature, each.concurrency) for each, rows in rows_of.items() if rows})
+    rounds = sum(len(rows) + 1 for rows in rows_of.values() if rows)
+    return (baselines + rounds + sum(map(len, rows_of.values()))) * measured + earlier

@@ -1,12 +1,10 @@
-"""Results of a comparison: their fields, what follows from them, and the file that they are kept in."""
+"""Results of a comparison: their fields, and what follows from them."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.commands.compare.figures import Figures
@@ -14,9 +12,7 @@ from engine.commands.compare.rows import Row
 from engine.config import Verification
 from ssd.budget.cost_profile import CostProfile
 from ssd.config import DraftShape
-from ssd.errors import UserError
 
-VERSION = 1
 MIN_SPEEDUP = 1.05
 """Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
 
@@ -85,11 +81,6 @@ class Result:
         return Condition(self.verification, self.temperature, self.concurrency)
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """Identifies a result: drafter, depth, shape and condition."""
-        return self.drafter, self.K, self.draft_shape, self.condition
-
-    @property
     def ms_per_drafted(self) -> float | None:
         """Drafting time per verified draft token of a sequence; None without drafts."""
         return self.drafting_ms / self.drafted_per_step if self.drafted_per_step else None
@@ -132,7 +123,7 @@ class Comparison:
     """Everything that the reports show."""
 
     settings: Mapping[str, object]
-    """Settings that all results depend on; results of different settings cannot be compared."""
+    """Settings that all results have in common."""
     profile: CostProfile
     """Cost of steps here."""
     predicted_for: CostProfile | None = None
@@ -152,9 +143,8 @@ class Comparison:
         return [result for result in self.results if result.condition == condition]
 
     def with_results(self, results: Sequence[Result]) -> Comparison:
-        """Return a comparison with further results; those of the same key are replaced."""
-        by_key = {result.key: result for result in [*self.results, *results]}
-        return replace(self, results=list(by_key.values()))
+        """Return a comparison with further results."""
+        return replace(self, results=[*self.results, *results])
 
     def recommendation(self) -> str:
         """Return one sentence that says which drafter to use."""
@@ -178,7 +168,6 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
         return {
-            "version": VERSION,
             "recommendation": self.recommendation(),
             "settings": dict(self.settings),
             "versions": dict(self.versions),
@@ -195,20 +184,3 @@ class Comparison:
                 for result in self.results
             ],
         }
-
-
-def read_results(path: Path, settings: Mapping[str, object]) -> list[Result]:
-    """Return the results of an earlier comparison; none if there is no file, or if it has other settings.
-
-    Raises UserError for a file that is not a comparison.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return []
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["version"] != VERSION or document["settings"] != json.loads(json.dumps(settings)):
-            return []
-        names = [each.name for each in fields(Result)]
-        return [Result(**{name: result[name] for name in names}) for result in document["results"]]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path} is not a comparison ({problem}); give another --out, or --no-resume") from None

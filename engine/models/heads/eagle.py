@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 heads: decoder layers over the pair (embedding, the target's last state).
+"""EAGLE-1 and EAGLE-2 heads: a decoder layer over the pair (embedding, the target's last state).
 
 Li et al., "EAGLE" (2024) and "EAGLE-2" (2024). Both versions have the same network; the second drafts dynamic trees.
 """
@@ -12,30 +12,19 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Layer
 from engine.models.heads.head import DraftHead, HeadOutput, NoNorm, normalize
 from engine.models.ops import PLAIN, Ops
-from engine.models.self_attention import Attend, RMSNorm
+from engine.models.self_attention import Attend
 
 
 class EagleHead(DraftHead):
-    """`layers(fc([embedding, state]))` without norms at the ends, then the target's output projection."""
+    """`layer(fc([embedding, state]))` without norms at the ends, then the target's output projection."""
 
-    def __init__(
-        self, config: ModelConfig, target_layers: int, *, has_bias: bool = True, has_norms: bool = False
-    ) -> None:
-        """config: its `num_layers` is the head's. target_layers: number of layers of the target.
-
-        has_bias: whether `fc` has a bias. has_norms: whether the first layer has an input norm, and the embedding and
-        the output are normalized (`layernorms` in the speculators format).
-        """
+    def __init__(self, config: ModelConfig, target_layers: int, *, has_bias: bool = True) -> None:
+        """target_layers: number of layers of the target. has_bias: whether `fc` has a bias."""
         super().__init__(config)
         self.hidden_layers = (target_layers,)
-        self.num_layers = config.num_layers
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(2 * size, size, bias=has_bias)
-        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
-        if not has_norms:
-            self.layers[0].input_norm = NoNorm()
-        self.embedding_norm = RMSNorm(size, eps) if has_norms else NoNorm()
-        self.norm = RMSNorm(size, eps) if has_norms else NoNorm()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=has_bias)
+        self.layer = Layer(config, 0)
+        self.layer.set_submodule("input_norm", NoNorm())
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """See `DraftHead.target_states`."""
@@ -45,10 +34,7 @@ class EagleHead(DraftHead):
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend, ops: Ops = PLAIN
     ) -> HeadOutput:
         """See `DraftHead.forward`."""
-        embeddings = normalize(self.embedding_norm, self.embed(tokens), ops)
-        residual, change = self.fc(torch.cat((embeddings, states), dim=-1)), None
-        rotate = self.rotation(positions, ops, residual)
-        for layer in self.layers:
-            residual, change = layer(residual, change, ops, rotate, attend)
-        state, hidden = self.norm.normalize_sum(residual, change, ops)
-        return HeadOutput(hidden, state)
+        pairs = self.fc(torch.cat((self.embed(tokens), states), dim=-1))
+        residual, change = self.layer(pairs, None, ops, self.rotation(positions, ops, pairs), attend)
+        state = residual + change
+        return HeadOutput(state, state)

@@ -1,4 +1,4 @@
-"""Read and write EAGLE-1 and EAGLE-2 heads: the authors' format, and that of the speculators library."""
+"""Read and write EAGLE-1 and EAGLE-2 heads in their authors' format."""
 
 from __future__ import annotations
 
@@ -10,44 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Layer
 from engine.models.families import config_to_hf
 from engine.models.heads.eagle import EagleHead
 from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
 from engine.models.loader import on_meta_device
-from engine.models.self_attention import RMSNorm
 from ssd.errors import UserError
 
-EMBEDDING = "embed_tokens.weight"
-COPIES = ("embed_tokens.weight", "lm_head.weight", "lm_head.bias")
-"""Copies of the target's tensors, which the speculators library may write."""
+EMBEDDING, BLOCK = "embed_tokens.weight", "layers.0."
 
 
 def read_eagle(source: HeadFolder, target: ModelConfig) -> Blueprint[EagleHead]:
     """Return the EAGLE head of a folder. Raises UserError if it has none, or one for another target."""
-    source.refuse_other_kind("eagle")
-    fields, is_speculator = source.layer_fields(), "transformer_layer_config" in source.fields
-    fusion, blocks = ("fusion_fc", ["transformer."]) if is_speculator else ("fc", _blocks(source))
-    source.refuse_without(f"{fusion}.weight", "an EAGLE head")
+    fields = source.fields
+    source.refuse_without("fc.weight", "an EAGLE head")
     source.refuse_other_target(
         target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
     )
-    config = replace(source.layer_config(fields, blocks[0], target), num_layers=len(blocks))
-    has_bias = f"{fusion}.bias" in source.names or bool(source.fields.get("fusion_bias"))
-    has_norms = bool(source.fields.get("layernorms"))
-    has_embedding = EMBEDDING in source.names and not is_speculator
+    if source.number(fields, "num_hidden_layers", 1) != 1:
+        raise UserError(f"{source.folder} has an EAGLE head of several layers; give a head of one layer")
+    config = replace(source.layer_config(fields, BLOCK, target), num_layers=1)
 
     def new_head() -> EagleHead:
-        head = EagleHead(config, target.num_layers, has_bias=has_bias, has_norms=has_norms)
-        if has_embedding:
+        head = EagleHead(config, target.num_layers, has_bias="fc.bias" in source.names)
+        if EMBEDDING in source.names:
             head.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         return head
 
-    return Blueprint(
-        on_meta_device(new_head),
-        lambda head: _views(head, fusion, blocks),
-        is_redundant=lambda name: name in COPIES,
-    )
+    return Blueprint(on_meta_device(new_head), _views, is_redundant=lambda name: name == "lm_head.weight")
 
 
 def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
@@ -55,37 +44,20 @@ def eagle_files(head: EagleHead, dtype: torch.dtype) -> tuple[dict[str, Any], Ma
 
     A bias of `fc` is always written: SGLang leaves it uninitialized where the file has none, and vLLM ignores it, so
     only heads without a bias work in both. The authors' field `bias` is left out, because vLLM and SGLang take it to be
-    about attention. vLLM reads the second architecture and SGLang the first one. Raises ValueError for a head with
-    norms at both ends, which the authors' format lacks.
+    about attention. vLLM reads the second architecture and SGLang the first one.
     """
-    if isinstance(head.norm, RMSNorm):
-        raise ValueError("the authors' format has no norms at the ends of an EAGLE head")
-    views = _views(head, "fc", [f"layers.{index}." for index in range(head.num_layers)])
+    views = _views(head)
     if head.fc.bias is None:
         views["fc.bias"] = head.fc.weight.new_zeros(head.fc.out_features)
-    fields = config_to_hf(replace(head.config, tie_embeddings=False), str(dtype).removeprefix("torch."))
+    fields = config_to_hf(replace(head.config, num_layers=1, tie_embeddings=False), str(dtype).removeprefix("torch."))
     fields["architectures"] = ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
     fields["model_type"] = "qwen3" if head.config.qk_norm else "llama"
     return {**fields, "qkv_bias": head.config.qkv_bias}, views
 
 
-def _blocks(source: HeadFolder) -> list[str]:
-    count = source.number(source.fields, "num_hidden_layers", 1)
-    if not 1 <= count <= len(source.names):
-        raise UserError(
-            f"num_hidden_layers in {source.folder}/config.json is {count}, but the weight files have "
-            f"{len(source.names)} tensors; download or copy the folder again"
-        )
-    return [f"layers.{index}." for index in range(count)]
-
-
-def _views(head: EagleHead, fusion: str, blocks: list[str]) -> Views:
-    views: Views = {f"{fusion}.{name}": parameter.detach() for name, parameter in head.fc.named_parameters()}
-    for norm, name in ((head.embedding_norm, "embedding_layernorm"), (head.norm, "pre_lm_head_layernorm")):
-        views.update({f"{name}.{kind}": parameter.detach() for kind, parameter in norm.named_parameters()})
-    for layer, block in zip(head.layers, blocks, strict=True):
-        assert isinstance(layer, Layer)
-        views |= layer_views(layer, head.config, block)
+def _views(head: EagleHead) -> Views:
+    views: Views = {f"fc.{name}": parameter.detach() for name, parameter in head.fc.named_parameters()}
+    views |= layer_views(head.layer, head.config, BLOCK)
     if head.embedding is not None:
         views[EMBEDDING] = head.embedding.weight.detach()
     return views

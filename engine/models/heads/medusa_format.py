@@ -1,8 +1,8 @@
-"""Read and write Medusa-1 heads: the authors' format, and the names that vLLM's own heads have."""
+"""Read and write Medusa-1 heads in their authors' format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,37 +16,13 @@ from ssd.errors import UserError
 
 MAX_HEADS = 100
 """Largest number of heads, and of blocks per head, that is not taken for an error."""
-Names = tuple[Callable[[int, int], str], Callable[[int, int], str]]
-"""Name of the linear layer of a head's block, and of a head's projection; both get the head and the block's index."""
-
-
-def _authors_block(head: int, block: int) -> str:
-    return f"{head}.{block}.linear"
-
-
-def _authors_projection(head: int, blocks: int) -> str:
-    return f"{head}.{blocks}"
-
-
-def _vllm_block(head: int, block: int) -> str:
-    return f"blocks.{head}.layers.{block}"
-
-
-def _vllm_projection(head: int, _blocks: int) -> str:
-    return f"lm_heads.{head}"
 
 
 def read_medusa(source: HeadFolder, target: ModelConfig) -> Blueprint[MedusaHeads]:
     """Return the Medusa heads of a folder. Raises UserError if it has none, or if they are for another target."""
     fields = source.fields
-    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in source.names) else ""
-    names: Names = (_authors_block, _authors_projection)
-    if f"{prefix}blocks.0.layers.0.weight" in source.names:
-        names = (_vllm_block, _vllm_projection)
-    else:
-        source.refuse_without(f"{prefix}0.0.linear.weight", "Medusa heads")
-    count = source.number(fields, "medusa_num_heads", source.number(fields, "num_heads", 0))
-    blocks = source.number(fields, "medusa_num_layers", source.number(fields, "num_hidden_layers", 1))
+    source.refuse_without("0.0.linear.weight", "Medusa heads")
+    count, blocks = source.number(fields, "medusa_num_heads", 0), source.number(fields, "medusa_num_layers", 1)
     if not (1 <= count <= MAX_HEADS and 1 <= blocks <= MAX_HEADS):
         raise UserError(
             f"{source.folder}/config.json describes {count} Medusa heads of {blocks} layers; give another folder"
@@ -66,7 +42,7 @@ def read_medusa(source: HeadFolder, target: ModelConfig) -> Blueprint[MedusaHead
                 if isinstance(block, ResidualBlock):
                     block.linear.bias.zero_()
 
-    return Blueprint(head, lambda head: _views(head, prefix, names, has_bias), lambda _name: False, finish)
+    return Blueprint(head, lambda head: _views(head, has_bias), lambda _name: False, finish)
 
 
 def medusa_files(heads: MedusaHeads, dtype: torch.dtype) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
@@ -81,21 +57,21 @@ def medusa_files(heads: MedusaHeads, dtype: torch.dtype) -> tuple[dict[str, Any]
         "hidden_size": heads.config.hidden_size,
         "vocab_size": heads.config.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
-    }, _views(heads, "", (_authors_block, _authors_projection), has_bias=True)
+    }, _views(heads, has_bias=True)
 
 
-def _views(heads: MedusaHeads, prefix: str, names: Names, has_bias: bool) -> Views:
+def _views(heads: MedusaHeads, has_bias: bool) -> Views:
     views: Views = {}
     for index, modules in enumerate(map(_sequence, heads.heads)):
         *blocks, projection = modules
         for number, block in enumerate(blocks):
             assert isinstance(block, ResidualBlock)
-            name = prefix + names[0](index, number)
+            name = f"{index}.{number}.linear"
             views[f"{name}.weight"] = block.linear.weight.detach()
             if has_bias:
                 views[f"{name}.bias"] = block.linear.bias.detach()
         assert isinstance(projection, nn.Linear)
-        views[f"{prefix}{names[1](index, len(blocks))}.weight"] = projection.weight.detach()
+        views[f"{index}.{len(blocks)}.weight"] = projection.weight.detach()
     return views
 
 

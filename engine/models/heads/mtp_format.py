@@ -14,12 +14,10 @@ from engine.models.families import config_to_hf
 from engine.models.heads.mtp import MtpHead, MtpStyle
 from engine.models.heads.mtp_names import MIMO, MtpForm, deepseek, find_mtp_form
 from engine.models.heads.source import Blueprint, HeadFolder, Views, layer_views
-from engine.models.heads.vocabulary import draft_ids, read_draft_ids
 from engine.models.loader import on_meta_device
 from engine.models.self_attention import RMSNorm
 from ssd.errors import UserError
 
-TARGET_HEAD = "lm_head.weight"
 LATENTS = "self_attn.kv_a_proj_with_mqa.weight"
 EXPERTS = "mlp.gate.weight"
 """Tensors by which layers with latent attention and with experts are known."""
@@ -39,16 +37,11 @@ def read_mtp(source: HeadFolder, target: ModelConfig) -> Blueprint[MtpHead]:
         target, hidden_size=source.number(fields, "hidden_size"), vocab_size=source.number(fields, "vocab_size")
     )
     config = _block_config(source, form, source.layer_config(fields, form.block, target, may_have_latents=True))
-    kept = read_draft_ids(source, target, None)
-    head = on_meta_device(lambda: _new_head(config, target, form, None if kept is None else len(kept)))
+    head = on_meta_device(lambda: MtpHead(config, target.num_layers, MtpStyle(zeroes_first=form.zeroes_first)))
 
     def finish(head: MtpHead) -> None:
         if form.hidden_first:
             _swap_inputs(head.fc)
-        if kept is not None:
-            assert isinstance(head.lm_head, nn.Linear)
-            head.lm_head.weight.copy_(_projection(source, target)[kept])
-            head.draft_vocabulary = kept.to(head.lm_head.weight.device)
 
     copies = tuple(form.prefix + name for name in form.copies)
     return Blueprint(
@@ -63,9 +56,7 @@ def mtp_files(head: MtpHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mappin
     """Return the configuration and the tensors of an attached head in MiMo's form.
 
     vLLM and SGLang run a layer of this form beside any target. They take its decoder layer to be Qwen2's, whose
-    queries, keys and values have biases, and vLLM demands copies of the target's embedding and output projection. In
-    a reduced draft vocabulary, an addition of this engine, the rows of the projection are the head's, and `d2t` (see
-    `vocabulary`) names them.
+    queries, keys and values have biases, and vLLM demands copies of the target's embedding and output projection.
     """
     if not head.style.zeroes_first:
         raise ValueError("MiMo's form replaces the first embedding with zeros, but this head was trained without")
@@ -77,21 +68,10 @@ def mtp_files(head: MtpHead, dtype: torch.dtype) -> tuple[dict[str, Any], Mappin
         weight = views[f"{MIMO.block}self_attn.{part}.weight"]
         views.setdefault(f"{MIMO.block}self_attn.{part}.bias", weight.new_zeros(len(weight)))
     views["model.embed_tokens.weight"] = head.target.embedding.weight.detach()
-    views[TARGET_HEAD] = head.target.lm_head.weight.detach().clone()
-    if head.draft_vocabulary is not None:
-        assert isinstance(head.lm_head, nn.Linear)
-        views[TARGET_HEAD][head.draft_vocabulary] = head.lm_head.weight.detach().to(views[TARGET_HEAD].dtype)
-        views |= draft_ids(head.draft_vocabulary, config.vocab_size)
+    views["lm_head.weight"] = head.target.lm_head.weight.detach()
     fields = config_to_hf(replace(config, tie_embeddings=False), str(dtype).removeprefix("torch."))
     # transformers has no class for MiMo; its decoder layers are those of Qwen2.
     return {**fields, "model_type": "qwen2", "num_nextn_predict_layers": 1, "qk_norm": config.qk_norm}, views
-
-
-def _new_head(config: ModelConfig, target: ModelConfig, form: MtpForm, kept: int | None) -> MtpHead:
-    head = MtpHead(config, target.num_layers, MtpStyle(zeroes_first=form.zeroes_first))
-    if kept is not None:
-        head.lm_head = nn.Linear(config.hidden_size, kept, bias=False)
-    return head
 
 
 def _views(head: MtpHead, form: MtpForm) -> Views:
@@ -103,15 +83,6 @@ def _views(head: MtpHead, form: MtpForm) -> Views:
     }
     views: Views = {f"{form.prefix}{name}.weight": module.weight.detach() for name, module in own.items()}
     return views | layer_views(head.layer, head.config, form.block)
-
-
-def _projection(source: HeadFolder, target: ModelConfig) -> Tensor:
-    """Return the output projection of a head with a reduced vocabulary, [vocab_size, hidden_size]."""
-    weight = source.checkpoint.read(TARGET_HEAD)
-    wanted = (target.vocab_size, target.hidden_size)
-    if tuple(weight.shape) != wanted or not weight.isfinite().all():
-        raise UserError(f"{TARGET_HEAD} in {source.folder} is not a matrix of {wanted} finite numbers; copy it again")
-    return weight
 
 
 def _swap_inputs(projection: nn.Linear) -> None:

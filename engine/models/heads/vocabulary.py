@@ -14,20 +14,17 @@ from engine.models.heads.source import HeadFolder
 from ssd.errors import UserError
 
 
-def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int | None) -> Tensor | None:
+def read_draft_ids(source: HeadFolder, target: ModelConfig, size: int) -> Tensor | None:
     """Return the target's token of each row, int64 [draft vocabulary], or None if the checkpoint has no `d2t`.
 
-    size: number of rows, if it is known. Raises UserError unless `d2t` and `t2d` describe that number of different
-    tokens of the target.
+    size: number of rows. Raises UserError unless `d2t` and `t2d` describe that number of different tokens of the
+    target.
     """
     if "d2t" not in source.names:
         return None
     offsets = _integers(source, "d2t")
-    if offsets.ndim != 1 or len(offsets) > target.vocab_size or (size is not None and len(offsets) != size):
-        wanted = f"at most {target.vocab_size}" if size is None else str(size)
-        raise UserError(
-            f"d2t in {source.folder} has shape {tuple(offsets.shape)}, but needs {wanted} numbers; {_RETRY}"
-        )
+    if offsets.shape != (size,):
+        raise UserError(f"d2t in {source.folder} has shape {tuple(offsets.shape)}, but needs {size} numbers; {_RETRY}")
     ids = torch.arange(len(offsets)) + offsets
     outside = ((ids < 0) | (ids >= target.vocab_size)).nonzero()
     if len(outside):

@@ -25,6 +25,13 @@ def eventually(condition):
     return value
 
 
+def metric(http, name):
+    """Return the sum of a metric's samples."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name + "{")]
+    assert lines, name
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 @contextmanager
 def serving(*arguments, model=SHIPPED_MODEL):
     """Run `ssd-engine serve` on a free port, in its own process group; yields an object with `url` and `process`."""

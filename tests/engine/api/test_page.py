@@ -1,13 +1,12 @@
 """The status page in a real browser with a real server."""
 
 import re
-import time
 
 import httpx
 import pytest
 
 from tests.browser import CHROMIUM, DRIVER, browser
-from tests.engine.api.serving import MODEL, TIMEOUT_S, serving
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
 from tests.servers import served
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
@@ -30,14 +29,6 @@ def tab():
 
 def text_of(tab, name):
     return tab.run(f"return document.getElementById({name!r}).textContent")
-
-
-def eventually(condition):
-    until = time.monotonic() + TIMEOUT_S
-    while not (value := condition()):
-        assert time.monotonic() < until, "the condition did not become true"
-        time.sleep(0.02)
-    return value
 
 
 def ask(tab, prompt, *, key=KEY, tokens=60):

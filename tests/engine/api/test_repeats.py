@@ -17,7 +17,7 @@ from engine.engine import build_engine
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, metric, serving
 from tests.engine.drafters.kinds import target_of
 from tests.engine.lora_folders import write_adapter
 
@@ -51,10 +51,6 @@ def repeated(http, body, path="/v1/completions"):
         return answer if answer["usage"]["repeated_tokens"] else None
 
     return eventually(answered)
-
-
-def metric(http, name):
-    return next(float(line.split()[-1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from drafter_service.client.connection import GOOD_RESPONSES
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
-from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
+from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, metric, serving
 from tests.servers import served
 
 PROMPT = "def quicksort(items):\n    "
@@ -36,13 +36,6 @@ def client_of(server):
 def client(server):
     with client_of(server) as client:
         yield client
-
-
-def metric(http, name):
-    """The sum of a metric's samples."""
-    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name + "{")]
-    assert lines, name
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def test_the_model_is_listed(client):
@@ -173,7 +166,6 @@ def test_chats_use_the_models_template(client):
     ("given", "param"),
     [
         ({"temperature": 3}, "temperature"),
-        ({"temperature": "warm"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 1000}, "n"),
@@ -181,14 +173,8 @@ def test_chats_use_the_models_template(client):
         ({"frequency_penalty": 9}, "frequency_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
-        ({"stop": [""]}, None),
-        ({"prompt": []}, "prompt"),
         ({"prompt": [5_000_000_000]}, "prompt"),
         ({"prompt": [1_000_000]}, None),
-        ({"prompt": "x " * 5000}, None),
-        ({"stream_options": {"include_usage": True}}, None),
-        ({"best_of": 3}, "best_of"),
-        ({"tempreature": 1}, "tempreature"),
         ({"seed": 1 << 70}, "seed"),
     ],
 )

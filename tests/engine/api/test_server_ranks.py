@@ -8,8 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.engine.api.serving import TIMEOUT_S, eventually, serving
-from tests.engine.api.test_server import metric
+from tests.engine.api.serving import TIMEOUT_S, eventually, metric, serving
 from tests.engine.conftest import make_folder
 
 NAME = "experts"

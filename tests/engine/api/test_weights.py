@@ -12,7 +12,7 @@ from engine.models.shipped import SHIPPED_MODEL
 from tests.engine.api.serving import MODEL, TIMEOUT_S, eventually, serving
 
 FILE = "model.safetensors"
-SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 12, "temperature": 0}
+SHORT = {"model": MODEL, "prompt": "def quicksort(items):", "max_tokens": 32, "temperature": 0}
 LONG = SHORT | {"max_tokens": 800, "ignore_eos": True, "drafter": "none"}
 
 
@@ -38,19 +38,19 @@ def http():
         yield http
 
 
-@pytest.fixture(scope="module")
-def texts(http, folders):
-    """The long output with the old and with the new weights."""
+@pytest.fixture(scope="module", params=[SHORT], ids=[""])
+def texts(request, http, folders):
+    """The output of a request with the old and with the new weights."""
     found = {}
     for name in ("new", "old"):
         assert update(http, folders / name).status_code == 200
-        found[name] = text(http, LONG)
+        found[name] = text(http, request.param)
     assert found["old"] != found["new"]
     return found
 
 
 @pytest.fixture(autouse=True)
-def old_weights(http, folders, texts):
+def old_weights(http, folders):
     update(http, folders / "old")
 
 
@@ -70,9 +70,9 @@ def streamed(lines):
 def test_outputs_follow_the_weights(http, folders, texts):
     answer = update(http, folders / "new", version=12)
     assert (answer.status_code, answer.json()) == (200, {"version": 12})
-    assert text(http, LONG) == texts["new"]
+    assert text(http, SHORT) == texts["new"]
     assert update(http, folders / "old" / FILE).json() == {"version": 13}
-    assert text(http, LONG) == texts["old"]
+    assert text(http, SHORT) == texts["old"]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,10 @@ def test_weights_that_cannot_be_used_change_nothing(http, folders, texts, path, 
     answer = update(http, folders / path, **fields)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
-    assert text(http, LONG) == texts["old"]
+    assert text(http, SHORT) == texts["old"]
 
 
+@pytest.mark.parametrize("texts", [LONG], indirect=True, ids=[""])
 @pytest.mark.parametrize("running", ["finish", "restart"])
 def test_requests_that_run_finish_or_start_again(http, folders, texts, running):
     """One request runs while the weights change, with its text streamed, and one without a stream."""

@@ -115,22 +115,6 @@ def test_the_kv_cache_bounds_the_length_of_requests(pipe):
     assert run_commands(pipe, engine, [])[0].max_tokens == PAGES * PAGE_SIZE
 
 
-def test_a_request_that_cannot_run_is_refused_and_others_continue(pipe):
-    engine = FakeEngine()
-    events = run_commands(pipe, engine, [SubmitRequest(1, request(prompt=())), SubmitRequest(2, request())])
-    assert [event.request_id for event in events if isinstance(event, RequestRefused)] == [1]
-    assert len(engine.requests) == 1
-
-
-def test_cancelled_requests_leave_the_engine(pipe):
-    engine = FakeEngine()
-    run_commands(
-        pipe, engine, [SubmitRequest(1, request(50)), SubmitRequest(2, request(50)), CancelRequest(1), CancelRequest(9)]
-    )
-    assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [50]
-    assert len(engine.requests) == 1
-
-
 class Updating(FakeEngine):
     """Finishes all requests before its weights change."""
 

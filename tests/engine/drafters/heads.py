@@ -33,7 +33,7 @@ def mtp(target):
 
 
 def eagle(target):
-    return EagleHead(replace(target.config, num_layers=2, experts=None, latent=None), target.config.num_layers)
+    return EagleHead(replace(target.config, num_layers=1, experts=None, latent=None), target.config.num_layers)
 
 
 def eagle3(target):

@@ -15,6 +15,7 @@ from engine.drafters.base import TargetInfo
 from engine.drafters.kinds import KINDS, SNAPSHOT_PATH
 from engine.drafters.registry import build_drafter, configure
 from engine.engine import build_engine
+from engine.models.families import config_to_hf
 from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.loader import load_model, save_model
@@ -23,8 +24,8 @@ from engine.sampling import draft_sampler
 from engine.sampling.candidates import NONE
 from engine.sampling.draft_sampler import DraftSampler
 from engine.speculation import verify
-from engine.training.features import Windows
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
+from engine.training.windows import Windows
 from ssd.config import DrafterConfig
 from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.drafters.toy import attend_densely
@@ -62,7 +63,7 @@ def folders(tmp_path_factory):
         save_head(head, root / kind, dtype=torch.float32)
     for name, model in (("target", target), ("draft-model", new_draft_model(target, 1))):
         (root / name).mkdir()
-        save_model(model, root / name, dtype=torch.float32)
+        save_model(model, root / name, config_to_hf(model.config, "float32"), dtype=torch.float32)
     outputs = run(target, {"target": root / "target"}, "none", "path", sampled_requests(2000, "exact", 10**6))
     corpus = saved_snapshot(root / "corpus.ssd", outputs)
     return {path.name: path for path in root.iterdir() if path.is_dir()} | {"rest": corpus}
@@ -100,18 +101,11 @@ def test_outputs_have_the_targets_distribution(target, folders, kind):
     assert fits(target, outputs)
 
 
-# Where rejection sampling is used, with a drafter whose tokens are rejected more often.
-@pytest.mark.parametrize(
-    ("verification", "shape", "kind"),
-    [
-        ("exact", "path", "self-int8"),
-        ("exact", "tree", "self-int8"),
-        ("rejection", "path", "mtp"),
-        ("rejection", "tree", "self-int8"),
-    ],
-)
-def test_each_way_of_verification_keeps_the_targets_distribution(target, folders, verification, shape, kind):
-    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, verification)))
+# Paths, where rejection sampling is used, with a drafter whose tokens are rejected more often. Exact verification gives
+# the tokens of plain decoding, which other tests compare one by one.
+@pytest.mark.parametrize(("shape", "kind"), [("path", "mtp"), ("tree", "self-int8")])
+def test_small_deviations_from_the_targets_distribution_are_excluded(target, folders, shape, kind):
+    assert fits(target, run(target, folders, kind, shape, sampled_requests(100_000, "rejection")))
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Logits of every family equal those of transformers, which also loads saved models."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,10 +9,13 @@ from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.families import config_from_hf, config_to_hf
+from engine.models.files import read_json
 from engine.models.loader import load_config, load_model, save_model
 from engine.models.packed import pack
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.damage import edit_json
 from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
 
 LLAMA3 = {
@@ -128,8 +129,10 @@ def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
 def test_transformers_loads_a_saved_model(tmp_path, shape):
     make_folder(tmp_path / "made", vary=0.3, **shape)
     model = load_model(tmp_path / "made")
-    save_model(model, tmp_path / "saved", dtype=torch.float32)
+    save_model(model, tmp_path / "saved", read_json(tmp_path / "made" / "config.json"), dtype=torch.float32)
     assert load_config(tmp_path / "saved") == model.config
+    if model.config.experts is None and model.config.latent is None:
+        assert config_from_hf(config_to_hf(model.config, "float32")) == model.config
     expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
     assert (prompt_logits(model, TOKENS.numpy()) - expected).abs().max() < 1e-4
 
@@ -174,11 +177,8 @@ def test_within_a_sliding_window_attention_is_full(tmp_path):
 def test_both_rope_formats_give_the_same_config(tmp_path, rope):
     make_folder(tmp_path, rope_parameters=rope)
     expected = load_config(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    del fields["rope_parameters"]
     older = {("type" if name == "rope_type" else name): value for name, value in rope.items() if name != "rope_theta"}
-    fields.update(rope_theta=rope["rope_theta"], rope_scaling=older)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=rope["rope_theta"], rope_scaling=older)
     assert load_config(tmp_path) == expected
 
 
@@ -186,7 +186,7 @@ def test_weights_too_large_for_a_dtype_are_refused(tmp_path):
     make_folder(tmp_path)
     model = load_model(tmp_path)
     model.norm.weight[0] = 3.4e38
-    save_model(model, tmp_path, dtype=torch.float32)
+    save_model(model, tmp_path, read_json(tmp_path / "config.json"), dtype=torch.float32)
     load_model(tmp_path)
     with pytest.raises(UserError, match="not finite as bfloat16"):
         load_model(tmp_path, dtype=torch.bfloat16)

@@ -49,7 +49,7 @@ def test_greedy_decoding_needs_an_explicit_setting(tmp_path, fields, temperature
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", "hot"),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", float("inf")),
         ("top_p", 0),
         ("top_p", 1.1),

@@ -1,4 +1,3 @@
-import json
 import shutil
 import subprocess
 import sys
@@ -6,27 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from engine.models.files import read_json
 from engine.models.loader import load_config, load_model, save_model
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
+from tests.engine.damage import config, cut, edit_json, removed, set_to, tensor, written
 from tests.engine.models.test_families import DEEPSEEK
 
 
 def test_the_older_rope_format_is_read(tmp_path):
     make_folder(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    fields = json.loads((tmp_path / "config.json").read_text())
-    del fields["rope_parameters"]
-    fields["rope_theta"] = 500.0
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=500.0)
     assert load_config(tmp_path).rope.theta == 500.0
 
 
 def test_a_copy_of_the_tied_head_is_accepted(tmp_path, model_folder):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder)
-    edit_weights(folder, {"lm_head.weight": torch.ones(VOCAB, 64)})
+    tensor("lm_head.weight", torch.ones(VOCAB, 64))(folder)
     assert load_model(folder).config.tie_embeddings
 
 
@@ -36,8 +33,8 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path):
     assert load_config(tmp_path).eos_token_ids == (0, 7)
 
 
-def test_a_saved_model_loads_unchanged(tmp_path, model):
-    save_model(model, tmp_path, dtype=torch.float32)
+def test_a_saved_model_loads_unchanged(tmp_path, model, model_folder):
+    save_model(model, tmp_path, read_json(model_folder / "config.json"), dtype=torch.float32)
     again = load_model(tmp_path)
     assert again.config == model.config
     for (name, left), (_, right) in zip(model.named_parameters(), again.named_parameters(), strict=True):
@@ -46,170 +43,103 @@ def test_a_saved_model_loads_unchanged(tmp_path, model):
     assert weights.stat().st_mode == config.stat().st_mode
 
 
-def damage(folder, name, text):
-    (folder / name).write_text(text)
-
-
 DEEPSEEK_V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "routed_scaling_factor": 1.0}
 
 DAMAGES = {
-    "no folder": (lambda folder: shutil.rmtree(folder), "no model folder"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "config is not JSON": (lambda folder: damage(folder, "config.json", "{"), "cannot be read"),
-    "config is a list": (lambda folder: damage(folder, "config.json", "[]"), "not a JSON object"),
-    "another architecture": (
-        lambda folder: edit_config(folder, architectures=["MambaForCausalLM"]),
-        "MambaForCausalLM",
-    ),
-    "no architecture": (lambda folder: edit_config(folder, architectures=None), "none"),
-    "a field is missing": (lambda folder: edit_config(folder, hidden_size=None, remove=True), "hidden_size"),
-    "a field of another type": (lambda folder: edit_config(folder, num_hidden_layers="two"), "invalid field: .*two"),
-    "no heads": (lambda folder: edit_config(folder, num_attention_heads=0), "num_heads must be at least 1"),
-    "heads that cannot share": (lambda folder: edit_config(folder, num_key_value_heads=3), "cannot share 3"),
-    "a negative size": (lambda folder: edit_config(folder, hidden_size=-1), "hidden_size must be at least 1"),
-    "a size out of range": (
-        lambda folder: edit_config(folder, hidden_size=10**30),
-        "hidden_size must be less than",
-    ),
-    "an end token out of the vocabulary": (lambda folder: edit_config(folder, eos_token_id=VOCAB), "end token 300"),
-    "an end token below 0": (lambda folder: edit_config(folder, eos_token_id=[1, -1]), "end token -1"),
-    "an end token that is not a number": (
-        lambda folder: edit_config(folder, eos_token_id="</s>"),
-        "invalid field: .*</s>",
-    ),
+    "no folder": (shutil.rmtree, "no model folder"),
+    "no config": (removed("config.json"), "has no config.json"),
+    "config is not JSON": (written("config.json", "{"), "cannot be read"),
+    "config is a list": (written("config.json", "[]"), "not a JSON object"),
+    "another architecture": (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+    "no architecture": (config(architectures=None), "none"),
+    "a field is missing": (config(hidden_size=None), "hidden_size"),
+    "a field of another type": (config(num_hidden_layers="two"), "invalid field: .*two"),
+    "no heads": (config(num_attention_heads=0), "num_heads must be at least 1"),
+    "heads that cannot share": (config(num_key_value_heads=3), "cannot share 3"),
+    "a negative size": (config(hidden_size=-1), "hidden_size must be at least 1"),
+    "a size out of range": (config(hidden_size=10**30), "hidden_size must be less than"),
+    "an end token out of the vocabulary": (config(eos_token_id=VOCAB), "end token 300"),
+    "an end token below 0": (config(eos_token_id=[1, -1]), "end token -1"),
+    "an end token that is not a number": (config(eos_token_id="</s>"), "invalid field: .*</s>"),
     "an end token of the generation config that is not a number": (
-        lambda folder: damage(folder, "generation_config.json", '{"eos_token_id": "</s>"}'),
+        written("generation_config.json", '{"eos_token_id": "</s>"}'),
         "generation_config.json .*</s>",
     ),
-    "rope parameters that are not an object": (
-        lambda folder: edit_config(folder, rope_parameters=[1]),
-        "rope_parameters",
-    ),
-    "an index without a map": (
-        lambda folder: damage(folder, "model.safetensors.index.json", '{"weight_map": null}'),
-        "no weight_map",
-    ),
+    "rope parameters that are not an object": (config(rope_parameters=[1]), "rope_parameters"),
+    "an index without a map": (written("model.safetensors.index.json", '{"weight_map": null}'), "no weight_map"),
     "another rope scaling": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
         "'longrope', which this engine does not support",
     ),
     "a rope scaling without its parameters": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+        config(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
         "lacks the field 'low_freq_factor'",
     ),
     "a rope scaling factor out of range": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 0}),
+        config(rope_parameters={"rope_type": "linear", "factor": 0}),
         "factor of rope scaling must be a number above 0",
     ),
     "a rope base out of range": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_theta": float("nan")}),
+        config(rope_parameters={"rope_theta": float("nan")}),
         "rope_theta must be a number above 1, not nan",
     ),
     "rope on a part of a head": (
-        lambda folder: edit_config(folder, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         "part of a head",
     ),
     "rope for each kind of layer": (
-        lambda folder: edit_config(folder, rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+        config(rope_parameters={"full_attention": {"rope_theta": 1e4}}),
         "per layer or for part",
     ),
-    "another kind of layer": (
-        lambda folder: edit_config(folder, layer_types=["full_attention", "chunked_attention"]),
-        "chunked_attention",
-    ),
-    "kinds of layers that are not a list": (lambda folder: edit_config(folder, layer_types=5), "has an invalid field"),
+    "another kind of layer": (config(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
+    "kinds of layers that are not a list": (config(layer_types=5), "has an invalid field"),
     "a family that is not supported": (
-        lambda folder: edit_config(folder, architectures=["Qwen3NextForCausalLM"]),
+        config(architectures=["Qwen3NextForCausalLM"]),
         "'Qwen3NextForCausalLM', which this engine does not support; give a folder with one of LlamaForCausalLM, ",
     ),
-    "architectures that are not a list": (lambda folder: edit_config(folder, architectures={}), "none"),
-    "another activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "gelu"),
-    "missing biases": (
-        lambda folder: edit_config(folder, attention_bias=True),
-        "lacks model.layers.0.self_attn.k_proj.bias and 7 more",
-    ),
+    "architectures that are not a list": (config(architectures={}), "none"),
+    "another activation": (config(hidden_act="gelu"), "gelu"),
+    "missing biases": (config(attention_bias=True), "lacks model.layers.0.self_attn.k_proj.bias and 7 more"),
     "experts without their number": (
-        lambda folder: edit_config(folder, architectures=["Qwen3MoeForCausalLM"]),
+        config(architectures=["Qwen3MoeForCausalLM"]),
         "lacks the field 'num_local_experts'",
     ),
     "more experts for a token than there are": (
-        lambda folder: edit_config(folder, architectures=["MixtralForCausalLM"], num_experts_per_tok=9),
+        config(architectures=["MixtralForCausalLM"], num_experts_per_tok=9),
         "a token cannot use 9 experts of 1 groups of 8 experts",
     ),
-    "missing experts": (
-        lambda folder: edit_config(folder, architectures=["MixtralForCausalLM"]),
-        "has the tensor model.layers.0.mlp",
-    ),
+    "missing experts": (config(architectures=["MixtralForCausalLM"]), "has the tensor model.layers.0.mlp"),
     "another routing": (
-        lambda folder: edit_config(folder, **DEEPSEEK_V3, topk_method="greedy"),
+        config(**DEEPSEEK_V3, topk_method="greedy"),
         "routing of experts that this engine does not have .*topk_method 'greedy'",
     ),
-    "biases in latent attention": (
-        lambda folder: edit_config(folder, **DEEPSEEK_V3, attention_bias=True),
-        "requires biases in latent attention",
-    ),
-    "missing latents": (
-        lambda folder: edit_config(folder, **DEEPSEEK_V3),
-        "has the tensor model.layers.0.self_attn.k_proj",
-    ),
+    "biases in latent attention": (config(**DEEPSEEK_V3, attention_bias=True), "requires biases in latent attention"),
+    "missing latents": (config(**DEEPSEEK_V3), "has the tensor model.layers.0.self_attn.k_proj"),
     "missing norms": (
-        lambda folder: edit_config(folder, architectures=["Qwen3ForCausalLM"], head_dim=16),
+        config(architectures=["Qwen3ForCausalLM"], head_dim=16),
         "lacks model.layers.0.self_attn.k_norm.weight and 3 more",
     ),
-    "a weight that is not a number": (lambda folder: spoil_weight(folder, float("nan")), "not finite as float32"),
-    "an infinite weight": (lambda folder: spoil_weight(folder, float("-inf")), "k_proj.weight in .* not finite"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
-    "weights cut short": (lambda folder: cut(folder / "model.safetensors", 0.5), "cut short"),
-    "weights cut in their header": (lambda folder: cut(folder / "model.safetensors", 0.0001), "cut short"),
-    "weights of another shape": (lambda folder: edit_config(folder, intermediate_size=128), "shape"),
-    "weights of more layers": (
-        lambda folder: edit_config(folder, num_hidden_layers=1),
-        "has the tensor model.layers.1",
+    "a weight that is not a number": (
+        tensor("model.layers.1.self_attn.k_proj.weight", set_to(5, float("nan"))),
+        "not finite as float32",
     ),
+    "an infinite weight": (
+        tensor("model.layers.1.self_attn.k_proj.weight", set_to(5, float("-inf"))),
+        "k_proj.weight in .* not finite",
+    ),
+    "no weights": (removed("model.safetensors"), "has no model.safetensors"),
+    "weights cut short": (cut("model.safetensors", 0.5), "cut short"),
+    "weights cut in their header": (cut("model.safetensors", 0.0001), "cut short"),
+    "weights of another shape": (config(intermediate_size=128), "shape"),
+    "weights of more layers": (config(num_hidden_layers=1), "has the tensor model.layers.1"),
     "a bias that the config does not name": (
-        lambda folder: edit_weights(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        tensor("model.layers.0.self_attn.q_proj.bias", torch.zeros(64)),
         "has the tensor model.layers.0.self_attn.q_proj.bias",
     ),
-    "quantized weights": (
-        lambda folder: edit_config(folder, quantization_config={"quant_method": "awq"}),
-        "quantized weights",
-    ),
-    "weights that are not floats": (
-        lambda folder: edit_weights(folder, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
-        "stored as I8",
-    ),
-    "weights of fewer layers": (
-        lambda folder: edit_config(folder, num_hidden_layers=3),
-        "lacks model.layers.2.input_layernorm.weight and 8 more",
-    ),
+    "quantized weights": (config(quantization_config={"quant_method": "awq"}), "quantized weights"),
+    "weights that are not floats": (tensor("model.norm.weight", torch.ones(64, dtype=torch.int8)), "stored as I8"),
+    "weights of fewer layers": (config(num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight and 8 more"),
 }
-
-
-def edit_config(folder, *, remove=False, **changes):
-    fields = json.loads((folder / "config.json").read_text())
-    for name, value in changes.items():
-        if remove:
-            fields.pop(name)
-        else:
-            fields[name] = value
-    (folder / "config.json").write_text(json.dumps(fields))
-
-
-def edit_weights(folder, tensors):
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
-
-
-def spoil_weight(folder, value):
-    name = "model.layers.1.self_attn.k_proj.weight"
-    weight = load_file(folder / "model.safetensors")[name]
-    weight[3, 5] = value
-    edit_weights(folder, {name: weight})
-
-
-def cut(path, share):
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
 
 
 @pytest.mark.parametrize(("harm", "message"), DAMAGES.values(), ids=DAMAGES.keys())
@@ -243,6 +173,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from engine.models.division import Shard
+from engine.models.files import read_json
 from engine.models.loader import load_model
 from engine.models.sharding import load_shard
 

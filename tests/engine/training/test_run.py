@@ -6,7 +6,8 @@ import torch
 from engine.training.kinds import new_objective
 from engine.training.recipe import RECIPES
 from engine.training.run import resume, train
-from tests.engine.training.tiny import new_features, new_target, tiny_recipe
+from engine.training.windows import read_windows
+from tests.engine.training.tiny import new_target, new_windows, tiny_recipe
 
 pytestmark = pytest.mark.parametrize("kind", RECIPES)
 
@@ -21,13 +22,12 @@ def weights(run):
 
 
 def test_the_loss_falls(kind, target, tmp_path):
-    features = new_features(tmp_path, target, kind)
     recipe = tiny_recipe(kind, steps=30)
-    batch = features.windows(range(12), new_objective(recipe, target, features).layers)
-    run = resume(recipe, target, features, tmp_path / "run")
+    batch = read_windows(target, new_windows(), new_objective(recipe, target, new_windows()).layers)
+    run = resume(recipe, target, new_windows(), tmp_path / "run")
     with torch.no_grad():
         before = run.objective(batch)
-    train(run, features, tmp_path / "run", until=recipe.steps, progress=lambda _run: None)
+    train(run, tmp_path / "run", until=recipe.steps, progress=lambda _run: None)
     with torch.no_grad():
         after = run.objective(batch)
     assert after.losses[0] < before.losses[0] - 0.02
@@ -35,29 +35,26 @@ def test_the_loss_falls(kind, target, tmp_path):
 
 
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(kind, target, tmp_path):
-    features = new_features(tmp_path, target, kind)
     recipe = tiny_recipe(kind)
-    whole = resume(recipe, target, features, tmp_path / "whole")
-    train(whole, features, tmp_path / "whole", until=recipe.steps, progress=lambda _run: None)
+    whole = resume(recipe, target, new_windows(), tmp_path / "whole")
+    train(whole, tmp_path / "whole", until=recipe.steps, progress=lambda _run: None)
     for until in (5, recipe.steps):
-        run = resume(recipe, target, features, tmp_path / "parts")
-        train(run, features, tmp_path / "parts", until=until, progress=lambda _run: None)
+        run = resume(recipe, target, new_windows(), tmp_path / "parts")
+        train(run, tmp_path / "parts", until=until, progress=lambda _run: None)
     assert run.step == recipe.steps
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(run)[name]), name
 
 
 def test_another_recipe_is_refused(kind, target, tmp_path):
-    features = new_features(tmp_path, target, kind)
-    run = resume(tiny_recipe(kind), target, features, tmp_path / "run")
-    train(run, features, tmp_path / "run", until=1, progress=lambda _run: None)
+    run = resume(tiny_recipe(kind), target, new_windows(), tmp_path / "run")
+    train(run, tmp_path / "run", until=1, progress=lambda _run: None)
     with pytest.raises(ValueError, match="another recipe"):
-        resume(tiny_recipe(kind, seed=1), target, features, tmp_path / "run")
+        resume(tiny_recipe(kind, seed=1), target, new_windows(), tmp_path / "run")
 
 
 def test_weights_of_the_target_do_not_change(kind, target, tmp_path):
-    features = new_features(tmp_path, target, kind)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    run = resume(tiny_recipe(kind), target, features, tmp_path / "run")
-    train(run, features, tmp_path / "run", until=2, progress=lambda _run: None)
+    run = resume(tiny_recipe(kind), target, new_windows(), tmp_path / "run")
+    train(run, tmp_path / "run", until=2, progress=lambda _run: None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())

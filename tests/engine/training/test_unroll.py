@@ -20,7 +20,7 @@ def new_head(kind):
     if kind == "mtp":
         head = MtpHead(one_layer, CONFIG.num_layers, MtpStyle())
     elif kind == "eagle":
-        head = EagleHead(replace(CONFIG, num_layers=2), CONFIG.num_layers)
+        head = EagleHead(one_layer, CONFIG.num_layers)
     else:
         size = CONFIG.hidden_size
         head = Eagle3Head(one_layer, (1, 2, 3), Eagle3Style(), target_hidden_size=size, draft_vocab_size=30)

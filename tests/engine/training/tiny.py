@@ -1,4 +1,4 @@
-"""A tiny target with text, and features of it."""
+"""A tiny target with text."""
 
 from dataclasses import replace
 
@@ -7,8 +7,6 @@ import torch
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.training.features import Features
-from engine.training.kinds import needed_layers
 from engine.training.recipe import RECIPES
 
 WINDOW = 24
@@ -37,15 +35,6 @@ def new_target(config=CONFIG):
 def new_windows(count=12, seed=0):
     """Random text, uint32 [count, WINDOW]."""
     return np.random.default_rng(seed).integers(1, CONFIG.vocab_size, (count, WINDOW)).astype(np.uint32)
-
-
-def new_features(folder, target, kind, windows=None):
-    """Computed features for a kind of head."""
-    windows = new_windows() if windows is None else windows
-    features = Features.open(folder, target, needed_layers(kind, target.config), windows, len(windows))
-    for _ in features.compute(target):
-        pass
-    return features
 
 
 def tiny_recipe(kind, steps=12, **changes):

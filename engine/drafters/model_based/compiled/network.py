@@ -96,10 +96,7 @@ def _parts(head: DraftHead) -> Parts | None:
             layers.COMBINED, layers.NORMALIZED, zeroes_first=head.style.zeroes_first,
         )  # fmt: skip
     if isinstance(head, EagleHead):
-        every = [layer for layer in head.layers if isinstance(layer, Layer)]
-        return Parts(
-            every, embedding, head.fc, vocabulary, head.embedding_norm, None, head.norm, layers.COMBINED, layers.SUM
-        )
+        return Parts([head.layer], embedding, head.fc, vocabulary, None, None, None, layers.COMBINED, layers.SUM)
     if isinstance(head, Eagle3Head):
         state = layers.NORMALIZED if head.style.norm_output else layers.SUM
         return Parts(

@@ -2,13 +2,14 @@
 
 import json
 import sys
+from dataclasses import fields
 
 import pytest
 
 from engine.commands import main as cli
 from engine.commands.compare import trial
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
-from engine.commands.compare.results import Comparison, read_results
+from engine.commands.compare.results import Comparison, Result
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
 from tests.browser import chart_faults
@@ -111,7 +112,8 @@ def test_the_page_is_self_contained(compare, tmp_path):
 def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
     compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
     document = read(tmp_path)
-    results = read_results(tmp_path / "compare.json", document["settings"])
+    names = [each.name for each in fields(Result)]
+    results = [Result(**{name: result[name] for name in names}) for result in document["results"]]
     comparison = Comparison(document["settings"], CostProfile("cpu", "tiny", {1: {1: 1.0}}), results=results)
     for width, hidden in ((80, WIDE_ONLY), (WIDE, ())):
         [condition] = comparison.conditions
@@ -131,22 +133,6 @@ def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
     assert none["identical"] is True
     assert mtp["identical"] is False
     assert "none is recommended" in read(tmp_path)["recommendation"]
-
-
-def test_a_comparison_can_be_split(compare, tmp_path):
-    options = ("--requests", 1, "--temperature", 0, "--resume")
-    assert compare(tmp_path, *options, drafter="mtp")[0] == 0
-    first = read(tmp_path)["results"]
-    assert compare(tmp_path, *options, drafter="mtp,medusa")[0] == 0
-    both = read(tmp_path)["results"]
-    assert [result["drafter"] for result in both] == ["none", "mtp", "medusa"]
-    assert both[1] == first[1]  # not measured again
-    assert compare(tmp_path, *options, "--max-draft", 8, drafter="medusa")[0] == 0
-    assert [result["drafter"] for result in read(tmp_path)["results"]] == ["none", "medusa"]  # other settings
-    (tmp_path / "compare.json").write_text("[]")
-    code, _, err = compare(tmp_path, *options)
-    assert code == 2
-    assert "is not a comparison" in err
 
 
 def test_requests_run_at_the_same_time(compare, tmp_path):

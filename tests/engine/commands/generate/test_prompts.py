@@ -61,7 +61,9 @@ def test_an_unknown_field_of_a_line_is_an_error(run, model_folder, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     code, out, err = run("generate", "--model", model_folder, "--file", tmp_path / "prompts.jsonl")
     assert (code, out) == (2, "")
-    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give drafter, max_draft" in " ".join(err.split())
+    assert "prompts.jsonl, line 2: there is no field `max_tokens`; give prompt, adapter, source" in " ".join(
+        err.split()
+    )
 
 
 def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
@@ -77,7 +79,7 @@ def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
 def test_lines_choose_their_adapters(run, model_folder, tmp_path):
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, model_folder, seed=seed)
-    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}", "--max-loras", "1")
+    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}")
     texts = {}
     for name in (None, "a", "b"):
         chosen = () if name is None else ("--adapter", name)

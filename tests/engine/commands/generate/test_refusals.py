@@ -1,12 +1,11 @@
 """Input that the `generate` command refuses."""
 
-import json
-
 import pytest
 
 from tests.engine.commands.generate.outputs import PROMPT
 from tests.engine.conftest import make_folder
-from tests.engine.models.quantized.formats import FORMATS, edit, quantize_folder
+from tests.engine.damage import edit_json
+from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 
 BAD_INPUT = {
     "empty prompt": ((), [""], "prompt 1: the prompt is empty"),
@@ -20,9 +19,7 @@ BAD_INPUT = {
     "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
-    "drafter of another type": (("--file", "{tmp}/drafter.jsonl"), [], "line 2: `drafter` must be text"),
-    "longest draft of another type": (("--file", "{tmp}/max.jsonl"), [], "line 1: `max_draft` must be a whole number"),
-    "unknown verification": (("--file", "{tmp}/verification.jsonl"), [], "prompt 1: verification must be exact or"),
+    "adapter of another type": (("--file", "{tmp}/number.jsonl"), [], "line 2: `adapter` must be text"),
     "token outside the vocabulary": (("--file", "{tmp}/ids.jsonl"), [], "vocabulary ends at 299"),
     "token id out of range": (("--file", "{tmp}/negative.jsonl"), [], "line 1: `prompt` must be"),
     "prompts twice": (("--file", "{tmp}/empty.txt"), ["x"], "not both"),
@@ -56,9 +53,7 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
     (tmp_path / "ids.jsonl").write_text('{"prompt": [1, 300]}\n')
-    (tmp_path / "drafter.jsonl").write_text('{"prompt": "x", "drafter": "none"}\n{"prompt": "y", "drafter": 1}\n')
-    (tmp_path / "max.jsonl").write_text('{"prompt": "x", "max_draft": true}\n')
-    (tmp_path / "verification.jsonl").write_text('{"prompt": "x", "verification": "greedy"}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": "x", "adapter": "a"}\n{"prompt": "y", "adapter": 1}\n')
     (tmp_path / "adapter.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "adapter": "a"}\n')
     (tmp_path / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (tmp_path / "negative.jsonl").write_text('{"prompt": [-1]}\n')
@@ -92,22 +87,6 @@ def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"drafter": "mtp"}, "prompt 2: drafter must be ssd or none; 'mtp' is not loaded"),
-        ({"max_draft": 5}, "prompt 2: max_draft must be 0 to 4, not 5"),
-    ],
-)
-def test_choices_of_a_line_are_checked_before_the_model_is_loaded(
-    run, model_folder, tmp_path, monkeypatch, line, message
-):
-    monkeypatch.setattr("engine.commands.launch.load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n' + json.dumps({"prompt": "x"} | line))
-    code, _, err = run("generate", "--model", model_folder, "--max-draft", 4, "--file", tmp_path / "prompts.jsonl")
-    assert (code, message in " ".join(err.split())) == (2, True)
-
-
-@pytest.mark.parametrize(
     ("options", "reason"),
     [
         (("3",), "--tensor-parallel 3 does not divide the model's num_heads, 4"),
@@ -136,7 +115,7 @@ def test_quantized_weights_run_with_a_warning_or_are_refused(run, tmp_path):
     code, _, err = run(*arguments, "--drafter", "self-int8")
     assert code == 2
     assert err.startswith("error: --drafter self-int8 rounds the weights of the target, but those of")
-    edit(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     code, _, err = run(*arguments)
     assert code == 2
     assert err.startswith("error: config.json describes quantized weights ('gptq'), which this engine does not read;")

@@ -110,17 +110,6 @@ def speculators_config(kind, fields, **own):
     }
 
 
-def as_speculators_eagle(folder, to, *, layernorms):
-    """The speculators library's first version; `layernorms` adds random norms, which the authors' format lacks."""
-    tensors, fields = read(folder)
-    renamed = rename(tensors, {"fc.": "fusion_fc.", "layers.0.": "transformer."})
-    if layernorms:
-        generator = torch.Generator().manual_seed(7)
-        for name in ("embedding_layernorm", "pre_lm_head_layernorm", "transformer.input_layernorm"):
-            renamed[f"{name}.weight"] = 1 + 0.3 * torch.randn(fields["hidden_size"], generator=generator)
-    write(to, renamed, speculators_config("eagle", fields, layernorms=layernorms, fusion_bias=True))
-
-
 def as_speculators_eagle3(folder, to):
     tensors, fields = read(folder)
     own = (
@@ -137,17 +126,6 @@ def as_speculators_eagle3(folder, to):
         rename(tensors, {"midlayer.": "layers.0."}),
         speculators_config("eagle3", fields, **{name: fields[name] for name in own}),
     )
-
-
-def as_vllm_medusa(folder, to):
-    tensors, fields = read(folder, "medusa_lm_head.safetensors")
-    renamed = {}
-    for name, tensor in tensors.items():
-        head, block, *rest = name.split(".")
-        own = f"blocks.{head}.layers.{block}.{rest[1]}" if rest[0] == "linear" else f"lm_heads.{head}.weight"
-        renamed[f"medusa_heads.{own}"] = tensor
-    counts = {"num_heads": fields.pop("medusa_num_heads"), "num_hidden_layers": fields.pop("medusa_num_layers")}
-    write(to, renamed, {**fields, **counts})
 
 
 def as_pickle(folder, file, old=WEIGHTS, **options):

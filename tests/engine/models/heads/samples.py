@@ -27,17 +27,14 @@ def draft_ids(vocab_size, count, seed=0):
     return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
-def mtp(target, *, seed=0, kept=None, zeroes_first=True, **shape):
+def mtp(target, *, seed=0, zeroes_first=True, **shape):
     head = MtpHead(replace(target.config, num_layers=1, **shape), target.config.num_layers, MtpStyle(zeroes_first))
-    if kept is not None:
-        head.lm_head = torch.nn.Linear(target.config.hidden_size, kept, bias=False)
-        head.draft_vocabulary = draft_ids(target.config.vocab_size, kept)
     head.attach(target)
     return randomize(head, seed)
 
 
-def eagle(target, *, seed=0, layers=1, has_bias=True, has_embedding=False, **shape):
-    config = replace(target.config, num_layers=layers, **shape)
+def eagle(target, *, seed=0, has_bias=True, has_embedding=False, **shape):
+    config = replace(target.config, num_layers=1, **shape)
     head = EagleHead(config, target.config.num_layers, has_bias=has_bias)
     if has_embedding:
         head.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)

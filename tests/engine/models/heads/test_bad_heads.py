@@ -1,16 +1,15 @@
 """Folders without a head for the target are refused with one line, before memory is allocated."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.models.heads import formats
 from engine.models.heads.formats import check_head, load_head, save_head
 from ssd.errors import UserError
+from tests.engine.damage import config, cut, edit_json, removed, set_to, tensor
 from tests.engine.models.heads import published, samples
 
 MAKE = {"mtp": samples.mtp, "eagle": samples.eagle, "eagle3": samples.eagle3, "medusa": samples.medusa}
@@ -21,7 +20,6 @@ def folders(tmp_path_factory, model):
     root = tmp_path_factory.mktemp("heads")
     for kind, make in MAKE.items():
         save_head(make(model), root / kind, dtype=torch.float32)
-    save_head(samples.mtp(model, kept=100), root / "mtp-reduced", dtype=torch.float32)
     save_head(samples.eagle3(model, hidden_size=32), root / "eagle3-small", dtype=torch.float32)
     published.as_deepseek(root / "mtp", root / "mtp-deepseek")
     published.as_qwen(root / "mtp", root / "mtp-qwen")
@@ -31,43 +29,6 @@ def folders(tmp_path_factory, model):
 
 def weights_of(folder):
     return next(folder.glob("*.safetensors"))
-
-
-def config(**changes):
-    """Change fields of the configuration; None removes one."""
-
-    def harm(folder):
-        path = folder / "config.json"
-        fields = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-
-    return harm
-
-
-def tensor(name, change):
-    """Change a tensor; without a result it is removed."""
-
-    def harm(folder):
-        tensors = load_file(weights_of(folder))
-        changed = change(tensors.pop(name, None))
-        if changed is not None:
-            tensors[name] = changed.contiguous()
-        save_file(tensors, weights_of(folder))
-
-    return harm
-
-
-def removed(_tensor):
-    return None
-
-
-def set_to(row, value):
-    def change(given):
-        changed = given.clone()
-        changed.view(-1)[row] = value
-        return changed
-
-    return change
 
 
 def pickled(value):
@@ -88,19 +49,15 @@ class Code:
 BAD = {
     # For any kind.
     "no folder": ("eagle", shutil.rmtree, "there is no folder"),
-    "no configuration": ("eagle", lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no configuration": ("eagle", removed("config.json"), "has no config.json"),
     "no weights": ("eagle3", lambda folder: weights_of(folder).unlink(), "has no weights; a draft head has one of"),
-    "a missing tensor": ("eagle3", tensor("midlayer.mlp.up_proj.weight", removed), "lacks midlayer.mlp.up_proj.weight"),
-    "a further tensor": ("eagle", tensor("layers.0.more", lambda _: torch.ones(3)), "has the tensor layers.0.more"),
+    "a missing tensor": ("eagle3", tensor("midlayer.mlp.up_proj.weight", None), "lacks midlayer.mlp.up_proj.weight"),
+    "a further tensor": ("eagle", tensor("layers.0.more", torch.ones(3)), "has the tensor layers.0.more"),
     "a tensor of another shape": ("mtp", config(intermediate_size=100), "has shape .* describes"),
     "an integer dtype": ("eagle", tensor("fc.weight", lambda given: given.to(torch.int8)), "fc.weight .* stored as I8"),
     "a NaN": ("eagle3", tensor("fc.weight", set_to(5, float("nan"))), "fc.weight in .* not finite as float32"),
     "an infinity": ("medusa", tensor("1.1.weight", set_to(5, float("-inf"))), "1.1.weight in .* not finite"),
-    "a file cut short": (
-        "mtp",
-        lambda folder: weights_of(folder).write_bytes(weights_of(folder).read_bytes()[:5000]),
-        "damaged or cut short",
-    ),
+    "a file cut short": ("mtp", cut("model.safetensors", 0.1), "damaged or cut short"),
     "another architecture": (
         "eagle3",
         config(model_type="mamba"),
@@ -125,27 +82,18 @@ BAD = {
     "no MTP layer": ("eagle mtp", lambda _folder: None, "has no MTP layer"),
     "latent attention": (
         "mtp",
-        tensor("model.mtp_layers.0.self_attn.kv_a_proj_with_mqa.weight", lambda _: torch.ones(3, 3)),
+        tensor("model.mtp_layers.0.self_attn.kv_a_proj_with_mqa.weight", torch.ones(3, 3)),
         "has multi-head latent attention",
     ),
-    "experts": ("mtp-deepseek", tensor("model.layers.2.mlp.gate.weight", lambda _: torch.ones(3, 3)), "has experts"),
+    "experts": ("mtp-deepseek", tensor("model.layers.2.mlp.gate.weight", torch.ones(3, 3)), "has experts"),
     "gated attention": (
         "mtp-qwen",
         tensor("mtp.layers.0.self_attn.q_proj.weight", lambda given: given.repeat(2, 1)),
         "q_proj.weight in .* has shape",
     ),
-    "a reduced vocabulary without a projection": (
-        "mtp-reduced",
-        tensor("lm_head.weight", lambda given: given[:100]),
-        "lm_head.weight in .* is not a matrix of",
-    ),
     # EAGLE.
     "no EAGLE head": ("medusa eagle", lambda _folder: None, "no tensor fc.weight, so it does not have an EAGLE head"),
-    "more layers than tensors": (
-        "eagle",
-        config(num_hidden_layers=10**9),
-        "num_hidden_layers in .* is 1000000000, but",
-    ),
+    "several EAGLE layers": ("eagle", config(num_hidden_layers=2), "give a head of one layer"),
     # EAGLE-3.
     "no EAGLE-3 head": ("eagle eagle3", lambda _folder: None, "so it does not have an EAGLE-3 head"),
     "several layers": ("eagle3", config(num_hidden_layers=2), "give a head of one layer"),
@@ -154,11 +102,7 @@ BAD = {
         config(eagle_config={"use_aux_hidden_state": False}),
         "use_aux_hidden_state is false",
     ),
-    "no embedding of its own size": (
-        "eagle3-small",
-        tensor("embed_tokens.weight", removed),
-        "lacks embed_tokens.weigh",
-    ),
+    "no embedding of its own size": ("eagle3-small", tensor("embed_tokens.weight", None), "lacks embed_tokens.weigh"),
     "layers that the target lacks": (
         "eagle3",
         config(eagle_aux_hidden_state_layer_ids=[0, 1, 7]),
@@ -191,7 +135,7 @@ BAD = {
         "has no object transformer_layer_config",
     ),
     # Draft vocabularies.
-    "no draft vocabulary": ("eagle3", tensor("d2t", removed), "lacks d2t"),
+    "no draft vocabulary": ("eagle3", tensor("d2t", None), "lacks d2t"),
     "a token above the target's": (
         "eagle3",
         tensor("d2t", set_to(199, 101)),
@@ -249,7 +193,7 @@ def test_a_head_for_another_target_is_refused(folders, model, kind, change):
 
 def test_a_medusa_head_whose_configuration_has_no_sizes_is_refused_by_its_shapes(tmp_path, folders, model):
     shutil.copytree(folders / "medusa", tmp_path / "medusa")
-    config(hidden_size=None, vocab_size=None)(tmp_path / "medusa")
+    edit_json(tmp_path / "medusa" / "config.json", hidden_size=None, vocab_size=None)
     load_head("medusa", tmp_path / "medusa", model.config)
     with pytest.raises(UserError, match="has shape"):
         check_head("medusa", tmp_path / "medusa", replace(model.config, vocab_size=310))
@@ -286,7 +230,3 @@ def test_a_check_allocates_no_weights(folders, model, kind, monkeypatch):
 def test_heads_that_no_published_format_describes_are_not_written(tmp_path, model):
     with pytest.raises(ValueError, match="replaces the first embedding"):
         save_head(samples.mtp(model, zeroes_first=False), tmp_path)
-    head = samples.eagle(model)
-    head.norm = model.norm
-    with pytest.raises(ValueError, match="no norms at the ends"):
-        save_head(head, tmp_path)

@@ -1,6 +1,5 @@
 """DeepSeek-V3 as published: fp8 weights with scales of blocks, and an MTP layer with latent attention and experts."""
 
-import json
 from contextlib import closing
 
 import pytest
@@ -16,6 +15,7 @@ from engine.models.loader import load_config, load_model, model_checkpoint
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
+from tests.engine.damage import edit_json
 from tests.engine.forward import prompt_logits
 from tests.engine.models.heads.test_twins import DenseAttention
 from tests.engine.models.test_families import DEEPSEEK, TOKENS
@@ -58,7 +58,7 @@ def make_published(folder):
     extra["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     tensors |= {PREFIX + name: tensor for name, tensor in extra.items()}
     save_file(tensors, folder / "model.safetensors")
-    edit(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    edit_json(folder / "config.json", num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
     return reference, extra
 
 
@@ -67,11 +67,6 @@ def published(tmp_path_factory):
     """The folder and the result of `make_published`."""
     folder = tmp_path_factory.mktemp("deepseek")
     return folder, *make_published(folder)
-
-
-def edit(folder, **changes):
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
 
 
 def twin_logits(reference, extra, tokens):
@@ -140,7 +135,7 @@ def quantized(published, tmp_path_factory):
         (folder / "config.json").write_text((published[0] / "config.json").read_text())
         made.append(folder)
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    edit(made[0], quantization_config=method)
+    edit_json(made[0] / "config.json", quantization_config=method)
     return made
 
 
@@ -188,6 +183,6 @@ def test_scales_of_another_shape_are_refused(quantized, tmp_path):
 def test_experts_that_the_configuration_does_not_describe_are_refused(published, tmp_path):
     folder = copy(published[0], tmp_path)
     target = load_config(folder)
-    edit(folder, architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=16)
+    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=16)
     with pytest.raises(UserError, match="has multi-head latent attention"):
         check_head("mtp", folder, target, target_folder=folder)

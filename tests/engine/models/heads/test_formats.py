@@ -1,6 +1,5 @@
 """Heads that were saved load unchanged, with the names and fields of the published formats."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,15 +9,15 @@ from engine.models.heads.eagle3 import Eagle3Style
 from engine.models.heads.formats import check_head, load_head, save_head
 from engine.models.loader import load_model
 from tests.engine.conftest import make_folder
+from tests.engine.damage import edit_json
 from tests.engine.models.heads import published, samples
 
 HEADS = {
     "mtp": ("mtp", samples.mtp, {}),
-    "mtp, reduced vocabulary": ("mtp", samples.mtp, {"kept": 120}),
     "mtp, normalized queries and keys": ("mtp", samples.mtp, {"qk_norm": True}),
     "eagle": ("eagle", samples.eagle, {}),
     "eagle, no bias": ("eagle", samples.eagle, {"has_bias": False}),
-    "eagle, two layers, embedding": ("eagle", samples.eagle, {"layers": 2, "has_embedding": True}),
+    "eagle, embedding": ("eagle", samples.eagle, {"has_embedding": True}),
     "eagle, biases of queries": ("eagle", samples.eagle, {"qkv_bias": True}),
     "eagle3": ("eagle3", samples.eagle3, {}),
     "eagle3, full vocabulary": ("eagle3", samples.eagle3, {"kept": None}),
@@ -97,28 +96,16 @@ def test_mtp_layers_are_written_as_mimo_publishes_them(tmp_path, model):
     assert fields["torch_dtype"] == "bfloat16"
 
 
-def test_a_reduced_vocabulary_of_an_mtp_layer_replaces_rows_of_the_projection(tmp_path, model):
-    head = samples.mtp(model, kept=90)
-    save_head(head, tmp_path, dtype=torch.float32)
-    tensors, _ = published.read(tmp_path)
-    assert tensors["lm_head.weight"].shape == model.lm_head.weight.shape
-    assert torch.equal(tensors["lm_head.weight"][head.draft_vocabulary], head.lm_head.weight)
-    others = torch.ones(model.config.vocab_size, dtype=torch.bool)
-    others[head.draft_vocabulary] = False
-    assert torch.equal(tensors["lm_head.weight"][others], model.lm_head.weight[others])
-
-
 def test_eagle_heads_are_written_in_their_authors_format(tmp_path, model):
     """SGLang leaves the bias of `fc` uninitialized if the file has none."""
-    save_head(samples.eagle(model, layers=2, has_bias=False, qkv_bias=True), tmp_path)
+    save_head(samples.eagle(model, has_bias=False, qkv_bias=True), tmp_path)
     tensors, fields = published.read(tmp_path)
     biases = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-    layers = layer_names("layers.0.", *biases) | layer_names("layers.1.", "input_layernorm.weight", *biases)
-    assert set(tensors) == layers | {"fc.weight", "fc.bias"}
+    assert set(tensors) == layer_names("layers.0.", *biases) | {"fc.weight", "fc.bias"}
     assert not tensors["fc.bias"].any()
     assert fields["architectures"] == ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"]
     assert fields["model_type"] == "llama"
-    assert fields["num_hidden_layers"] == 2
+    assert fields["num_hidden_layers"] == 1
     assert fields["qkv_bias"] is True
     assert "bias" not in fields  # of attention, to vLLM and SGLang
 
@@ -186,15 +173,6 @@ def test_further_mtp_layers_are_ignored(tmp_path, model):
     published.write(tmp_path, {**more, **tensors}, {**fields, "num_nextn_predict_layers": 2})
     again = load_head("mtp", tmp_path, model.config)
     assert torch.equal(again.fc.weight, head.fc.weight)
-
-
-def test_medusa_heads_load_with_the_names_of_vllm(tmp_path, model):
-    heads = samples.medusa(model, blocks=2)
-    save_head(heads, tmp_path / "own", dtype=torch.float32)
-    published.as_vllm_medusa(tmp_path / "own", tmp_path / "vllm")
-    again = load_head("medusa", tmp_path / "vllm", model.config)
-    again.attach(model)
-    assert torch.equal(*outputs(heads, model, "medusa"), *outputs(again, model, "medusa"))
 
 
 @pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before PyTorch 1.6"])
@@ -271,9 +249,9 @@ def test_mimo_is_a_family(tmp_path):
     """MiMo is Qwen2 with MTP layers, which do not change its logits."""
     make_folder(tmp_path, family="qwen2", vary=0.3)
     plain = load_model(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    edit_json(
+        tmp_path / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1
+    )
     mimo = load_model(tmp_path)
     assert replace(mimo.config, architecture="Qwen2ForCausalLM") == plain.config
     save_head(samples.mtp(mimo), tmp_path / "head", dtype=torch.float32)

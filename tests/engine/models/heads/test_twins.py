@@ -50,28 +50,14 @@ STYLES = {
 }
 CASES = {
     "mimo": (samples.mtp, {}, same, twins.Mimo),
-    "mimo, reduced vocabulary": (samples.mtp, {"kept": 90}, same, twins.Mimo),
     "mimo, normalized queries and keys": (samples.mtp, {"qk_norm": True}, same, twins.Mimo),
     "mimo, own shape": (samples.mtp, {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 80}, same, twins.Mimo),
     "deepseek": (samples.mtp, {}, convert(published.as_deepseek), twins.DeepSeek),
     "deepseek, exported by sglang": (samples.mtp, {}, convert(published.as_deepseek, layer=0), twins.DeepSeek),
     "qwen": (samples.mtp, {"qk_norm": True}, convert(published.as_qwen), twins.Qwen),
     "eagle": (samples.eagle, {}, same, twins.Eagle),
-    "eagle, two layers": (samples.eagle, {"layers": 2}, same, twins.Eagle),
     "eagle, no bias, own embedding": (samples.eagle, {"has_bias": False, "has_embedding": True}, same, twins.Eagle),
     "eagle, biases of queries": (samples.eagle, {"qkv_bias": True}, same, twins.Eagle),
-    "eagle of speculators": (
-        samples.eagle,
-        {},
-        convert(published.as_speculators_eagle, layernorms=False),
-        twins.SpeculatorsEagle,
-    ),
-    "eagle of speculators with norms": (
-        samples.eagle,
-        {},
-        convert(published.as_speculators_eagle, layernorms=True),
-        twins.SpeculatorsEagle,
-    ),
     **{f"eagle3, {name}": (samples.eagle3, {"style": style}, same, twins.Eagle3) for name, style in STYLES.items()},
     **{
         f"eagle3 of speculators, {name}": (

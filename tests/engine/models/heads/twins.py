@@ -87,11 +87,7 @@ class Mimo(Twin):
         return self.logits(hidden), hidden
 
     def logits(self, hidden):
-        logits = self.projection_of_target(hidden)
-        if "d2t" in self.files:
-            rows = torch.arange(len(self.files["d2t"])) + self.files["d2t"]
-            return (hidden @ self.files["lm_head.weight"].T)[:, rows]
-        return logits
+        return self.projection_of_target(hidden)
 
 
 class DeepSeek(Mimo):
@@ -124,7 +120,7 @@ class Qwen(Mimo):
 
 
 class Eagle(Twin):
-    """EAGLE: the output of the layers is the next state, and enters the target's output projection as it is."""
+    """EAGLE: the output of the layer is the next state, and enters the target's output projection as it is."""
 
     def target_states(self, hidden):
         return self.final_norm_of_target(hidden[:, 0])
@@ -133,21 +129,8 @@ class Eagle(Twin):
         own = self.files.get("embed_tokens.weight")
         embeddings = self.embedding_of_target(tokens) if own is None else own[tokens]
         x = self.linear(torch.cat((embeddings, states), -1), "fc")
-        for index in range(self.fields["num_hidden_layers"]):
-            x = self.layer(x, f"layers.{index}.")
+        x = self.layer(x, "layers.0.")
         return self.projection_of_target(x), x
-
-
-class SpeculatorsEagle(Eagle):
-    """The same in the speculators library: with `layernorms`, both ends are normalized."""
-
-    def run(self, tokens, states):
-        embeddings = self.embedding_of_target(tokens)
-        if self.fields["layernorms"]:
-            embeddings = self.norm(embeddings, self.files["embedding_layernorm.weight"])
-        x = self.layer(self.linear(torch.cat((embeddings, states), -1), "fusion_fc"), "transformer.")
-        last = self.norm(x, self.files["pre_lm_head_layernorm.weight"]) if self.fields["layernorms"] else x
-        return self.projection_of_target(last), x
 
 
 class Eagle3(Twin):

@@ -1,52 +1,27 @@
 """Adapters that cannot be used are refused with one line, from their configuration and headers."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.models.checkpoint import Checkpoint
 from engine.models.loader import load_config
 from engine.models.lora.format import MAX_RANK, check_adapters
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
+from tests.engine.damage import edit_json, removed, tensor, written
 from tests.engine.lora_folders import write_adapter
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
 def config(**changes):
-    """Change fields of the configuration; None removes one."""
-
-    def harm(folder):
-        path = folder / "adapter_config.json"
-        fields = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-
-    return harm
-
-
-def tensor(name, value):
-    """Add or replace a tensor; None removes it."""
-
-    def harm(folder):
-        path = folder / "adapter_model.safetensors"
-        tensors = load_file(path)
-        tensors.pop(name, None)
-        save_file(tensors | ({} if value is None else {name: value}), path)
-
-    return harm
-
-
-def removed(name):
-    return lambda folder: (folder / name).unlink()
+    return lambda folder: edit_json(folder / "adapter_config.json", **changes)
 
 
 BAD = [
     (removed("adapter_config.json"), "adapter_config.json"),
     (removed("adapter_model.safetensors"), "has no adapter_model.safetensors"),
-    (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "damaged"),
+    (written("adapter_model.safetensors", "{}"), "damaged"),
     (config(peft_type="IA3"), "peft_type 'IA3'; only LORA"),
     (config(use_dora=True), "DoRA is not supported"),
     (config(modules_to_save=["lm_head"]), "modules_to_save is not supported"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.engine.damage import edit_json
 
 
 class Format(NamedTuple):
@@ -127,11 +128,5 @@ def quantize_folder(folder, form, *, skip=("lm_head", "gate.weight", "embed_toke
             parts, described[name] = quantize(stored.pop(name), form)
             stored |= {name.removesuffix("weight") + part: each for part, each in parts.items()}
     save_file(stored, folder / "model.safetensors")
-    edit(folder, quantization_config=form.fields)
+    edit_json(folder / "config.json", quantization_config=form.fields)
     return described
-
-
-def edit(folder, **changes):
-    """Change fields of `config.json`."""
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, **changes}))

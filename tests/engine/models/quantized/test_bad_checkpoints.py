@@ -11,7 +11,8 @@ from engine.models.loader import load_config, load_model
 from engine.models.quantized.config import read_quantization
 from ssd.errors import UserError
 from tests.engine.conftest import make_folder
-from tests.engine.models.quantized.formats import FORMATS, compressed, edit, quantize_folder
+from tests.engine.damage import edit_json
+from tests.engine.models.quantized.formats import FORMATS, compressed, quantize_folder
 
 INT8, PACKED, FP8 = FORMATS["int8, channels"], FORMATS["packed, 4 bits, groups"], FORMATS["vLLM's fp8"]
 LAYER = "model.layers.0.self_attn.o_proj."
@@ -96,7 +97,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_other_quantization_is_refused_by_name(model_folder, tmp_path, name):
     (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
-    edit(tmp_path, quantization_config=METHODS[name])
+    edit_json(tmp_path / "config.json", quantization_config=METHODS[name])
     with pytest.raises(UserError, match=r"describes quantized weights \(.*; it reads compressed-tensors") as refusal:
         load_config(tmp_path)
     assert name.replace("':", "',") in str(refusal.value)
