@@ -1,17 +1,22 @@
-"""Middleware for all routes: API keys, body size limits, and timeouts for stalled clients."""
+"""Middleware for all routes: request ids, API keys, body size limits, and timeouts for stalled clients."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
+import secrets
 from collections.abc import Collection
 from contextlib import suppress
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api.errors import ApiError, error_response
+
+REQUEST_ID = "x-request-id"
+VALID_ID = re.compile(r"[\w.:-]{1,128}")
 
 STALL_TIMEOUT_S = 60.0
 """Time after which a response is aborted if its buffers are full and the client reads nothing."""
@@ -48,8 +53,12 @@ class RequestChecks:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if VALID_ID.fullmatch(given) else secrets.token_hex(8)
 
-        async def send_in_time(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
             try:
                 async with asyncio.timeout(self._stall_timeout_s):
                     await send(message)
@@ -60,11 +69,11 @@ class RequestChecks:
         if error is not None:
             if "expect" not in headers:  # Otherwise the client waits for the response before it sends the body.
                 await self._discard_body(scope, receive)
-            await error_response(error)(scope, receive, send_in_time)
+            await error_response(error)(scope, receive, send_with_id)
             return
         # uvicorn closes the connection of an unfinished response.
         with suppress(StalledError):
-            await self._app(scope, self._limited(scope, receive), send_in_time)
+            await self._app(scope, self._limited(scope, receive), send_with_id)
 
     def _check(self, scope: Scope, headers: Headers) -> ApiError | None:
         """Return an error for a request without a valid key or with a too large Content-Length, otherwise None."""

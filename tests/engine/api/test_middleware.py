@@ -61,6 +61,16 @@ async def test_body_size_is_limited_with_and_without_content_length():
         assert (await http.post("/v1/echo", content=unannounced())).status_code == 413
 
 
+async def test_responses_have_request_ids():
+    async with client(["key"]) as http:
+        given = await http.get("/health", headers={"X-Request-Id": "mine-1"})
+        assert given.headers["x-request-id"] == "mine-1"
+        first, second = [(await http.post("/v1/echo")).headers["x-request-id"] for _ in range(2)]
+        assert first != second
+        invalid = await http.get("/health", headers={"X-Request-Id": "a b\tc"})
+        assert invalid.headers["x-request-id"] != "a b\tc"
+
+
 async def test_a_response_that_is_not_read_is_aborted():
     ended = []
 
