@@ -7,8 +7,8 @@ comparison need some minutes each, so a run of less than half an hour says littl
 
 The first sixth of the run is a warm-up. The second sixth is compared with the last one: memory must not grow by more
 than 2 %, no thread, descriptor or file may be left over, and the 99th percentile of request latency may rise by 10 % at
-most. The document soak.json is written to --out; it is also the last line of the output. The exit code is 1 if a
-target was missed.
+most. The page soak.html and the document soak.json are written to --out; the document is also the last line of the
+output. The exit code is 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def main() -> None:
     if options.minutes < MIN_MINUTES:
         parser.error(f"--minutes must be at least {MIN_MINUTES:g}")
 
+    from benchmarks.cluster.soak_page import render_page
     from benchmarks.support.targets import conclude
     from ssd.errors import UserError
 
@@ -86,7 +87,7 @@ def main() -> None:
         document = soak(options, lambda text: print(text, file=sys.stderr, flush=True))
     except UserError as problem:
         raise SystemExit(str(problem)) from None
-    conclude("soak", document, options.out)
+    conclude("soak", document, render_page(document), options.out)
 
 
 if __name__ == "__main__":

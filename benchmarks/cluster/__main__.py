@@ -1,7 +1,7 @@
 """Run two engines with two sidecars that share what they learn, and cause faults: `python -m benchmarks.cluster`.
 
-The traffic goes through a router. The document cluster.json is written to --out; it is also the
-last line of the output. The exit code is 1 if a target was missed.
+The traffic goes through a router. The page cluster.html and the document cluster.json are written to --out; the
+document is also the last line of the output. The exit code is 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> None:
     if unknown := set(faults) - set(FAULTS):
         parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
 
+    from benchmarks.cluster.page import render_page
     from benchmarks.cluster.run import Run, targets
     from benchmarks.support.targets import conclude
     from ssd.errors import UserError
@@ -44,7 +45,7 @@ def main() -> None:
     except UserError as problem:
         raise SystemExit(str(problem)) from None
     document["targets"] = targets(document)
-    conclude("cluster", document, options.out)
+    conclude("cluster", document, render_page(document), options.out)
 
 
 if __name__ == "__main__":

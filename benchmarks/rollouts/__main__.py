@@ -5,8 +5,8 @@ step. The problems are functions of the standard library to complete, and the re
 function. The first run takes half of --minutes; the second one makes the same number of steps. Drafts are verified
 exactly, so tokens, rewards, losses and final weights of both runs must be equal bit for bit.
 
-With --engines 2, two engine processes share a sidecar. The document rollouts.json is written to --out; it
-is also the last line of the output. The exit code is 1 if a target was missed.
+With --engines 2, two engine processes share a sidecar. The page rollouts.html and the document rollouts.json are
+written to --out; the document is also the last line of the output. The exit code is 1 if a target was missed.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    from benchmarks.rollouts.page import render_page
     from benchmarks.rollouts.report import document
     from benchmarks.rollouts.runs import write_trace
     from benchmarks.support.targets import conclude
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = document(settings, plain, drafted) | machine()
     for text in result["differences"]:
         log(text)
-    conclude("rollouts", result, options.out)
+    conclude("rollouts", result, render_page(result), options.out)
 
 
 def limit(steps: int | None, seconds: float | None) -> Callable[[Run], bool]:

@@ -72,6 +72,7 @@ def test_drafts_change_nothing_but_time(command, tmp_path):
     assert result["differences"] == []
     assert sum(epoch["accepted"] for epoch in result["epochs"]) > 0
     assert json.loads((tmp_path / "rollouts.json").read_text()) == result
+    assert "<svg" in (tmp_path / "rollouts.html").read_text()
 
     trace = load_trace(tmp_path / "rollouts.npz")
     assert trace.output_tokens == sum(step["output_tokens"] for step in result["steps"])

@@ -31,10 +31,12 @@ class Axis(NamedTuple):
         written: Callable[[float], str] = "{:g}".format,
         *,
         min_step: float = 0.0,
+        is_exact: bool = False,
     ) -> Axis:
-        """Return an axis from 0 to a round number of at least `largest`."""
+        """Return an axis from 0 to a round number of at least `largest`; is_exact: to `largest` itself."""
         values = svg.ticks(largest, min_step)
-        return cls(title, 0.0, values[-1], [(value, written(value)) for value in values])
+        last = largest if is_exact and largest > 0 else values[-1]
+        return cls(title, 0.0, last, [(value, written(value)) for value in values if value <= last])
 
     @classmethod
     def of(cls, labels: Sequence[str], title: str, at_most: int = 8) -> Axis:

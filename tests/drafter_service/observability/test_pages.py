@@ -102,8 +102,9 @@ def test_a_line_chart_has_axes_marks_and_a_legend():
     assert both.count("legend") == 1
 
 
-def test_axes_end_at_a_round_number():
+def test_axes_end_at_a_round_number_or_at_the_largest_value():
     assert Axis.to(9, "units")[2:] == (10, [(0, "0"), (2, "2"), (4, "4"), (6, "6"), (8, "8"), (10, "10")])
+    assert Axis.to(9, "units", is_exact=True)[2:] == (9, [(0, "0"), (2, "2"), (4, "4"), (6, "6"), (8, "8")])
     assert [label for _, label in Axis.of([*"abcdefg"], "letters", at_most=3).marks] == ["a", "d", "g"]
 
 
