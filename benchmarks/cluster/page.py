@@ -109,11 +109,15 @@ def _faults(document: Document) -> str:
     )
     rows = []
     for fault in document["faults"]:
+        if "skipped" in fault:
+            rows.append((fault["title"], *[""] * 6, f"skipped: {fault['skipped']}"))
+            continue
         figures = [f"{fault[name]:.2f}" if name in fault else "" for name in ("before", "lowest", "after")]
         seconds = fault.get("seconds")
         recovered = "not within a minute" if seconds is None else f"{seconds:.0f} s"
         lost = f"{fault['lost']} of {fault['acknowledged']}"
-        rows.append((fault["title"], f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
+        title = fault["title"] + ("" if fault["took_effect"] else " (without effect)")
+        rows.append((title, f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
     return html_table(heads, rows, kinds=("name", *[""] * 6, "name"))
 
 

@@ -141,19 +141,24 @@ class Run:
     def _fault(self, fault: Fault, cluster: Cluster, traffic: Traffic, meter: Meter, seed: int) -> Document:
         """Cause a fault and return its effects."""
         result: Document = {"name": fault.name, "title": fault.title}
+        if obstacle := fault.obstacle(cluster):
+            self.log(f"{fault.title}: skipped, {obstacle}")
+            return {**result, "skipped": obstacle}
         failed_before, requests_before = len(traffic.failures), len(traffic.records)
         wait_for_windows(meter, BEFORE_ROUNDS)
         sent = SentTexts(cluster.nodes, seed)
         with sent.running():
             time.sleep(1.0)
             fault_at = time.monotonic()
-            fault.run(cluster)
+            observed = fault.run(cluster)
             healed_at = time.monotonic()
             seen = await_recovery(meter, fault_at, healed_at)
         lost = sent.lost(SETTLE_S, fault.excuses)
         result |= {
             "fault_at": fault_at,
             "healed_at": healed_at,
+            "observed": observed,
+            "took_effect": fault.took_effect(observed),
             "requests": len(traffic.records) - requests_before,
             "failed": len(traffic.failures) - failed_before,
             "acknowledged": len(sent.acknowledged),
@@ -184,9 +189,11 @@ def summary(fault: Document) -> str:
     """Return the effects of a fault in one line."""
     before, lowest, after = (fault.get(name, 0.0) for name in ("before", "lowest", "after"))
     recovered = "not recovered" if fault.get("seconds") is None else f"after {fault['seconds']:.0f} s"
+    effect = "" if fault["took_effect"] else "; the fault had no effect"
     return (
         f"{fault['failed']} of {fault['requests']} requests failed, {fault['lost']} of {fault['acknowledged']} texts "
-        f"lost, tokens per step {before:.2f}, then {lowest:.2f}, then {after:.2f} ({recovered})"
+        f"lost, tokens per step {before:.2f}, then {lowest:.2f}, then {after:.2f} ({recovered}); "
+        f"{fault['observed']}{effect}"
     )
 
 
@@ -216,7 +223,7 @@ def await_recovery(meter: Meter, fault_at: float, healed_at: float) -> Recovery 
 
 def targets(document: Document) -> list[Document]:
     """Return the targets, and whether the run has reached them."""
-    faults = document["faults"]
+    faults = [fault for fault in document["faults"] if "skipped" not in fault]
     recoveries = [fault.get("seconds") for fault in faults]
     longest = max((seconds for seconds in recoveries if seconds is not None), default=0)
     failed = document["failed"] + document["mixed"]["failed"]
@@ -226,6 +233,7 @@ def targets(document: Document) -> list[Document]:
         at_most(0).row("failed requests", failed),
         at_most(0).row("outputs that differ from the first one of their prompt", document["different_outputs"]),
         at_most(0).row("acknowledged texts lost", sum(fault["lost"] for fault in faults)),
+        at_most(0).row("faults without effect", sum(not fault["took_effect"] for fault in faults)),
         at_most(0).row("faults without recovery within a minute", recoveries.count(None)),
         at_most(RECOVERY_S).row("longest recovery of tokens per step after a fault, s", longest),
     ]

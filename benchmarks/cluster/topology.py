@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -17,11 +21,14 @@ from benchmarks.cluster import engines
 from benchmarks.cluster.engines import EngineKind
 from benchmarks.cluster.link import Link
 from benchmarks.cluster.processes import ManagedProcess
+from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES
 from ssd.errors import UserError
 
 HOST = "127.0.0.1"
+DISK_BYTES = 256 << 20
+"""Size of the disk of a snapshot folder, where it may have one of its own."""
 CALL_TIMEOUT_S = 60.0
 SNAPSHOT_S = 30
 HEALTH_TIMEOUT_S = 1.0
@@ -51,6 +58,8 @@ class Node:
         self.name = name
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True)
+        self.has_disk = False
+        """Whether the snapshot folder is a disk of its own."""
         self.link = Link(redis_port)
         self.link.open()
         self.address = f"unix:{folder}/drafter.sock"
@@ -77,11 +86,22 @@ class Node:
             f"engine {name}", command, logs / f"engine-{name}.log", lambda: engines.is_ready(self.port), environment
         )
 
+    def restart_sidecar(self) -> None:
+        """Stop the sidecar, which saves its namespaces, and start it again."""
+        self.sidecar.stop()
+        self.sidecar.start()
+        self.sidecar.await_ready()
+
     @contextmanager
     def stub(self) -> Iterator[DrafterServiceStub]:
         """Connect to the sidecar for calls."""
         with grpc.insecure_channel(self.address, options=MESSAGE_SIZES) as channel:
             yield DrafterServiceStub(channel)
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of the sidecar."""
+        with self.stub() as stub:
+            return json.loads(stub.Report(pb.ReportRequest(), timeout=CALL_TIMEOUT_S).json)
 
 
 @dataclass
@@ -117,6 +137,9 @@ def running_cluster(nodes: int, settings: Settings) -> Iterator[Cluster]:
         cluster = _make(folder, nodes, settings)
         for node in cluster.nodes:
             stack.callback(node.link.close)
+            node.has_disk = mount(node.snapshots)
+            if node.has_disk:
+                stack.callback(subprocess.run, ["umount", "--lazy", str(node.snapshots)], check=True)
         for process in (cluster.redis, *(node.sidecar for node in cluster.nodes)):
             start(stack, [process])
         start(stack, [node.engine for node in cluster.nodes])
@@ -150,6 +173,14 @@ def _make(folder: Path, nodes: int, settings: Settings) -> Cluster:
         {"PYTHONPATH": str(engines.ROOT)},
     )
     return Cluster(made, redis, router, router_port, folder)
+
+
+def mount(folder: Path) -> bool:
+    """Give a folder a small disk of its own, in memory; return whether that is permitted."""
+    if os.geteuid() != 0:
+        return False
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder)]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def is_serving(address: str) -> bool:

@@ -256,8 +256,19 @@ def test_what_a_sidecar_acknowledged_just_before_its_kill_is_excused(monkeypatch
     assert not fault.excuses(Acknowledged(None, node, after))
 
 
-def test_targets_count_faults_without_recovery():
-    fault = {"lost": 0}
+@pytest.mark.parametrize(("full", "effect"), [(False, True), (True, False)])
+def test_a_full_disk_takes_effect_if_no_snapshot_was_saved(full, effect):
+    observed = {"saved_before": True, "saved_while_full": full, "saved_after": True}
+    assert faults.DiskFull().took_effect(observed) is effect
+
+
+@pytest.mark.parametrize(("offsets", "effect"), [([0, 3599, -3601, 0], True), ([0, 0, 0, 0], False)])
+def test_a_clock_jump_takes_effect_if_the_sidecar_sees_it(offsets, effect):
+    assert faults.ClockJumped().took_effect({"clock_offsets_s": offsets}) is effect
+
+
+def test_targets_count_faults_without_effect_and_without_recovery():
+    fault = {"lost": 0, "took_effect": True}
     document = {
         "mixed": {"ratio": 1.0, "failed": 0},
         "delay_ms": {"p99": 10},
@@ -265,14 +276,16 @@ def test_targets_count_faults_without_recovery():
         "different_outputs": 1,
         "faults": [
             {**fault, "seconds": 0.0},
-            {**fault, "seconds": 20.0},
+            {**fault, "seconds": 20.0, "took_effect": False},
             {**fault, "seconds": None},
             fault,
+            {"skipped": "no disk"},
         ],
     }
     rows = run.targets(document)
     assert {row["name"]: row["value"] for row in rows if not row["met"]} == {
         "outputs that differ from the first one of their prompt": 1,
+        "faults without effect": 1,
         "faults without recovery within a minute": 2,
     }
     assert rows[-1]["value"] == 20
