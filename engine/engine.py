@@ -68,7 +68,7 @@ class StepReport:
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Reasons why requests in `finished` were aborted: a grammar cannot continue."""
+    """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
     restarted: list[int] = field(default_factory=list)
     """Requests whose output so far was dropped, because the weights changed."""
     times: StageTimes = field(default_factory=StageTimes)
@@ -127,7 +127,8 @@ class Engine:
         self._speculation = Speculation(drafter, config, model.vocab_size, selection, self._device_drafting)
         extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
-        self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead)
+        self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
+        self._adapters = adapters
         self._grammars = grammars
         self._intake = Intake(
             model, config, executors.pages, decode=decode, drafters=drafters, grammars=grammars,
@@ -211,6 +212,7 @@ class Engine:
             is_ahead = self._can_run_ahead and self._launch(watch)
             report = self._commit(self._in_flight.popleft(), watch)
             report.is_ahead = is_ahead
+        self._end_refused(report)
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
@@ -288,8 +290,9 @@ class Engine:
         """Run requests and return their completions in the same order.
 
         `observe` is called with the report of each step; it may cancel requests, whose completions have the reason
-        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its grammar cannot
-        continue. After an exception, also one that `observe` raises, all requests are cancelled.
+        ABORT. Raises UserError if one of the requests cannot run: before any of them starts, or when its adapter cannot
+        be read or its grammar cannot continue. After an exception, also one that `observe` raises, all requests are
+        cancelled.
         """
         requests = list(requests)
         for request in requests:
@@ -316,8 +319,10 @@ class Engine:
             self._grammars.prepare()
 
     def close(self) -> None:
-        """Release the drafter."""
+        """Release the drafter and the adapters."""
         self._speculation.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _queue(self, request: Request) -> Sequence:
         with self._turns:
@@ -459,6 +464,14 @@ class Engine:
         )
         self.scheduler.register_pages(sequence)
         return cut
+
+    def _end_refused(self, report: StepReport) -> None:
+        """Abort the sequences that the scheduler removed because their adapter cannot be read."""
+        for sequence, problem in self.scheduler.refused:
+            self._speculation.finish(sequence, learn=False)
+            report.finished[sequence.sequence_id] = sequence.complete(Cut(0, FinishReason.ABORT))
+            report.refused[sequence.sequence_id] = str(problem)
+        self.scheduler.refused.clear()
 
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
         learn = sequence.request.learn and cut.reason is not FinishReason.ABORT

@@ -61,7 +61,7 @@ class EngineFailed:
 
 @dataclass(frozen=True)
 class RequestRefused:
-    """Event: a request cannot run, or cannot continue because of its grammar."""
+    """Event: a request cannot run, or cannot continue because of its adapter or its grammar."""
 
     request_id: int
     reason: str

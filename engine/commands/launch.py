@@ -127,7 +127,7 @@ def launch(
     )
     # Attached last: what was built before runs the model without adapters.
     adapters = check_adapters(options.loras, model.config)
-    pool = AdapterPool(model, adapters) if adapters else None
+    pool = AdapterPool(model, adapters, options.max_loras) if adapters else None
     recommended = load_generation_defaults(options.model).sampling
     # Requests with a penalty run in the eager executor, so no graph is captured for them.
     common: dict[str, Any] = {name: value for name, value in recommended.items() if name != "repetition_penalty"}

@@ -47,6 +47,8 @@ class EngineOptions:
     """Whether `ssd-remote` must find its sidecar at the start."""
     loras: Mapping[str, Path] = field(default_factory=dict)
     """Folders of LoRA adapters by the names that requests give."""
+    max_loras: int = 8
+    """Largest number of adapters in memory."""
     tensor_parallel: int = 1
     """Number of ranks that the model is divided over."""
 
@@ -277,6 +279,12 @@ def engine_options(max_sequences: int) -> Callable[[Callable[..., Any]], Callabl
             metavar="NAME=FOLDER",
             callback=_loras,
             help="LoRA adapter in PEFT's format that requests may choose by NAME. Can be repeated.",
+        ),
+        click.option(
+            "--max-loras",
+            type=click.IntRange(min=1),
+            default=8,
+            help="Maximum number of LoRA adapters in memory, hence of those that run at the same time.",
         ),
         click.option(
             "--tensor-parallel",

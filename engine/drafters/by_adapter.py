@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +17,22 @@ from ssd.types import DraftBatch, Progress, offsets_of
 if TYPE_CHECKING:
     from ssd import types
 
+MOST_ADAPTERS = 64
+"""Maximum number of drafters, unless more adapters have running sequences. Each takes 2 MB, a thread, and its text."""
+
 Begin = Callable[[Any, Progress], Callable[[], DraftBatch]]
 
 
 class AdapterDrafters:
-    """One drafter for requests without an adapter and one for each adapter, behind a single interface."""
+    """One drafter for requests without an adapter and one for each recently used adapter, behind a single interface."""
 
-    def __init__(self, base: types.Drafter, make: Callable[[str], types.Drafter]) -> None:
-        """make: returns a new drafter of the same kind for an adapter. It is called when the adapter is first used."""
+    def __init__(self, base: types.Drafter, make: Callable[[str], types.Drafter], most: int = MOST_ADAPTERS) -> None:
+        """make: returns a new drafter of the same kind for an adapter. most: see `MOST_ADAPTERS`."""
         self._base: Any = base
         self._make = make
-        self._by_adapter: dict[str, Any] = {}
-        """Drafters by the name of the adapter."""
+        self._most = most
+        self._by_adapter: OrderedDict[str, Any] = OrderedDict()
+        """Drafters by the name of the adapter, the least recently used first."""
         self._owners: dict[int, Any] = {}
         """The drafter of each running sequence."""
         if hasattr(base, "draft_after"):
@@ -77,8 +83,16 @@ class AdapterDrafters:
             drafter.close()
 
     def _drafter_of(self, adapter: str) -> Any:
+        """Return the drafter of an adapter; a new one may replace the least recently used one without sequences."""
         if adapter not in self._by_adapter:
+            if len(self._by_adapter) >= self._most:
+                busy = {id(owner) for owner in self._owners.values()}
+                idle = next((name for name, each in self._by_adapter.items() if id(each) not in busy), None)
+                if idle is not None:
+                    # Closing a client waits until the service has received everything that was sent.
+                    Thread(target=self._by_adapter.pop(idle).close).start()
             self._by_adapter[adapter] = self._make(adapter)
+        self._by_adapter.move_to_end(adapter)
         return self._by_adapter[adapter]
 
     def _call(self, begin: Begin, progress: Progress) -> DraftBatch:

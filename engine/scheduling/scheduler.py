@@ -6,12 +6,18 @@ from bisect import insort
 from collections import deque
 from math import ceil
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.sequence import Sequence
+from ssd.errors import UserError
+
+if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
+    from engine.models.lora.pool import AdapterPool
+
 
 BY_ARRIVAL = attrgetter("sequence_id")
 
@@ -20,24 +26,35 @@ class Scheduler:
     """Serves sequences in the order of their arrival.
 
     Pages are allocated as sequences grow. When they run out, the newest sequence is preempted: its pages are freed, and
-    it waits to be recomputed. The oldest sequence therefore always advances.
+    it waits to be recomputed. The oldest sequence therefore always advances. Later sequences may be admitted
+    before a sequence whose adapter is not in memory.
     """
 
-    def __init__(self, config: EngineConfig, pages: PagePool, extra_rows: int = 0, draft_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pages: PagePool,
+        extra_rows: int = 0,
+        draft_ahead: int = 0,
+        adapters: AdapterPool | None = None,
+    ) -> None:
         """extra_rows: largest number of rows that the drafter adds to a sequence's part of a step. draft_ahead: number
-        of slots after the computed tokens that a step writes for the next draft.
+        of slots after the computed tokens that a step writes for the next draft. adapters: those that requests may use.
         """
         self.pages = pages
         self.waiting: deque[Sequence] = deque()
-        """In the order of arrival. They are newer than the running ones."""
+        """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
+        self.refused: list[tuple[Sequence, UserError]] = []
+        """Sequences that `plan` removed because their adapter cannot be read; the engine empties it."""
         self.preemptions = 0
         self.is_draining = False
         """Whether sequences that have not begun stay waiting."""
         self._config = config
         self._extra_rows = extra_rows
         self._draft_ahead = draft_ahead
+        self._adapters = adapters
         # The slot of the last committed token; without the others, only the draft is worse.
         self._needed_ahead = min(draft_ahead, 1)
         self._watermark = ceil(config.watermark * pages.count)
@@ -118,6 +135,8 @@ class Scheduler:
         if sequence.is_running:
             self.running.remove(sequence)
             sequence.is_running = False
+            if self._adapters is not None and sequence.request.adapter is not None:
+                self._adapters.release(sequence.request.adapter)
             self.pages.free(sequence.pages)
             sequence.pages = []
         else:
@@ -130,8 +149,9 @@ class Scheduler:
             ids = [sequence.sequence_id for sequence in sequences]
             if ids != sorted(set(ids)):
                 raise AssertionError("sequences are not in the order of their arrival")
-        if self.waiting and self.running and self.running[-1].sequence_id > self.waiting[0].sequence_id:
-            raise AssertionError("a sequence was passed by a later one")
+        oldest = next((sequence.sequence_id for sequence in self.waiting if sequence.request.adapter is None), None)
+        if oldest is not None and any(sequence.sequence_id > oldest for sequence in self.running):
+            raise AssertionError("a sequence without an adapter was passed by a later one")
         if any(sequence.pages or sequence.computed for sequence in self.waiting):
             raise AssertionError("a waiting sequence has pages")
         for sequence in self.running:
@@ -150,24 +170,54 @@ class Scheduler:
                 raise AssertionError("a registered page does not hold the tokens of its hash")
 
     def _admit(self) -> None:
-        """Move waiting sequences to the running ones up to the first one that lacks pages."""
+        """Move waiting sequences to the running ones while there is room for them."""
+        self._admit_ready()
+        if self.waiting and not self.running and self._adapters is not None:
+            self._adapters.wait()
+            self._admit_ready()
+
+    def _admit_ready(self) -> None:
+        """Admit sequences up to the first one that lacks pages; those that have to wait otherwise are skipped."""
         if not self.waiting:
             return
         reserved = sum(self._missing_pages(sequence, len(sequence)) for sequence in self.running)
+        skipped: list[Sequence] = []
+        missing: set[str] = set()
         while self.waiting and len(self.running) < self._config.max_sequences:
             sequence = self.waiting[0]
-            # Those that were preempted are the oldest.
-            if self.is_draining and not sequence.preemptions:
-                break
+            try:
+                must_wait = self.is_draining and not sequence.preemptions
+                if must_wait or not self._has_adapter(sequence, missing):
+                    skipped.append(self.waiting.popleft())
+                    continue
+            except UserError as problem:
+                self.refused.append((self.waiting.popleft(), problem))
+                continue
             needed = reserved + self.pages.pages_for(len(sequence)) - self._owned_prefix(sequence)
             # A sequence that fits only alone is admitted when nothing else runs.
             if self.running and needed + self._watermark > self.pages.free_count:
                 break
             self._start(self.waiting.popleft())
             reserved += self._missing_pages(sequence, len(sequence))
+        self.waiting.extendleft(reversed(skipped))
+
+    def _has_adapter(self, sequence: Sequence, missing: set[str]) -> bool:
+        """Return whether a sequence can run with its adapter now; otherwise add the adapter to `missing`.
+
+        missing: adapters for which older sequences wait. Raises UserError for an adapter that cannot be read.
+        """
+        name = sequence.request.adapter
+        if self._adapters is None or name is None:
+            return True
+        if name not in missing and self._adapters.prepare(name, missing):
+            return True
+        missing.add(name)
+        return False
 
     def _start(self, sequence: Sequence) -> None:
-        self.running.append(sequence)
+        if self._adapters is not None and sequence.request.adapter is not None:
+            self._adapters.acquire(sequence.request.adapter)
+        insort(self.running, sequence, key=BY_ARRIVAL)
         sequence.is_running = True
         self._reuse(sequence)
 

@@ -151,8 +151,8 @@ class ChosenDepth:
         assert 0 <= accepted <= produced
 
 
-def chain_engine(config, pages, drafter, selection=None, *, has_graph=False, depth=None, drafters=()):
-    """An engine with this model. depth: returns the number of steps in flight.
+def chain_engine(config, pages, drafter, selection=None, *, has_graph=False, depth=None, drafters=(), adapters=None):
+    """An engine with this model, whose outputs do not depend on adapters. depth: returns the number of steps in flight.
 
     has_graph: with a graph executor, unless the drafter needs the target's outputs.
     """
@@ -161,7 +161,7 @@ def chain_engine(config, pages, drafter, selection=None, *, has_graph=False, dep
     has_graph = has_graph and drafter.needs == NO_OUTPUTS
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
-    engine = Engine(MODEL, config, executors, drafter, selection=selection, drafters=drafters)
+    engine = Engine(MODEL, config, executors, drafter, selection=selection, drafters=drafters, adapters=adapters)
     if depth is not None:
         engine._depth = ChosenDepth(depth)
     return engine

@@ -5,10 +5,12 @@ Everything that can be refused is found in the configuration and in the headers 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
+from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of the names of modules in PEFT's weights."""
+DIGESTED_BYTES = 1 << 20
+"""Number of bytes at each end of the file of weights that are compared to notice that it was replaced."""
 MAX_RANK = 512
 """Largest rank; vLLM's limit."""
 MAX_ALPHA = 1e6
@@ -77,22 +81,32 @@ class Update(NamedTuple):
 class Adapter:
     """An adapter that fits a model; its weights are not read yet."""
 
-    checkpoint: Checkpoint
+    name: str
+    folder: Path
     modules: Mapping[str, AdapterModule]
     """By the name of the module in the checkpoint, in ascending order."""
     places: Mapping[str, Place] = field(repr=False)
     """Modules that adapters of this model may change, by name. Those of one layer are in the order of its rows."""
+    digest: str = ""
+    """Digest of the file of weights; see `_digest`."""
 
     def read(self) -> dict[str, Update]:
-        """Return the updates by the name of the module, float32. Raises UserError for values that are not finite."""
+        """Return the updates by the name of the module, float32.
+
+        Raises UserError, also for files that were replaced since they were checked: pages in the prefix cache and
+        remembered outputs belong to the previous files.
+        """
+        checkpoint, modules = _check_modules(self.folder, self.places)
         targets: dict[str, Tensor] = {}
-        for module, (place, rank, _) in self.modules.items():
+        for module, (place, rank, _) in modules.items():
             targets[_weight_name(module, "A")] = torch.empty(rank, place.inputs)
             targets[_weight_name(module, "B")] = torch.empty(place.rows, rank)
-        self.checkpoint.copy_into(targets)
+        checkpoint.copy_into(targets)
+        if (modules, _digest(self.folder)) != (self.modules, self.digest):
+            raise UserError(f"{self.folder} has changed since the engine started; restart the engine to use it")
         return {
             module: Update(targets[_weight_name(module, "A")].t(), targets[_weight_name(module, "B")].t() * scale)
-            for module, (_, _, scale) in self.modules.items()
+            for module, (_, _, scale) in modules.items()
         }
 
 
@@ -109,7 +123,7 @@ def check_adapters(folders: Mapping[str, Path], config: ModelConfig) -> dict[str
     adapters = {}
     for name, folder in folders.items():
         try:
-            adapters[name] = _check(folder, places)
+            adapters[name] = _check(name, folder, places)
         except UserError as problem:
             raise UserError(f"--lora {name}: {problem}") from None
     return adapters
@@ -128,9 +142,15 @@ def adapter_places(decoder: Decoder) -> dict[str, Place]:
     return places
 
 
-def _check(folder: Path, places: Mapping[str, Place]) -> Adapter:
+def _check(name: str, folder: Path, places: Mapping[str, Place]) -> Adapter:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one that PEFT's save_pretrained wrote")
+    _, modules = _check_modules(folder, places)
+    return Adapter(name, folder, modules, places, _digest(folder))
+
+
+def _check_modules(folder: Path, places: Mapping[str, Place]) -> tuple[Checkpoint, dict[str, AdapterModule]]:
+    """Return the checked weights of a folder, which are not read, and the modules that they change."""
     if not (folder / ADAPTER_CONFIG).exists():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}; save the adapter with save_pretrained of PEFT")
     fields = read_json(folder / ADAPTER_CONFIG)
@@ -151,7 +171,7 @@ def _check(folder: Path, places: Mapping[str, Place]) -> Adapter:
         shapes[_weight_name(module, "A")] = (rank, place.inputs)
         shapes[_weight_name(module, "B")] = (place.rows, rank)
     checkpoint.check(shapes, is_redundant=lambda _: False)
-    return Adapter(checkpoint, modules, places)
+    return checkpoint, modules
 
 
 def _check_config(fields: Mapping[str, Any]) -> None:
@@ -201,3 +221,17 @@ def _checkpoint(folder: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained of PEFT")
     return Checkpoint(folder, [path], config_file=ADAPTER_CONFIG)
+
+
+def _digest(folder: Path) -> str:
+    """Return a digest of the size and of both ends of the file of weights, in hex; reading all would take too long."""
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, SEEK_END)
+            file.seek(max(0, size - DIGESTED_BYTES))
+            end = file.read()
+            file.seek(0)
+            return hashlib.sha256(file.read(DIGESTED_BYTES) + end + str(size).encode()).hexdigest()
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None

@@ -129,10 +129,13 @@ class LoraLinear(nn.Module):
     def store(self, slot: int, updates: Mapping[str, Update]) -> None:
         """Store an adapter's updates. Updates of modules of other layers are ignored."""
         for name, columns, up in zip(self._names, self._columns, self._up, strict=True):
+            down = self._down[slot, :, columns]
+            down.zero_()
+            up[slot].zero_()
             if name in updates:
                 given = updates[name]
                 rank = given.down.shape[1]
-                self._down[slot, :, columns][:, :rank] = given.down
+                down[:, :rank] = given.down
                 up[slot, :rank] = given.up
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapter_server(folders):
     adapters = [f"--lora={name}={folders / name}" for name in "ab"]
-    with serving(*adapters) as server:
+    with serving("--max-loras", "1", *adapters) as server:
         yield server
 
 
@@ -48,6 +48,25 @@ def test_adapters_are_listed_and_unknown_ones_are_not_found(adapter_server):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert f"this server has '{MODEL}', 'a', 'b'" in answer.json()["error"]["message"]
         assert http.get("/v1/models/c").status_code == 404
+
+
+def test_a_removed_adapter_ends_only_its_own_requests(adapter_server, folders):
+    with httpx.Client(base_url=adapter_server.url, timeout=TIMEOUT_S) as http:
+
+        def ask(name, prompt, **more):
+            return http.post("/v1/completions", json=BODY | {"model": name, "prompt": prompt} | more)
+
+        ask("a", "takes the place of b in memory")
+        (folders / "b").rename(folders / "moved")
+        refused = ask("b", "one")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "the adapter b cannot be read; see the engine's log"
+        streamed = ask("b", "two", stream=True).text
+        assert "the adapter b cannot be read" in streamed
+        assert str(folders) not in streamed
+        assert ask("a", "three").status_code == 200
+        (folders / "moved").rename(folders / "b")
+        assert ask("b", "four").status_code == 200
 
 
 @pytest.mark.parametrize(

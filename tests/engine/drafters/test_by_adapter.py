@@ -1,6 +1,7 @@
 """`AdapterDrafters` gives each drafter its own sequences, and returns drafts in the order of the batch."""
 
 from itertools import pairwise
+from threading import Event
 
 import numpy as np
 import pytest
@@ -136,3 +137,49 @@ def test_all_requests_are_sent_before_the_first_wait():
     batch = joint.draft(progress_of([1, 1, 1]))
     assert [call for call in calls if isinstance(call, str)] == ["sent"] * 3 + ["waited"] * 3
     assert [batch.tokens_of(index).tolist() for index in range(3)] == [[0, 101], [1, 100], [2, 102]]
+
+
+def test_the_least_recently_used_drafter_without_sequences_is_replaced():
+    made, closed = [], Event()
+
+    class Closing(Labeled):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def make(name):
+        made.append(Closing(name))
+        return made[-1]
+
+    joint = AdapterDrafters(Labeled(0), make, most=2)
+    for sequence_id, name in enumerate("abac"):  # a is running
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
+        if name == "b":
+            joint.finish(sequence_id, np.array([], np.uint32))
+    assert [drafter.label for drafter in made] == ["a", "b", "c"]
+    assert closed.wait(60)
+    joint.start(4, np.array([1], np.uint32), adapter="d")  # all others are running
+    assert [("close",) in drafter.calls for drafter in made] == [False, True, False, False]
+    joint.close()
+    assert all(("close",) in drafter.calls for drafter in made)
+
+
+def test_the_drafter_that_was_not_used_for_longest_is_replaced():
+    made, closed = [], Event()
+
+    class Closing(Labeled):
+        def close(self):
+            super().close()
+            closed.set()
+
+    def make(name):
+        made.append(Closing(name))
+        return made[-1]
+
+    joint = AdapterDrafters(Labeled(0), make, most=2)
+    for sequence_id, name in enumerate("abac"):
+        joint.start(sequence_id, np.array([1], np.uint32), adapter=name)
+        joint.finish(sequence_id, np.array([], np.uint32))
+    assert closed.wait(60)
+    assert [drafter.label for drafter in made if ("close",) in drafter.calls] == ["b"]
+    joint.close()

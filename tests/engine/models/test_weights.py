@@ -81,10 +81,13 @@ def test_adapters_stay_attached(folders, tmp_path, form):
     logits = []
     for folder in folders:
         model = FORMS[form](load_model(folder))
-        pool = AdapterPool(model, check_adapters({"a": tmp_path / "a"}, model.config))
+        pool = AdapterPool(model, check_adapters({"a": tmp_path / "a"}, model.config), 1)
+        pool.prepare("a")
+        pool.wait()
         if folder is old:
             overwrite_weights(model, check_weights(model, new))
         logits.append(run(model, entries([3, 4], [None, "a"]), pool))
+        pool.close()
     assert torch.equal(*logits)
 
 

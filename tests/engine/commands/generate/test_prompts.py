@@ -79,7 +79,7 @@ def test_a_missing_prompt_at_a_terminal_is_an_error(run, model_folder):
 def test_lines_choose_their_adapters(run, model_folder, tmp_path):
     for seed, name in enumerate("ab"):
         write_adapter(tmp_path / name, model_folder, seed=seed)
-    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}")
+    adapters = ("--lora", f"a={tmp_path / 'a'}", "--lora", f"b={tmp_path / 'b'}", "--max-loras", "1")
     texts = {}
     for name in (None, "a", "b"):
         chosen = () if name is None else ("--adapter", name)

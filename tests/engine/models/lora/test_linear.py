@@ -67,7 +67,12 @@ def folders(request, tmp_path_factory):
 
 
 def pool_of(model, folder, names=tuple(ADAPTERS)):
-    return AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)))
+    pool = AdapterPool(model, check_adapters({name: folder / name for name in names}, load_config(folder)), len(names))
+    for name in names:
+        pool.prepare(name)
+    pool.wait()
+    assert pool.loaded == list(names)
+    return pool
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -86,6 +91,7 @@ def test_rows_of_several_adapters_equal_merged_weights(folders, packed):
     assert (run(merged[None], plans) - logits).abs().amax(dim=1).gt(1e-2).tolist() == [
         plan.sequence.request.adapter is not None for plan in plans
     ]
+    pool.close()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -102,6 +108,7 @@ def test_adapters_of_models_with_experts_and_latent_attention_equal_merged_weigh
     assert (logits[[0, 2]] - run(merged, plans)[[0, 2]]).abs().max() < 1e-4
     assert (logits[1] - run(load_model(tmp_path), plans)[1]).abs().max() < 1e-4
     assert (logits[2] - run(load_model(tmp_path), plans)[2]).abs().max() > 1e-2
+    pool.close()
 
 
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
@@ -115,6 +122,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(folders):
     for index in range(3):
         assert torch.equal(run(model, [plans[index]], pool)[0], together[index])
     assert torch.equal(alone[1], together[1])
+    pool.close()
 
 
 @pytest.mark.parametrize("form", ["int8, channels", "fp8, blocks"])
@@ -131,3 +139,4 @@ def test_adapters_change_a_model_with_quantized_weights(tmp_path, form):
     logits = run(model, plans, pool)
     for index, merged in enumerate((merged_model(whole, updates), load_model(whole))):
         torch.testing.assert_close(logits[index : index + 1], run(merged, [plans[index]]), rtol=1e-4, atol=1e-4)
+    pool.close()
