@@ -1,4 +1,4 @@
-"""Measure the index: memory, draft and snapshot times, and the delay until new text can be drafted.
+"""Measure the index: memory, search, draft and snapshot times, and the delay until new text can be drafted.
 
     python -m benchmarks.index [--tokens 16M] [--contexts 3000] [--out FILE]
     python -m benchmarks.index --builder pydivsufsort [--tokens 16M]
@@ -167,6 +167,20 @@ def time_batches(corpus: ssd.Corpus, requests: list[np.ndarray], rounds: int) ->
     return seconds
 
 
+def time_searches(corpus: ssd.Corpus, requests: list[np.ndarray]) -> list[float]:
+    """Return the seconds of each longest-match search, with a context of each request."""
+    rng = np.random.default_rng(3)
+    from ssd.corpus.search import longest_match
+
+    seconds, depth = [], DrafterConfig.match_depth
+    for request, end in zip(requests, rng.integers(32, REQUEST_TOKENS, len(requests)).tolist(), strict=True):
+        context = request[:end]
+        began = time.perf_counter()
+        longest_match(corpus.view, context, depth)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
 def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     """Return the microseconds per output token for committing, learning and counting."""
     drafter = ssd.SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
@@ -279,7 +293,8 @@ def time_feed(corpus: ssd.Corpus, writer: Writer, contexts: list[np.ndarray]) ->
 def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str, object]:
     """Measure all figures for a corpus of `tokens` tokens."""
     # Kernels are loaded first, so that their memory is not counted as the corpus's.
-    import_module("ssd.drafter")
+    for module in ("ssd.drafter", "ssd.corpus.search"):
+        import_module(module)
     writer = Writer(seed=1)
     additions = write_additions(writer, tokens)
     gc.collect()
@@ -301,7 +316,8 @@ def measure(tokens: int, contexts: int, say: Callable[[str], None]) -> dict[str,
         say(f"drafting: {name}")
         time_drafts(corpus, config, fresh[:50], 500)
         result |= percentiles(time_drafts(corpus, config, fresh[50:], contexts), name)
-    say("batches, feedback")
+    say("searching, batches, feedback")
+    result |= percentiles(time_searches(corpus, Writer(seed=4).take(contexts * REQUEST_TOKENS)), "search")
     batches = time_batches(corpus, Writer(seed=5).take(BATCH * 40 * REQUEST_TOKENS), 200)
     result["batch64_us_p50"] = percentiles(batches, "batch")["batch_us_p50"]
     result["feedback_us_per_token"] = round(time_feedback(corpus, Writer(seed=6).take(100 * REQUEST_TOKENS)), 2)
@@ -328,7 +344,7 @@ def main() -> None:
     """Measure and print."""
     parser = new_parser("index", __doc__)
     parser.add_argument("--tokens", default="16M", help="size of the corpus, such as 1M or 16000000")
-    parser.add_argument("--contexts", type=positive, default=3000, help="drafts that are timed")
+    parser.add_argument("--contexts", type=positive, default=3000, help="drafts and searches that are timed")
     parser.add_argument("--builder", choices=["pydivsufsort"], help="library to compare sorting with (extra: dev)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results")
     options = parser.parse_args()

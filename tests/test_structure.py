@@ -18,6 +18,7 @@ ALLOWED = {
         "drafter_service",
         "ssd",
         "annotated_types",
+        "arctic_inference",
         "click",
         "fsspec",
         "google.protobuf",

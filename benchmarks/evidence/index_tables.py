@@ -25,6 +25,7 @@ def index_table() -> str:
             ("bytes per token at rest", lambda it: f"{it['bytes_per_token']:.1f}", "12"),
             ("bytes per token at the peak of a merge", lambda it: f"{it['peak_bytes_per_token_merging']:.1f}", "16"),
             ("building from scratch, wall / processor time", lambda it: _seconds(it, "build", "build_cpu"), ""),
+            ("longest-match search", lambda it: _pair(it, "search"), "4 / 15 us"),
             ("path of 6 tokens", lambda it: _pair(it, "path"), "10 / 60 us"),
             ("tree of 16 tokens", lambda it: _pair(it, "tree16"), "40 / 150 us"),
             ("batch of 64 drafts of 8 tokens, median", lambda it: f"{it['batch64_us_p50']:.0f} us", "500 us"),

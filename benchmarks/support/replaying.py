@@ -15,13 +15,14 @@ from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers.arctic import Arctic
 from benchmarks.support.scores import COLD_SHARE, LATE_EPOCH, Tally
 from benchmarks.traces import Trace
+from drafter_service.commands.advise.arctic import batch_of
 from drafter_service.commands.advise.replay import TimedDrafter, steps_of
 from drafter_service.commands.advise.running import Running
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
 from ssd.baselines.classic import ClassicDrafter
 from ssd.corpus.rollout import Rollout
-from ssd.types import ROOT, DraftBatch, Progress, Source, offsets_of
+from ssd.types import DraftBatch, Progress
 
 
 class Stopwatch:
@@ -128,23 +129,6 @@ class MeasuredPeer(MeasuredDrafter):
     def bytes_per_token(self) -> float | None:
         """Return the memory of Arctic's tree; that of Python objects says nothing about the originals."""
         return self.inner.bytes_per_token() if isinstance(self.inner, Arctic) else None
-
-
-def batch_of(answers: list[Any]) -> DraftBatch:
-    """Return the drafts of all sequences; peers give path probabilities."""
-    sizes = np.array([len(answer.token_ids) for answer in answers], np.uint32)
-    probs = []
-    for answer in answers:
-        for parent, path_prob in zip(answer.parents, answer.probs, strict=True):
-            before = 1.0 if parent == ROOT else answer.probs[parent]
-            probs.append(path_prob / before if before else 0.0)
-    return DraftBatch(
-        tokens=np.array([token for answer in answers for token in answer.token_ids], np.uint32),
-        parents=np.array([parent for answer in answers for parent in answer.parents], np.int32),
-        accept_prob=np.array(probs, np.float32),
-        source=np.full(int(sizes.sum()), Source.CORPUS, np.uint8),
-        offsets=offsets_of(sizes),
-    )
 
 
 def replay(

@@ -100,6 +100,7 @@ class Trace:
             prompt_lengths=np.tile([request.prompt_length for request in self.requests], times),
             began_s=unknown,
             ended_s=unknown,
+            users=np.full(len(unknown), -1),
             sessions=_renumbered([request.session for request in self.requests], times),
             groups=np.tile([request.group for request in self.requests], times),
             versions=_renumbered([request.version for request in self.requests], times),

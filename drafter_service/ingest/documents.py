@@ -26,7 +26,7 @@ class Item(NamedTuple):
     """The last part of the prompt, or the whole prompt with `Reading.whole_prompts`."""
     output: Part
     origin: Origin | None = None
-    """Times and session, with `Reading.has_origins`."""
+    """Time, user and session, with `Reading.has_origins`."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Read the times and the session of a recorded request from the fields that logs commonly have."""
+"""Read the times, user and session of a recorded request from the fields that logs commonly have."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ SECONDS = {
     "duration_ms": 1e-3,
 }
 """Fields with the duration of a request, and their units in seconds."""
+USERS = ("user", "user_id", "end_user", "safety_identifier")
 SESSIONS = ("session_id", "session", "conversation_id", "chat_id", "thread_id")
-FIELDS = frozenset((*BEGAN, *ENDED, *SECONDS, *SESSIONS, "metadata"))
+FIELDS = frozenset((*BEGAN, *ENDED, *SECONDS, *USERS, *SESSIONS, "metadata"))
 """Names of all fields that are read."""
 UNITS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))
 """Times above the first number are in the second unit: nanoseconds, microseconds, milliseconds; others in seconds."""
 
 
 class Origin(NamedTuple):
-    """Times and session of a request; None where a log does not have them."""
+    """Time, user and session of a request; None where a log does not have them."""
 
     began_s: float | None = None
     """Seconds since the epoch."""
     ended_s: float | None = None
+    user: str | None = None
     session: str | None = None
 
 
@@ -49,7 +51,8 @@ def origin_of(record: object) -> Origin:
         durations = (_number(value, unit) for name, unit in SECONDS.items() for value in _values(objects, (name,)))
         duration = _first(durations)
         ended = None if duration is None or duration < 0 else began + duration
-    return Origin(began, ended, _first(map(_name, _values(objects, SESSIONS))))
+    user, session = (_first(map(_name, _values(objects, names))) for names in (USERS, SESSIONS))
+    return Origin(began, ended, user, session)
 
 
 def _values(objects: Iterable[Record], names: Iterable[str]) -> Iterable[object]:

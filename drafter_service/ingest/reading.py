@@ -32,7 +32,7 @@ class Reading:
     whole_prompts: bool = False
     """Whether documents have whole prompts instead of their ends, with which they are scored."""
     has_origins: bool = False
-    """Whether times and sessions are read."""
+    """Whether times, users and sessions are read."""
     block_bytes: int = BLOCK_BYTES
     """Approximate size of a chunk."""
     faults: Faults = field(default_factory=Faults)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from benchmarks.support.drafters import Candidate
-from benchmarks.support.peers.arctic import HIGH_COST_SETTINGS, LOW_COST_SETTINGS, Arctic
+from benchmarks.support.peers.arctic import Arctic
 from benchmarks.support.peers.automaton import SuffixAutomata
 from benchmarks.support.peers.one_by_one import OneByOne
 from benchmarks.support.peers.prompt_lookup import PromptLookup, VllmNgram
 from benchmarks.support.peers.rollouts import Das, PreviousAnswer, SpecRl
 from benchmarks.support.peers.tries import RestLike, SglangNgram
+from drafter_service.commands.advise.arctic import HIGH_COST_SETTINGS, LOW_COST_SETTINGS
 
 PACKAGES = {**dict.fromkeys(("arctic", "das", "specrl"), "arctic_inference"), "pld": "transformers"}
 """Packages that peers need."""

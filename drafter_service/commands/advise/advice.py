@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.host_flags import PaddedSpeedup, vllm_flags
+from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
 from drafter_service.commands.advise.traffic import Traffic
@@ -33,6 +35,9 @@ PREFIX_TOKENS = 32
 """Requests whose prompts begin with the same tokens form a group."""
 MIN_GROUP_SHARE = 0.01
 MAX_GROUPS = 12
+SOURCE_COVERAGE = 0.98
+"""Share of the accepted tokens whose sources the recommended capacity keeps."""
+AGES = tuple(1 << power for power in range(12, 33))
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,14 @@ class Advice:
     """By prompt prefix, most output tokens first."""
     sizes: Sequence[Group]
     """By length of the output."""
+    kept: Sequence[tuple[int, float]]
+    """Tokens remembered, and share of the accepted tokens whose source would still be in the corpus."""
+    tokens_per_hour: float | None
+    """Rate at which the log fills a corpus; None without times."""
+    other_users: float | None
+    """Share of the traced accepted tokens that came from another user's text; None where the log has no users."""
+    other_sessions: float | None
+    """Share of the traced accepted tokens that came from another session's text; None where the log has no sessions."""
     notes: Sequence[str]
     """Sentences about anything unusual in the log."""
 
@@ -109,6 +122,8 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     ascending = sorted(counts)
     by_concurrency = [trial("ssd", shape, longest, count) for count in ascending for shape in SHAPES]
     others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
+    if arctic.is_installed():
+        others.append(trial("arctic", "tree", longest, main))
     lengths = [trial("ssd", "path", length, main) for length in MAX_DRAFTS]
     padded = [trial("ssd", "path", length, count, is_padded=True) for count in ascending for length in MAX_DRAFTS]
     return by_concurrency + others + lengths + padded
@@ -133,6 +148,8 @@ def advise(
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
     best = replace(_speedup(whole), concurrency=concurrency_of(traffic, given))
+    assert whole.origins is not None
+    kept = _kept(whole.origins)
     compared = [_speedup(outcome) for outcome in samples]
     paths = [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
     padded = _best_padded(paths)
@@ -141,7 +158,7 @@ def advise(
     best_padded = [PaddedSpeedup(one.max_draft, one.concurrency, one.speedup) for one in padded]
     return Advice(
         verdict=_verdict(best, profile),
-        settings=DrafterConfig(draft_shape=best.draft_shape, max_draft=best.max_draft),
+        settings=DrafterConfig(capacity=_capacity(kept), draft_shape=best.draft_shape, max_draft=best.max_draft),
         vllm=""
         if best.speedup < MIN_USEFUL_SPEEDUP
         else vllm_flags(fastest, _max_draft(unpadded), best_padded, best.concurrency),
@@ -151,6 +168,10 @@ def advise(
         growth=_growth(whole.replay),
         groups=_prefix_groups(traffic, whole.replay),
         sizes=_size_groups(whole.replay),
+        kept=kept,
+        tokens_per_hour=_tokens_per_hour(traffic),
+        other_users=_share_from_other_owners(whole.origins, traffic.users),
+        other_sessions=_share_from_other_owners(whole.origins, traffic.sessions),
         notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
     )
 
@@ -248,6 +269,44 @@ def _size_groups(replay: Replay) -> list[Group]:
         name = f"{first:,} output tokens" if first == last else f"{first:,} to {last:,} output tokens"
         groups.append(_group(name, rows.tolist(), replay, total))
     return groups
+
+
+def _kept(origins: Origins) -> list[tuple[int, float]]:
+    """Return which share of the accepted tokens with a source in the corpus has one that is at most this old."""
+    ages, accepted = np.array(origins.ages, np.int64), np.array(origins.accepted, np.int64)
+    known = ages >= 0
+    total = int(accepted[known].sum())
+    if not total:
+        return []
+    shares = [(age, float(accepted[known & (ages <= age)].sum() / total)) for age in AGES]
+    end = next(index for index, (_, share) in enumerate(shares) if share >= 1)
+    return shares[: end + 1]
+
+
+def _capacity(kept: Sequence[tuple[int, float]]) -> int:
+    """Return a capacity, in steps of a factor of two, that keeps enough sources, with room for as much again."""
+    if not kept:
+        return DrafterConfig.capacity
+    needed = next(age for age, share in kept if share >= SOURCE_COVERAGE)
+    return min(max(2 * needed, 1 << 20), 1 << 30)
+
+
+def _tokens_per_hour(traffic: Traffic) -> float | None:
+    if not traffic.has_times:
+        return None
+    seconds = float(traffic.began_s.max() - traffic.began_s.min())
+    return None if seconds <= 0 else float(traffic.output_lengths.sum()) / seconds * 3600
+
+
+def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | None:
+    """Return the share of the traced accepted tokens that came from a request of another known owner."""
+    requests, sources = np.array(origins.requests, np.int64), np.array(origins.sources, np.int64)
+    accepted = np.array(origins.accepted, np.int64)
+    if not len(requests) or (owners < 0).all():
+        return None
+    mine, theirs = owners[requests], owners[sources]
+    is_foreign = (sources >= 0) & (mine >= 0) & (theirs >= 0) & (mine != theirs)
+    return float(accepted[is_foreign].sum() / accepted.sum())
 
 
 def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:

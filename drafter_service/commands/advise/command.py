@@ -127,7 +127,7 @@ def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
     import tomli_w
 
-    names = ("draft_shape", "max_draft")
+    names = ("capacity", "draft_shape", "max_draft")
     return tomli_w.dumps({"drafting": {name: getattr(advice.settings, name) for name in names}, "steps": steps})
 
 
@@ -157,7 +157,10 @@ def _show(advice: Advice) -> None:
     console.print(console_table(HEADS, rows_of(advice)))
     for note in advice.notes:
         console.print(f"note: {escape(note)}")
+    for owner, share in (("user", advice.other_users), ("session", advice.other_sessions)):
+        if share is not None:
+            console.print(f"{share:.0%} of the accepted draft tokens came from another {owner}'s text")
     settings = advice.settings
-    console.print(f"settings: {settings.draft_shape}, max_draft {settings.max_draft}")
+    console.print(f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}")
     if advice.vllm:
         console.print(f"vLLM: {advice.vllm}", soft_wrap=True, markup=False, highlight=False)

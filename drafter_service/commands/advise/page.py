@@ -18,6 +18,7 @@ COLORS = {
     ("ssd", "tree"): "blue",
     ("ngram", "path"): "amber",
     ("classic", "path"): "violet",
+    ("arctic", "tree"): "gray",
 }
 NO_DRAFTS = (1.0, "no drafts, 1")
 HEADS = ("drafter", "shape", "max draft", "concurrency", "tokens per step", "drafted", "speed-up")
@@ -33,8 +34,11 @@ def render_page(advice: Advice, settings_toml: str, facts: Mapping[str, object])
         pages.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
         pages.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
     ]
+    for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
+        if share is not None:
+            cards.append(pages.card(f"from {name}", units.share(share), "of accepted draft tokens"))
     settings = _settings(settings_toml, advice.vllm)
-    panels = [_by_concurrency(advice), _growth(advice), _groups(advice), settings]
+    panels = [_by_concurrency(advice), _growth(advice), _kept(advice), _groups(advice), settings]
     main = pages.cards(cards) + pages.panels(panels)
     notes = pages.small_print(advice.notes)
     return pages.page("Advice for this traffic", main, pages.facts(facts), lead=advice.verdict, more=notes)
@@ -106,6 +110,27 @@ def _growth(advice: Advice) -> str:
     rows = [(units.count(tokens), f"{value:.2f}") for tokens, value in advice.growth]
     note = f"From an empty corpus, over {units.count(most)} output tokens; each point is the part of the log before it."
     return pages.panel("While the corpus grows", note, chart, html_table(("tokens", "tokens per step"), rows))
+
+
+def _kept(advice: Advice) -> str:
+    """Chart how much of the gain a corpus of limited capacity keeps."""
+    if not advice.kept:
+        return pages.panel("Capacity", "No accepted token came from an earlier request.", "")
+    chart = line_chart(
+        "Share of accepted tokens whose source is still remembered, by capacity",
+        Axis.of([units.count(age) for age, _ in advice.kept], "tokens remembered", at_most=6),
+        Axis("accepted tokens kept", 0, 1, [(share, units.share(share)) for share in (0, 0.25, 0.5, 0.75, 1)]),
+        [Series("accepted tokens kept", "violet", [(place, share) for place, (_, share) in enumerate(advice.kept)])],
+        frames=FRAMES,
+    )
+    per_hour = advice.tokens_per_hour
+    rows = [
+        (units.count(age), units.duration(age / per_hour * 3600) if per_hour else "", units.share(share))
+        for age, share in advice.kept
+    ]
+    heads = ("tokens remembered", "time to fill", "accepted tokens kept")
+    note = "Share of the accepted tokens from earlier requests whose newest source a corpus of this size still holds."
+    return pages.panel("Capacity, and how long text stays useful", note, chart, html_table(heads, rows))
 
 
 def _groups(advice: Advice) -> str:

@@ -58,10 +58,9 @@ class TrafficWriter:
         """path: file to write tokens to."""
         self._path = path
         self._file = path.open("wb")
-        # Two lengths and two times per request: tokens of prompt and output, times of both ends.
-        self._lengths, self._times = array("q"), array("d")
-        self._session_of = array("q")
-        """Number of each request's session."""
+        # Two numbers per request each: tokens of prompt and output, times of both ends, numbers of user and session.
+        self._lengths, self._times, self._codes = array("q"), array("d"), array("q")
+        self._users: dict[str, int] = {}
         self._sessions: dict[str, int] = {}
         self._names: set[int] = set()
         self.facts = LogFacts()
@@ -74,11 +73,11 @@ class TrafficWriter:
         self._file.write(request.prompt.tobytes())
         self._file.write(request.output.tobytes())
         self._lengths.extend((len(request.prompt), len(request.output)))
-        began, ended, session = request.origin
+        began, ended, user, session = request.origin
         if self._times and began is not None and began < self._times[-2]:
             self.facts.backwards += 1
         self._times.extend((math.nan if began is None else began, math.nan if ended is None else ended))
-        self._session_of.append(-1 if session is None else self._sessions.setdefault(session, len(self._sessions)))
+        self._codes.extend((_code(self._users, user), _code(self._sessions, session)))
         key = hash(request.name)
         self.facts.repeated_names += key in self._names
         self._names.add(key)
@@ -88,11 +87,15 @@ class TrafficWriter:
         self._file.close()
         lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
         times = np.array(self._times, np.float64).reshape(-1, 2)
-        sessions = np.array(self._session_of, np.int64)
+        codes = np.array(self._codes, np.int64).reshape(-1, 2)
         tokens = np.memmap(self._path, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
         starts = np.append(0, np.cumsum(lengths.sum(axis=1)))
         none = np.full(len(lengths), -1)
-        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], sessions, none, none)
+        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1], none, none)
+
+
+def _code(codes: dict[str, int], name: str | None) -> int:
+    return -1 if name is None else codes.setdefault(name, len(codes))
 
 
 def read_traffic(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.commands.advise.provenance import Tracer
 from drafter_service.commands.advise.running import Running
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
@@ -192,6 +193,7 @@ def replay(
     *,
     concurrency: int | np.ndarray,
     max_draft: int,
+    tracer: Tracer | None = None,
     watch: Callable[[int], None] = lambda _tokens: None,
 ) -> Replay:
     """Replay all requests, see `steps_of`; `watch` is called with the number of output tokens of each that ended."""
@@ -199,6 +201,9 @@ def replay(
     steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
     seconds, calls = 0.0, 0
     for running in steps_of(traffic, traffic.in_order(), drafter, concurrency=concurrency, max_draft=max_draft):
+        if tracer is not None:
+            for accepted in running.accepted_paths():
+                tracer.accept(*accepted)
         seconds, calls = seconds + step_seconds(running, curve), calls + 1
         steps[running.requests] += 1
         drafted[running.requests] += running.verified

@@ -1,4 +1,4 @@
-"""The requests of a log, with their times, sessions, groups and versions."""
+"""The requests of a log, with their times, users, sessions, groups and versions."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Traffic:
     """float64 [R]: time at which a request arrived, in seconds since the epoch; NaN where the log has none."""
     ended_s: np.ndarray
     """float64 [R]: time at which its output was complete, like `began_s`."""
+    users: np.ndarray
+    """int64 [R]: number of the request's user, -1 where the log has none."""
     sessions: np.ndarray
     """int64 [R]: number of its conversation, -1 where the log has none."""
     groups: np.ndarray
@@ -106,6 +108,7 @@ class Traffic:
             prompt_lengths=self.prompt_lengths[rows],
             began_s=self.began_s[rows],
             ended_s=self.ended_s[rows],
+            users=self.users[rows],
             sessions=self.sessions[rows],
             groups=self.groups[rows],
             versions=self.versions[rows],

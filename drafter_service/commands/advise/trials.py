@@ -15,8 +15,11 @@ from queue import Empty, Queue
 
 import numpy as np
 
+from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
+from drafter_service.commands.advise.provenance import Origins, Tracer
 from drafter_service.commands.advise.replay import Replay, TimedDrafter, plain_seconds, replay
 from drafter_service.commands.advise.traffic import Traffic
+from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import StepCurve
@@ -43,7 +46,7 @@ class Trial:
     """One replay."""
 
     drafter: str
-    """`ssd`, `classic` or `ngram`."""
+    """`ssd`, `classic`, `ngram` or `arctic`."""
     draft_shape: DraftShape
     max_draft: int
     concurrency: int
@@ -53,7 +56,7 @@ class Trial:
     is_padded: bool = False
     """Whether the engine pads the draft of each sequence to `max_draft`."""
     is_whole: bool = False
-    """Whether the whole log is replayed."""
+    """Whether the whole log is replayed, and accepted drafts are traced to their sources."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +69,25 @@ class Outcome:
     """Mean processor time in which the drafter answers a step, for all its sequences together."""
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
+    origins: Origins | None = None
 
 
-class ThreadTimedDrafter(TimedDrafter):
-    """A drafter that is timed by the processor time of its thread, which other processes do not change."""
+class TracedDrafter(TimedDrafter):
+    """A drafter that indexes each output at once, so that a tracer knows where in the corpus it is."""
 
     clock = staticmethod(time.thread_time)
+    """Processor time, so that other processes on this machine do not change the advice."""
+
+    def __init__(self, inner: Drafter, tracer: Tracer | None) -> None:
+        super().__init__(inner)
+        self._tracer = tracer
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
+        """End a sequence, and index its output."""
+        super().finish(sequence_id, tokens, verified)
+        self.refresh()
+        if self._tracer is not None:
+            self._tracer.finish(sequence_id)
 
 
 def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Callable[[int], None]) -> Outcome:
@@ -79,23 +95,31 @@ def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Calla
     if not trial.is_whole:
         traffic = traffic.first(SAMPLE_TOKENS)
     curve = StepCurve.from_profile(profile, Padding(lengths=(trial.max_draft,)) if trial.is_padded else NO_PADDING)
-    inner = _drafter_of(trial, curve)
-    drafter = ThreadTimedDrafter(inner)
+    inner, tracer = _drafter_of(trial, curve), None
+    if trial.is_whole and isinstance(inner, CorpusDrafter):
+        tracer = Tracer(traffic, inner.corpus)
+    drafter = TracedDrafter(inner, tracer)
     recorded = traffic.concurrency()
     concurrency = trial.concurrency or (1 if recorded is None else recorded)
-    result = replay(traffic, drafter, curve, concurrency=concurrency, max_draft=trial.max_draft, watch=watch)
+    result = replay(
+        traffic, drafter, curve, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch
+    )
     inner.close()
     # Drafts do not change the time of prompts, nor how many of them a prefix cache has.
     prompts = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
     plain = plain_seconds(traffic, curve, concurrency)
     speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
     draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
-    return Outcome(trial, result, draft_ms, speedup)
+    return Outcome(trial, result, draft_ms, speedup, None if tracer is None else tracer.origins)
 
 
 def _drafter_of(trial: Trial, curve: StepCurve) -> Drafter:
     if trial.drafter == "ngram":
         return NgramDrafter()
+    if trial.drafter == "arctic":
+        count = max(1, trial.concurrency)
+        one, two = curve.seconds(np.array([count, 2 * count]), count)
+        return ArcticDrafter(*settings_for(two / one - 1))
     # The kernels take seconds to import.
     from ssd.baselines.classic import ClassicDrafter
     from ssd.drafter import SuffixDrafter

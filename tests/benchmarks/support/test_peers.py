@@ -1,18 +1,14 @@
 """The re-implemented drafters of other projects, against their definitions in words."""
 
 import itertools
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.support.peers.arctic import LOW_COST_SETTINGS, Arctic
 from benchmarks.support.peers.automaton import SuffixAutomata, SuffixAutomaton
 from benchmarks.support.peers.prompt_lookup import VllmNgram
 from benchmarks.support.peers.tries import RestLike, SglangNgram, Trie
-from benchmarks.support.replaying import batch_of
 from tests.replay import branches
 
 
@@ -181,46 +177,3 @@ def test_sglang_remembers_finished_requests():
     drafter.start(1, np.array([7, 2], np.uint32))
     draft = drafter.speculate(1, 2)
     assert (draft.token_ids, draft.parents) == ([3, 4], [-1, 0])
-
-
-class RecordedCache:
-    """Takes the place of the cache of Arctic Inference: records its calls, and drafts one tree."""
-
-    def __init__(self, **settings):
-        self.calls = []
-
-    def start_request(self, sequence_id, prompt):
-        self.calls.append(("start", sequence_id, prompt.tolist()))
-
-    def add_active_response(self, sequence_id, tokens):
-        self.calls.append(("add", sequence_id, tokens.tolist()))
-
-    def stop_request(self, sequence_id):
-        self.calls.append(("stop", sequence_id))
-
-    def speculate(self, sequence_id, context, **settings):
-        self.calls.append(("speculate", sequence_id, context.tolist(), settings))
-        return SimpleNamespace(token_ids=[5, 6, 7], parents=[-1, 0, -1], probs=[0.5, 0.25, 0.125])
-
-
-def test_arctic_gets_signed_tokens_and_the_end_of_the_context(monkeypatch):
-    package, module = ModuleType("arctic_inference"), ModuleType("arctic_inference.suffix_decoding")
-    module.SuffixDecodingCache = RecordedCache
-    monkeypatch.setitem(sys.modules, "arctic_inference", package)
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", module)
-    drafter = Arctic(*LOW_COST_SETTINGS)
-    drafter.start(3, np.arange(100, dtype=np.uint32))
-    commit(drafter, [9, 8], 3)
-    batch = batch_of([drafter.speculate(3, 8)])
-    finish(drafter, 3)
-    settings = {"max_spec_tokens": 8, "max_spec_factor": 4.0, "min_token_prob": 0.05, "use_tree_spec": True}
-    assert drafter._cache.calls == [
-        ("start", 3, list(range(100))),
-        ("add", 3, [9, 8]),
-        ("speculate", 3, [*range(38, 100), 9, 8], settings),
-        ("stop", 3),
-    ]
-    assert batch.tokens.tolist() == [5, 6, 7]
-    assert batch.parents.tolist() == [-1, 0, -1]
-    # Probabilities given the parent.
-    assert batch.accept_prob.tolist() == [0.5, 0.5, 0.125]

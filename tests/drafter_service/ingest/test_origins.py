@@ -1,4 +1,4 @@
-"""Times and sessions in the forms that logs have."""
+"""Times, users and sessions in the forms that logs have."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def test_other_values_are_no_times(value):
     [
         ({"created": 10, "end_time": 14}, Origin(10, 14)),
         ({"created": 10, "latency_ms": 2500}, Origin(10, 12.5)),
-        ({"request": {"session": "u"}, "response": {"created": 3}}, Origin(3, session="u")),
+        ({"request": {"user": "u"}, "response": {"created": 3}}, Origin(3, user="u")),
         ({"request": {"metadata": {"session_id": 7}}}, Origin(session="7")),
-        ({"metadata": {"chat_id": "a"}}, Origin(session="a")),
+        ({"metadata": {"user_id": "a"}}, Origin(user="a")),
         ({"latency": 3}, Origin()),
-        ({"session": ""}, Origin()),
+        ({"user": ""}, Origin()),
         ("text", Origin()),
     ],
 )  # fmt: skip

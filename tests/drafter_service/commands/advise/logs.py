@@ -7,7 +7,7 @@ import numpy as np
 from drafter_service.commands.advise.traffic import Traffic
 
 
-def traffic_of(requests, *, sessions=None, began=None, ended=None, groups=None, versions=None):
+def traffic_of(requests, *, sessions=None, users=None, began=None, ended=None, groups=None, versions=None):
     """Return traffic of pairs of prompt and output, lists of token ids."""
     count = len(requests)
     tokens = [np.array([*prompt, *output], np.uint32) for prompt, output in requests]
@@ -17,6 +17,7 @@ def traffic_of(requests, *, sessions=None, began=None, ended=None, groups=None, 
         prompt_lengths=np.array([len(prompt) for prompt, _ in requests], np.int64),
         began_s=np.full(count, np.nan) if began is None else np.array(began, float),
         ended_s=np.full(count, np.nan) if ended is None else np.array(ended, float),
+        users=np.full(count, -1) if users is None else np.array(users),
         sessions=np.full(count, -1) if sessions is None else np.array(sessions),
         groups=np.full(count, -1) if groups is None else np.array(groups),
         versions=np.full(count, -1) if versions is None else np.array(versions),

@@ -1,4 +1,4 @@
-"""Tests of `ssd-drafter advise`: its verdict, groups and settings, and the logs that it refuses."""
+"""Tests of `ssd-drafter advise`: its verdict, groups, capacity and settings, and the logs that it refuses."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
 from drafter_service.commands.advise.page import HEADS
+from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.trials import run_trials
 from drafter_service.commands.main import cli
@@ -43,6 +44,7 @@ def test_repeated_outputs_pay(tmp_path):
     assert advice.growth[0][1] < 2 < advice.growth[-1][1]
     assert [group.requests for group in advice.groups] == [20, 20]
     assert sum(group.share for group in advice.sizes) == pytest.approx(1)
+    assert advice.other_users is None
     assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
 
 
@@ -57,6 +59,28 @@ def test_random_outputs_do_not_pay(tmp_path):
     advice = advice_of(traffic_of(random_requests()), tmp_path)
     assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
+
+
+def test_text_of_other_users_is_told_apart(tmp_path):
+    requests = repeated_requests()
+    for users, most in ((5, 1.0), (2, 0.0)):
+        traffic = traffic_of(requests, users=[number % users for number in range(40)])
+        share = advice_of(traffic, tmp_path, sampled=few_requests()).other_users
+        assert most / 2 <= share <= most
+
+
+def test_capacity_covers_the_age_of_sources(tmp_path):
+    """Outputs that repeat one from long ago need a corpus that still has it."""
+    old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
+    advice = advice_of(traffic_of([*old, *noise, *old]), tmp_path, sampled=few_requests())
+    ages = [age for age, share in advice.kept if share >= 0.98]
+    assert ages[0] >= 60 * 200
+
+
+def test_without_sources_there_is_no_capacity_curve():
+    from drafter_service.commands.advise.advice import _kept
+
+    assert _kept(Origins()) == []
 
 
 @pytest.fixture
@@ -76,6 +100,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
         repeated_requests(),
         created=[1_700_000_000 + number for number in range(40)],
         duration_s=[2.5] * 40,
+        user=[f"u{number % 5}" for number in range(40)],
         session_id=[f"s{number}" for number in range(40)],
     )
     page, settings = tmp_path / "a.html", tmp_path / "a.toml"
@@ -83,6 +108,8 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert result.exit_code == 0, result.output
     assert "Drafting is worthwhile" in result.output
     assert "with 3 requests at once" in " ".join(result.output.split())
+    assert "another user's text" in result.output
+    assert "another session's text" in result.output
     assert load_settings(settings).drafting.draft_shape in ("path", "tree")
     assert load_settings(settings).steps.cost_profile == profile
     assert "vLLM: --no-async-scheduling --scheduler-cls" in result.stdout
@@ -91,7 +118,7 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "While the corpus grows" in text
     assert chart_faults(page) == []
     assert re.findall("wrote (.*)", result.stderr) == [str(page), str(settings)]
-    rows = re.findall(r"^ *(?:ssd|ngram|classic) .*", result.stdout, re.MULTILINE)
+    rows = re.findall(r"^ *(?:ssd|ngram|classic|arctic) .*", result.stdout, re.MULTILINE)
     settings_of = [tuple(row.split()[:4]) for row in rows]
     assert len(settings_of) == len({*settings_of}) > 10
     assert all(word in result.stdout for head in HEADS for word in head.split()), "headings are not cut off"

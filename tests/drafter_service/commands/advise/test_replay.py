@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.commands.advise.replay import Arrivals, TimedDrafter, plain_seconds, replay, steps_of
-from drafter_service.commands.advise.running import _accept
+from drafter_service.commands.advise.running import Running, _accept
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.budget.cost_profile import CostProfile
@@ -36,13 +36,15 @@ def test_tokens_on_paths_of_the_output_are_accepted(rows):
     drafted = np.array([token for _, (own, _) in rows for token in own], np.uint32)
     parents = np.array([parent for _, (_, own) in rows for parent in own], np.int32)
     offsets = offsets_of(np.array([len(own) for _, (own, _) in rows], np.uint32))
-    depths, accepted = np.zeros(len(drafted), np.int64), np.zeros(len(rows), np.int64)
-    _accept(text, starts, ends, drafted, parents, offsets, depths, accepted)
+    depths, accepted, last = np.zeros(len(drafted), np.int64), np.zeros(len(rows), np.int64), np.zeros(len(rows), int)
+    _accept(text, starts, ends, drafted, parents, offsets, depths, accepted, last)
     for row, (output, draft) in enumerate(rows):
         paths = branches(*draft)
         expected = [len(path) if path == output[: len(path)] else 0 for path in paths]
         assert depths[offsets[row] : offsets[row + 1]].tolist() == expected
         assert accepted[row] == max(expected, default=0)
+        if accepted[row]:
+            assert expected[last[row]] == accepted[row]
 
 
 def replay_slowly(prompt, output, max_draft):
@@ -122,6 +124,21 @@ def test_a_session_of_many_turns_takes_no_more_time_for_each():
 def test_requests_are_replayed_in_the_order_of_their_times():
     arrivals = arrivals_of(traffic_of([([], [1])] * 3, began=[30, 10, 20]))
     assert [*arrivals.beginning(0)] == [1, 2, 0]
+
+
+def test_accepted_drafts_from_other_requests_are_shared():
+    output = [1, 2, 3]
+    running = Running(traffic_of([([9], output)] * 4))
+    for request in range(4):
+        running.add(request)
+    drafts = DraftBatch.from_paths(
+        [
+            Path(np.array([token], np.uint32), np.ones(1, np.float32), source)
+            for token, source in [(1, Source.CORPUS), (1, Source.LOCAL), (7, Source.CORPUS), (1, Source.FALLBACK)]
+        ]
+    )
+    running.verify(drafts)
+    assert list(running.accepted_paths()) == [(0, 2, 1, True), (1, 6, 1, False), (3, 14, 1, True)]
 
 
 class Recorder(TimedDrafter):

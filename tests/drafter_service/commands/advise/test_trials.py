@@ -6,7 +6,7 @@ import time
 import pytest
 
 from drafter_service.commands.advise import trials
-from drafter_service.commands.advise.trials import ThreadTimedDrafter, Trial, run_trials
+from drafter_service.commands.advise.trials import TracedDrafter, Trial, run_trials
 from ssd.budget.roofline import roofline
 from ssd.errors import UserError
 from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
@@ -24,6 +24,7 @@ def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
     spawned = run_trials(traffic, path, PROFILE, TRIALS, lambda _: None)
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
+        assert one.origins == other.origins
         assert one.replay.steps.tolist() == other.replay.steps.tolist()
         assert one.replay.order.tolist() == other.replay.order.tolist()
 
@@ -44,7 +45,7 @@ def end_this_process(*_):
 
 
 def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypatch):
-    assert ThreadTimedDrafter.clock is time.thread_time
-    monkeypatch.setattr(ThreadTimedDrafter, "clock", staticmethod(itertools.count().__next__))
+    assert TracedDrafter.clock is time.thread_time
+    monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
     [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", PROFILE, TRIALS[:1], lambda _: None)
     assert outcome.draft_ms == 1000
