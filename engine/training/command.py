@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from engine.commands.progress import LongProgress
+from engine.commands.prompts import read_prompt_file
 from engine.models.checkpoint import CONFIG_FILE
 from engine.models.decoder import Decoder
 from engine.models.files import read_json
@@ -16,17 +19,24 @@ from engine.models.heads.formats import save_head
 from engine.models.heads.head import DraftHead
 from engine.models.heads.medusa import MedusaHeads
 from engine.models.loader import load_config, load_model, save_model
-from engine.models.shipped import SHIPPED_MODEL
+from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 from engine.models.tokenizer import TOKENIZER_FILE, Tokenizer
-from engine.training.data import end_token, file_text, library_text, windows_of
+from engine.training.acceptance import (
+    MAX_PROMPT_TOKENS,
+    PROMPTS,
+    TEMPERATURES,
+    Acceptance,
+    Measurement,
+)
+from engine.training.card import write_card
+from engine.training.data import end_token, file_text, library_text
 from engine.training.recipe import RECIPES, Recipe
 from engine.training.run import Run, resume, train
 from ssd.errors import UserError
 
-LICENSE_FILE = "LICENSE.txt"
 COPY_A_LAYER = ("mtp", "eagle", "eagle3")
 """Kinds whose heads begin with a layer of the target."""
-OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers")
+OF_ALL_LAYERS = ("dtype", "layer_types", "num_nextn_predict_layers", "quantization_config")
 """Fields of a target's `config.json` that do not hold for a draft model."""
 
 
@@ -53,8 +63,8 @@ class TrainingOptions:
             raise UserError(f"--out {self.out} is the target's folder; give another")
 
 
-def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None = None) -> None:
-    """Train a head and write it to `options.out`.
+def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None = None) -> Acceptance:
+    """Train a head, write it to `options.out` and return its acceptance at the first of `TEMPERATURES`.
 
     recipe: None for that of the kind. An interrupted call with the same options is continued from `options.work`.
     Raises UserError for files that cannot be used, and for a work folder with another run.
@@ -71,8 +81,9 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
         recipe = recipe if options.tokens is None else replace(recipe, total_tokens=options.tokens)
         end = end_token(target.config)
         text = file_text(options.data, tokenizer, end) if options.data else library_text(options.target, tokenizer, end)
+        windows, held_out = text.windows(recipe.window, recipe.seed)
         work = options.work / recipe.kind
-        run = resume(recipe, target, windows_of(text, recipe.window, recipe.seed), work)
+        run = resume(recipe, target, windows, work)
     except ValueError as problem:
         raise UserError(str(problem)) from None
     console.print(f"training {recipe.kind} from step {run.step:,} of {recipe.steps:,}")
@@ -80,28 +91,53 @@ def train_head(options: TrainingOptions, console: Console, recipe: Recipe | None
         progress.advance(run.step, "")
         train(run, work, until=recipe.steps, progress=lambda run: progress.advance(1, _rate(run)))
     write_head(run, options.out, options.target)
-    console.print(
-        f"wrote {options.out}; to measure it: ssd-engine compare --model {options.target} --drafter {recipe.kind} "
-        f"--draft-model {options.out} --prompts FILE",
-        markup=False,
+    measurement = Measurement(target, options.target, _held_out_prompts(options.target, tokenizer, held_out))
+    results = [measurement.measure(recipe.kind, options.out, temperature) for temperature in TEMPERATURES]
+    console.print("; ".join(map(describe, results)))
+    write_card(
+        options.out,
+        run,
+        target=options.target,
+        data=_describe_data(options),
+        tokens=min(windows.size, recipe.steps * recipe.batch_tokens),
+        results=results,
+        prompts=measurement.prompts,
     )
+    return results[0]
 
 
 def _rate(run: Run) -> str:
     return f"tokens per step {run.tokens_per_step:.2f}"
 
 
+def _describe_data(options: TrainingOptions) -> str:
+    if options.data:
+        return f"{len(options.data)} text files"
+    return "The Python standard library, the files that the target was trained on (its `files.json`)"
+
+
+def describe(result: Acceptance) -> str:
+    """Return the result as text, such as `2.46 tokens per step at temperature 0.8`."""
+    return f"{result.tokens_per_step:.2f} tokens per step at temperature {result.temperature:g}"
+
+
 def write_head(run: Run, folder: Path, target: Path) -> None:
-    """Write the weights in a published format, and the target's license if its folder has one."""
+    """Write the weights in a published format."""
     module = run.module
     if isinstance(module, DraftHead | MedusaHeads):
         save_head(module, folder, base_model=target.name)
-        copied = [LICENSE_FILE]
-    else:
-        assert isinstance(module, Decoder)
-        fields = read_json(target / CONFIG_FILE)
-        save_model(module, folder, {name: fields[name] for name in fields if name not in OF_ALL_LAYERS})
-        copied = [LICENSE_FILE, TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json"]
-    for name in copied:
+        return
+    assert isinstance(module, Decoder)
+    fields = read_json(target / CONFIG_FILE)
+    save_model(module, folder, {name: fields[name] for name in fields if name not in OF_ALL_LAYERS})
+    for name in (TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json"):
         if (target / name).exists():
             shutil.copy(target / name, folder / name)
+
+
+def _held_out_prompts(target: Path, tokenizer: Tokenizer, windows: np.ndarray) -> Sequence[np.ndarray]:
+    """Return the last prompts of the target's own file if it has one, else the beginnings of held-out windows."""
+    path = target / PROMPTS_FILE
+    if not path.exists():
+        return [window[: min(MAX_PROMPT_TOKENS, len(window) // 2)] for window in windows]
+    return [prompt.tokens(tokenizer) for prompt in read_prompt_file(path)[-PROMPTS:]]

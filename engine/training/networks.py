@@ -176,15 +176,24 @@ def new_medusa(target: Decoder, count: int, sample: Windows) -> MedusaHeads:
 def new_draft_model(target: Decoder, num_layers: int) -> Decoder:
     """Return a copy of the target with fewer layers, evenly spaced from its first one to its last but one.
 
-    Raises ValueError if the target does not have more layers.
+    Raises ValueError if the target does not have more layers, or if a copied layer has experts where the draft model's
+    has none.
     """
     count = target.config.num_layers
     if not 1 <= num_layers < count:
         raise ValueError(f"a draft model for a target of {count} layers has 1 to {count - 1} layers, not {num_layers}")
+    kept = np.linspace(0, max(0, count - 2), num_layers).round().astype(int).tolist()
+    experts = target.config.experts
+    if experts is not None and any(
+        (index in experts.layers) != (own in experts.layers) for index, own in enumerate(kept)
+    ):
+        raise ValueError(
+            "a draft model cannot begin with layers of this target, whose first ones have no experts; train medusa"
+        )
     model = Decoder(replace(target.config, num_layers=num_layers))
     weights = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith("layers.")}
-    for index, kept in enumerate(np.linspace(0, max(0, count - 2), num_layers).round().astype(int)):
-        layer = target.layers[int(kept)].state_dict()
+    for index, own in enumerate(kept):
+        layer = target.layers[own].state_dict()
         weights.update({f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
     model.load_state_dict(weights)
     return model

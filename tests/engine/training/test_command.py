@@ -3,7 +3,6 @@
 import json
 import platform
 import sysconfig
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from engine.config import EngineConfig
-from engine.drafters.base import TargetInfo
-from engine.drafters.registry import build_drafter
-from engine.engine import build_engine
 from engine.models.loader import load_config, load_model
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import Request, SamplingParams
-from engine.training import data, run
+from engine.training import acceptance, data, run
 from engine.training.command import TrainingOptions, train_head
 from engine.training.recipe import RECIPES
-from ssd.config import DrafterConfig
 from ssd.errors import UserError
 from tests.engine.conftest import TEXT, make_folder
 from tests.engine.models.test_families import DEEPSEEK
@@ -38,8 +31,15 @@ def recipe(kind):
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "target"
     make_folder(folder, num_hidden_layers=3)
+    prompts = [{"prompt": TEXT[:60]}, {"prompt": TEXT[20:90]}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (folder / "LICENSE.txt").write_text("the license")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    monkeypatch.setattr(acceptance, "MAX_TOKENS", 8)
 
 
 @pytest.fixture
@@ -58,13 +58,11 @@ def options(kind, target, tmp_path, **changes):
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_written_folder_drafts_for_the_target(kind, target, text_files, tmp_path):
     chosen = options(kind, target, tmp_path, data=text_files)
-    train_head(chosen, Console(quiet=True), recipe(kind))
-    model, config = load_model(target), EngineConfig(max_sequences=1)
-    info = TargetInfo.from_model(model, config, target)
-    drafter = build_drafter(kind, DrafterConfig(), info, draft_models={kind: chosen.out})
-    request = Request(np.array([5, 6, 7], np.uint32), SamplingParams(max_tokens=8, ignore_eos=True))
-    with closing(build_engine(model, config, drafter)) as engine:
-        assert engine.generate([request])[0].drafted > 0
+    result = train_head(chosen, Console(quiet=True), recipe(kind))
+    assert 1 <= result.tokens_per_step <= 5
+    card = (chosen.out / "README.md").read_text()
+    assert f"--drafter {kind}" in card
+    assert f"{result.tokens_per_step:.2f}" in card
     assert (chosen.out / "LICENSE.txt").read_text() == "the license"
     if kind == "draft-model":
         assert load_config(chosen.out) == replace(load_config(target), num_layers=1)
@@ -86,6 +84,14 @@ def test_heads_that_copy_a_layer_need_a_dense_target(shape, text_files, tmp_path
     chosen = options("draft-model", tmp_path / "target", tmp_path, data=text_files)
     train_head(chosen, Console(quiet=True), recipe("draft-model"))
     assert load_model(chosen.out).config.num_layers == 1
+
+
+def test_a_draft_model_cannot_have_experts_where_its_config_has_none(text_files, tmp_path):
+    shape = {**DEEPSEEK, "num_hidden_layers": 4, "first_k_dense_replace": 2}
+    make_folder(tmp_path / "target", family="deepseek_v3", **shape)
+    chosen = options("draft-model", tmp_path / "target", tmp_path, data=text_files)
+    with pytest.raises(UserError, match="whose first ones have no experts; train medusa"):
+        train_head(chosen, Console(quiet=True), replace(recipe("draft-model"), num_layers=2))
 
 
 def test_a_second_call_continues(target, text_files, tmp_path, monkeypatch):
@@ -118,14 +124,15 @@ def test_unusable_text_is_refused(target, tmp_path):
 
 def test_the_text_of_the_shipped_target_is_that_of_the_files_it_names(target, tmp_path):
     """Library files are named by their path; each is surrounded by the end token."""
-    names = ["this.py", "json/__init__.py"]
-    files = {"python": platform.python_version(), "train": names}
+    sides = {"train": ["this.py", "json/__init__.py"], "held_out": ["antigravity.py"]}
+    files = {"python": platform.python_version()} | sides
     (tmp_path / "files.json").write_text(json.dumps(files))
     tokenizer, root = Tokenizer(target), Path(sysconfig.get_path("stdlib"))
-    tokens = data.library_text(tmp_path, tokenizer, 0)
-    parts = [tokenizer.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == 0))]
-    assert [part for part in parts if part] == [(root / name).read_text() for name in names]
-    assert (tokens[0], tokens[-1], tokens.dtype) == (0, 0, np.uint32)
+    text = data.library_text(tmp_path, tokenizer, 0)
+    for tokens, names in zip((text.train, text.held_out), sides.values(), strict=True):
+        parts = [tokenizer.decode(part) for part in np.split(tokens, np.flatnonzero(tokens == 0))]
+        assert [part for part in parts if part] == [(root / name).read_text() for name in names]
+        assert (tokens[0], tokens[-1], tokens.dtype) == (0, 0, np.uint32)
     (tmp_path / "files.json").write_text(json.dumps(files | {"python": "3.0.0"}))
     with pytest.raises(UserError, match=r"standard library of Python 3\.0\.0, and this is Python"):
         data.library_text(tmp_path, tokenizer, 0)
