@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
-from numba.core.caching import CacheImpl, InTreeCacheLocator
+from numba.core.caching import CacheImpl, InTreeCacheLocator, UserProvidedCacheLocator
 from numba.extending import intrinsic
 
 from ssd.errors import UserError
@@ -116,21 +116,29 @@ def drop_stale_kernels(package: Path, *modules: ModuleType) -> None:
     modules: further ones that the kernels use. numba only checks the module that defines a kernel, but
     functions of other modules are inlined into it, and their constants, too.
     """
+    own = sorted(package.rglob("*.py"))
     others = [Path(str(module.__file__)) for module in modules]
-    sources = [(path.name, path.stat()) for path in (*sorted(package.rglob("*.py")), *others)]
+    sources = [(path.name, path.stat()) for path in (*own, *others)]
     state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
-    cache = package / "__pycache__"
-    stamp = cache / "kernels.stamp"
+    stamp = _cache_of(package) / "kernels.stamp"
     try:
         if stamp.exists() and stamp.read_text() == state:
             return
-        for index in package.rglob("__pycache__/*.nbi"):
-            index.unlink(missing_ok=True)
-        cache.mkdir(exist_ok=True)
+        for folder in {path.parent for path in own}:
+            for index in _cache_of(folder).glob("*.nbi"):
+                index.unlink(missing_ok=True)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.write_text(state)
     except OSError:
         # A read-only folder is an installation, whose modules change together with the cache.
         return
+
+
+def _cache_of(folder: Path) -> Path:
+    """Return the folder in which numba caches the kernels of the modules in a folder, if it may write there."""
+    if not config.CACHE_DIR:
+        return folder / "__pycache__"
+    return Path(config.CACHE_DIR, UserProvidedCacheLocator.get_suitable_cache_subpath(str(folder / "module.py")))
 
 
 drop_stale_kernels(Path(__file__).parent.parent)

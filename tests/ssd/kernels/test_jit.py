@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.caching import _CacheLocator
 
 from ssd.errors import UserError
@@ -23,18 +23,22 @@ from ssd.kernels.jit import (
     kernel,
 )
 
+KERNEL = "def add(one, other):\n    return one + other\n"
 
-def test_cached_kernels_are_removed_when_any_module_that_they_use_changes(tmp_path):
+
+@pytest.mark.parametrize("has_own_folder", [False, True], ids=["beside modules", "NUMBA_CACHE_DIR"])
+def test_cached_kernels_are_removed_when_any_module_that_they_use_changes(tmp_path, monkeypatch, has_own_folder):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache") if has_own_folder else "")
     package = tmp_path / "package"
-    cache = package / "__pycache__"
-    module, index = package / "helper.py", cache / "kernel.nbi"
-    cache.mkdir(parents=True)
-    module.write_text("x = 1\n")
+    module = package / "part" / "helper.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(KERNEL)
     other = tmp_path / "other.py"
     other.touch()
 
     def is_dropped():
-        index.touch()
+        kernel(Int, Int, returns=Int)(runpy.run_path(str(module), run_name="ssd.example")["add"])
+        [index] = tmp_path.rglob("*.nbi")
         drop_stale_kernels(package, SimpleNamespace(__file__=str(other)))
         return not index.exists()
 
@@ -59,7 +63,7 @@ def test_kernels_of_a_cache_that_cannot_be_written_are_used(tmp_path, monkeypatc
     times = []
     monkeypatch.setattr(jit, "log_compilation", times.append)
     module = tmp_path / "module_with_kernels.py"
-    module.write_text("def add(one, other):\n    return one + other\n")
+    module.write_text(KERNEL)
     assert kernel(Int, Int, returns=Int)(load("ssd.example")).stats.cache_misses
     monkeypatch.setattr(_CacheLocator, "ensure_cache_path", refuse)
     add = kernel(Int, Int, returns=Int)(load("ssd.example"))
