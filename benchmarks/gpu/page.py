@@ -65,8 +65,6 @@ def tables(document: Document | None) -> str:
         markdown_table(FIGURE_HEADS, [figure_row(row) for part in document["parts"] for row in part["figures"]]),
         markdown_table(PART_HEADS, [part_row(part) for part in document["parts"]]),
     ]
-    for part in document["parts"]:
-        lines += details(part)
     return "\n".join(lines)
 
 
@@ -80,20 +78,6 @@ def figure_row(row: Document) -> tuple[str, ...]:
 def part_row(part: Document) -> tuple[str, ...]:
     """Return the cells under `PART_HEADS`."""
     return part["name"], part["title"], ending(part), f"{part['seconds']:g}", part["commit"]
-
-
-def details(part: Document) -> list[str]:
-    """Return the details of each figure of a part."""
-    lines = []
-    for row in part["figures"]:
-        plain = {name: value for name, value in row["details"].items() if name != "kernels"}
-        if plain:
-            text = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plain.items())
-            lines += [f"- {row['name']}: {text}"]
-        if kernels := row["details"].get("kernels"):
-            rows = [(f"`{name.replace('|', '/')}`", f"{100 * share:.1f} %") for name, share in kernels]
-            lines += ["", markdown_table(("kernel", "share of the kernels' time"), rows)]
-    return [f"**{part['name']}**", "", *lines, ""] if lines else []
 
 
 def ending(part: Document) -> str:
