@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -28,6 +29,17 @@ def figures(example, *arguments):
 def test_the_second_run_has_more_tokens_per_step(example):
     _, (first, second) = figures(example)
     assert second > first >= 1
+
+
+def test_the_steps_of_a_request_are_printed_and_drawn(tmp_path):
+    output, (tokens_per_step,) = figures("first_drafts", "--svg", str(tmp_path / "drafts.svg"))
+    steps = re.findall(r"^ +\d+ +(\d+) of +(\d+) ", output, re.MULTILINE)
+    accepted = sum(int(count) for count, _ in steps)
+    assert tokens_per_step == round((accepted + len(steps)) / len(steps), 1) > 2
+    assert all(int(count) <= int(drafted) for count, drafted in steps)
+    drawing = ElementTree.parse(tmp_path / "drafts.svg").getroot()
+    assert "find_files" in "".join(drawing.itertext())
+    assert len(drawing.findall(".//{*}g/{*}rect")) > accepted / 2  # Line breaks have no mark.
 
 
 def test_the_client_of_openai_is_drafted_from_its_own_output():

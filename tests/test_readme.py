@@ -42,9 +42,10 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
-    for example in (IMPORTS, ONE, CLIENT, INTERFACE):
+    [first] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    for example in (first, IMPORTS, ONE, CLIENT, INTERFACE):
         exec(example, {})
-    assert capsys.readouterr().out == "[4 5]\n"
+    assert capsys.readouterr().out == "[4 5]\n[4 5]\n"
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     own = ENGINE.replace(
         'build_drafter("ssd", DrafterConfig())',
