@@ -1,0 +1,1 @@
+"""The engine's time on the host per step."""

@@ -1,0 +1,60 @@
+"""The benchmark of the host's time per step."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.host_time.case import outcomes, run_case
+from engine.engine import Engine
+from engine.executor.fixed_step import INPUT_COLUMNS
+
+
+@pytest.mark.parametrize("drafter", ["none", "ssd"])
+def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter):
+    outputs, step = [], Engine.step
+
+    def observed(engine):
+        report = step(engine)
+        outputs.extend(completion.tokens for completion in report.finished.values())
+        return report
+
+    monkeypatch.setattr(Engine, "step", observed)
+    figures = run_case(drafter, 3, recorded, 40, "h200", "8b", has_server=False)
+    assert len(outputs) > 2
+    # Each output of the recording is the second half of the same 40 tokens.
+    assert len({tuple(output.tolist()) for output in outputs}) == 1
+    assert {len(output) for output in outputs} == {20}
+    assert figures["tokens per step"] == 1 if drafter == "none" else figures["tokens per step"] > 2
+
+
+def test_a_step_commits_the_accepted_tokens_and_one_more():
+    history = np.array([[5, 6, 7, 8, 9, -1]], np.int32)
+    lengths, last, limits = np.array([2], np.int32), np.array([6], np.int32), np.array([5], np.int32)
+    table = np.zeros((1, INPUT_COLUMNS + 3), np.int32)
+    table[0, :INPUT_COLUMNS] = 0, 4, 2, 6
+    table[0, INPUT_COLUMNS:] = 7, 1, 1
+    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[2, 2, 7, 8, 0, 0]]
+    assert (lengths[0], last[0]) == (4, 8)
+    # The draft follows a text that did not occur.
+    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[1, 0, 9, 0, 0, 0]]
+    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("more", [(), ("--server",)])
+def test_the_table_has_a_row_for_each_case(recorded, more):
+    command = ("-m", "benchmarks.host_time", "--trace", recorded, "--steps", "12", "--rounds", "1")
+    done = subprocess.run(
+        [sys.executable, *command, "--at-once", "1,2", "--drafters", "none,ssd-remote", *more],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [(row["at once"], row["drafter"]) for row in rows] == [
+        (1, "none"), (1, "ssd-remote"), (2, "none"), (2, "ssd-remote")
+    ]  # fmt: skip
+    assert all(0 < row["median"] <= row["p90"] for row in rows)
+    assert all(("beyond the loop" in row) == bool(more) for row in rows)
+    assert "us per sequence" in done.stdout
