@@ -134,6 +134,6 @@ def launch(
     return build_engine(
         model, config, drafter, tokenizer.decode,
         has_budget=may_draft and not verifies_all, attention=options.attention,
-        common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
+        common=replace(COMMON_SAMPLING, **common), notify=notify, warn=warn, drafters=options.drafters,
         grammars=GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids), adapters=pool,
     )  # fmt: skip

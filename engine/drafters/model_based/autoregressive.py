@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, DraftLimits, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
@@ -43,8 +43,6 @@ BRANCHES = 4
 
 class AutoregressiveDrafter(Drafter):
     """Drafts with a head or a model that continues its own output."""
-
-    learns = False
 
     def __init__(
         self,
@@ -90,6 +88,13 @@ class AutoregressiveDrafter(Drafter):
 
             self._compiled = CompiledDrafting(self._network, cache_of(attention))
         self._writer = SlotWriter(self.head, forward, self._compiled)
+
+    @property
+    def limits(self) -> DraftLimits:
+        """See `Drafter`. PyTorch runs a copy of the target no faster than the target."""
+        if self._compiled is not None or not self.head.shares_target_cache:
+            return DraftLimits(self._depth)
+        return DraftLimits(self._depth, position_steps=1.0, cause="PyTorch runs a copy of the target as long as a step")
 
     def weights_changed(self) -> None:
         """Convert the weights that the compiled network shares with the target again."""
