@@ -22,7 +22,7 @@ from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
 from engine.drafters.model_based.compiled.layers import Network
-from engine.drafters.model_based.compiled.network import can_sample, compile_head
+from engine.drafters.model_based.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.model_based.slots import SlotWriter
@@ -37,6 +37,11 @@ from ssd.types import ROOT
 if TYPE_CHECKING:
     from engine.drafters.model_based.compiled.drafting import CompiledDrafting
 
+SLOW_COPY = (
+    "a copy of the target pays only as a compiled network, which drafts paths, in float32 on a CPU, with at most "
+    f"{MAX_WEIGHTS >> 20} M weights"
+)
+"""Why `self-int8` without a compiled network cannot pay."""
 BRANCHES = 4
 """Number of candidates after each expanded node of a tree, and of nodes expanded at each depth."""
 
@@ -94,7 +99,7 @@ class AutoregressiveDrafter(Drafter):
         """See `Drafter`. PyTorch runs a copy of the target no faster than the target."""
         if self._compiled is not None or not self.head.shares_target_cache:
             return DraftLimits(self._depth)
-        return DraftLimits(self._depth, position_steps=1.0, cause="PyTorch runs a copy of the target as long as a step")
+        return DraftLimits(self._depth, position_steps=1.0, cause=SLOW_COPY)
 
     def weights_changed(self) -> None:
         """Convert the weights that the compiled network shares with the target again."""
