@@ -502,10 +502,11 @@ def build_engine(
     `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the durations of steps for
     a few seconds and verify only draft tokens that are worth their time; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
-    with a progress line before and after slow preparations. `warn`: called once if drafting cannot pay. `drafters`: names of the kinds in `drafter`, from which
-    requests may choose. `grammars`: needed for requests with a grammar. `adapters`: LoRA adapters that are attached to
-    `model`; all steps then run on the eager executor. Raises UserError for an attention backend or KV cache dtype that
-    is not available, and for a drafter that cannot be bound to the model.
+    with a progress line before and after slow preparations. `warn`: called once if drafting cannot pay. `drafters`:
+    names of the kinds in `drafter`, from which requests may choose. `grammars`: needed for requests with a grammar.
+    `adapters`: LoRA adapters that are attached to `model`; all steps then run on the eager executor. Raises UserError
+    for an attention backend or KV cache dtype that is not available, and for a drafter that cannot be bound to the
+    model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -521,11 +522,7 @@ def build_engine(
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    selection = (
-        None
-        if executors.curve is None
-        else DraftSelection(executors.curve, _limits_of(drafter, config), warn)
-    )
+    selection = None if executors.curve is None else DraftSelection(executors.curve, _limits_of(drafter, config), warn)
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,

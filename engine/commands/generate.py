@@ -118,7 +118,9 @@ def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: Generate
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
         with _prefix_errors(index + 1):
-            request = Request(prompt.tokens(tokenizer, chat), options.sampling, adapter=prompt.adapter or options.adapter)
+            request = Request(
+                prompt.tokens(tokenizer, chat), options.sampling, adapter=prompt.adapter or options.adapter
+            )
             request.check_adapter(options.engine.loras)
         requests += [
             replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
@@ -161,14 +163,14 @@ def _complete(
 
 def _print_summary(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:
     tokens = sum(len(completion.tokens) for completion in completions)
-    steps = sum(completion.steps for completion in completions)
+    steps = max(1, sum(completion.steps for completion in completions))
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
     by_source = sum_by_name(completion.by_source for completion in completions)
     console.print(
         f"{_count(len(completions), 'output')}, {_count(tokens, 'token')} in {seconds:.2f} s: "
         f"{tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / max(1, steps):.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
+        f"{tokens / steps:.2f} tokens per step; drafter {drafter}: {_acceptance(DraftCounts(drafted, accepted))}"
     )
     # Nothing can be drafted for outputs of one token.
     if not drafted and drafter != "none" and tokens > len(completions):

@@ -11,6 +11,10 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class StoppedError(Exception):
+    """Raised between two steps to end what runs; the text says why."""
+
+
 class Interruption:
     """The first signal that asks the command to end."""
 

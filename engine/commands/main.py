@@ -197,6 +197,13 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     help="Number of prompts to run first, without measuring them.",
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Number of prompts to measure.  [default: all others]")
+@chat_option
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MINUTES",
+    help="End after this time with the results so far.  [default: none]",
+)
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
 @click.option(
     "--temperature",
@@ -229,8 +236,11 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     default=Path("build"),
     help="Folder for compare.json, compare.html and compare.md.",
 )
-def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
-    """Compare drafters and draft depths on the same prompts."""
+def compare(cost_profile: Path | None, gpu: str | None, model_size: str, chat: bool, **given: Any) -> None:
+    """Compare drafters and draft depths on the same prompts.
+
+    Ctrl-C ends the comparison with the results so far.
+    """
     from ssd.budget.cost_profile import CostProfile
     from ssd.budget.roofline import roofline
 
@@ -241,7 +251,7 @@ def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given
 
     from engine.commands.compare.compare import CompareOptions, run_comparison
 
-    if not run_comparison(CompareOptions(engine, rows, predicted_for=predicted_for, **given)):
+    if not run_comparison(CompareOptions(engine, rows, predicted_for=predicted_for, has_chat=chat, **given)):
         sys.exit(1)
 
 

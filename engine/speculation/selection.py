@@ -122,10 +122,10 @@ class DraftSelection:
         backoff = self._backoff(sequences, has_rows=rows > 0)
         if backoff.is_stopped:
             return False
-        if rows or limits.position_steps:
-            if self._budget.largest_saving(limits.depth, rows, limits.position_steps) <= 0:
-                self._report_loss(sequences, rows)
-                return False
+        costs = rows or limits.position_steps
+        if costs and self._budget.largest_saving(limits.depth, rows, limits.position_steps) <= 0:
+            self._report_loss(sequences, rows)
+            return False
         if backoff.steps == 0:
             loss = -self._budget.saved(0, plan.scheduled + rows, rows)
             if self._gains:
@@ -152,7 +152,11 @@ class DraftSelection:
             return
         depth, position = self._limits.depth, self._limits.position_steps
         longer = self._budget.seconds(sequences * (1 + depth) + rows) / self._budget.seconds(sequences)
-        what = f"the drafter adds no rows to steps ({rows // sequences} for each request)" if rows else "nothing is drafted"
+        what = (
+            f"the drafter adds no rows to steps ({rows // sequences} for each request)"
+            if rows
+            else "nothing is drafted"
+        )
         cause = f"; {self._limits.cause}" if self._limits.cause else ""
         self._warn(
             f"with {sequences} {'request' if sequences == 1 else 'requests'} at once {what}: even a step that accepted "

@@ -199,7 +199,8 @@ def test_extra_rows_that_may_pay_are_tried_when_the_trial_takes_a_small_part_of_
     """A step with the rows takes 3 times as long as one without, so a trial of 3 steps loses 6 steps."""
     selection, rows = DraftSelection(line(0.05, 0.9)), []
     for _ in range(900):
-        assert selection.admits(plan := plan_of(2, extra_room=20)), "drafts without extra rows cost nothing"
+        plan = plan_of(2, extra_room=20)
+        assert selection.admits(plan), "drafts without extra rows cost nothing"
         rows.append(2 * plan.producing[0].extra_room)
         selection.record(plan_of(2, is_drafting=True, extra_rows=rows[-1]), 0, 2, 1.0 + 0.05 * rows[-1])
     assert 290 < rows.index(40) < 310

@@ -69,7 +69,8 @@ def test_prompts_can_be_messages_of_a_chat(run, model_folder, tmp_path):
     assert run(*arguments, "--chat", "--out", tmp_path / "out", "add")[0] == 0
     assert [line["prompt"] for line in completions(tmp_path / "out")] == ["add"]
     (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
-    assert "prompt 1: --chat formats text, not token ids" in run(*arguments, "--chat", "--file", tmp_path / "ids.jsonl")[2]
+    _, _, err = run(*arguments, "--chat", "--file", tmp_path / "ids.jsonl")
+    assert "prompt 1: --chat formats text, not token ids" in err
     assert "has no chat template; leave --chat out" in run("generate", "--model", model_folder, "--chat", "add")[2]
 
 
