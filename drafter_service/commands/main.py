@@ -26,7 +26,9 @@ ENGINE_KERNELS = (
     "engine.drafters.model_free.recycle_tree",
 )
 """Modules that import all kernels of the engine. They need PyTorch, so they are only named here."""
-COMPILE = "from ssd.kernels.progress import watched_compilation\nwith watched_compilation(lambda _: None):\n    import {}"
+COMPILE = (
+    "from ssd.kernels.progress import watched_compilation\nwith watched_compilation(lambda _: None):\n    import {}"
+)
 """Program that imports modules without reporting that their kernels are compiled."""
 
 
