@@ -80,6 +80,7 @@ class Counted(NamedTuple):
     """Median duration of a step, without the time of drafting, in seconds."""
     drafting_s: float
     """Median duration of drafting in a step, in seconds."""
+    figures: Figures
 
 
 class Turn(NamedTuple):
@@ -146,7 +147,7 @@ class Trial:
         return Result.of(
             row,
             condition,
-            Figures.of(own.outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
+            own.figures,
             step_ms=1e3 * own.step_s,
             drafting_ms=1e3 * own.drafting_s,
             identical=self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
@@ -173,9 +174,11 @@ class Trial:
                 outputs += run_group(engine, group, self.workload.max_tokens, observe)
                 self.advance(len(group), row.name)
             on_device = engine.device_drafting_s(condition.concurrency)
+        figures = Figures.of(outputs, self.workload.max_tokens, has_loops=condition.temperature == 0)
         if on_device is not None:
-            return Counted(outputs, median(each.total for each in times) - on_device, on_device)
-        return Counted(outputs, median(each.total - each.draft for each in times), median(each.draft for each in times))
+            return Counted(outputs, median(each.total for each in times) - on_device, on_device, figures)
+        drafting_s = median(each.draft for each in times)
+        return Counted(outputs, median(each.total - each.draft for each in times), drafting_s, figures)
 
     def _alternate(
         self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
