@@ -136,8 +136,8 @@ def run_comparison(options: CompareOptions) -> bool:
             comparison = replace(comparison, partial=f"Partial: {reason} after {ended:,} of {count:,} outputs")
     if not any(result.drafter != "none" for result in comparison.results):
         interruption.raise_if_interrupted()
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise UserError(f"no drafter could be measured: {comparison.partial or reasons}")
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise UserError(f"no drafter could be measured: {comparison.partial or why}")
     write_reports(comparison, options.out)
     _print_report(comparison, console)
     console.print(f"wrote {options.out / JSON_FILE}, {PAGE_FILE} and {TABLE_FILE}", markup=False)
