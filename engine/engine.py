@@ -13,6 +13,7 @@ KV cache precede all writes of later owners of the same pages.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter
+from engine.drafters.base import NO_LIMITS, Drafter, DraftLimits
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.sources import DraftSource
@@ -55,6 +56,7 @@ from ssd.errors import UserError
 if TYPE_CHECKING:
     from engine.drafters.kinds import AnyDrafter
 
+LOG = logging.getLogger(__name__)
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
 """Settings that most requests are assumed to have; their CUDA graphs are captured at start."""
 
@@ -490,6 +492,7 @@ def build_engine(
     attention: str = "auto",
     common: SamplingParams = COMMON_SAMPLING,
     notify: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = LOG.warning,
     drafters: Collection[str] = (),
     grammars: GrammarCompiler | None = None,
     adapters: AdapterPool | None = None,
@@ -499,10 +502,11 @@ def build_engine(
     `decode`: the tokenizer's decoder, needed for stop strings. `has_budget`: measure the durations of steps for
     a few seconds and verify only draft tokens that are worth their time; otherwise all are verified.
     `attention`: as in `choose_backend`. `common`: settings that most requests are expected to have. `notify`: called
-    with a progress line before and after slow preparations. `drafters`: names of the kinds in `drafter`, from which
-    requests may choose. `grammars`: needed for requests with a grammar. `adapters`: LoRA adapters that are attached to
-    `model`; all steps then run on the eager executor. Raises UserError for an attention backend or KV cache dtype that
-    is not available, and for a drafter that cannot be bound to the model.
+    with a progress line before and after slow preparations. `warn`: called once if drafting cannot pay. `drafters`:
+    names of the kinds in `drafter`, from which requests may choose. `grammars`: needed for requests with a grammar.
+    `adapters`: LoRA adapters that are attached to `model`; all steps then run on the eager executor. Raises UserError
+    for an attention backend or KV cache dtype that is not available, and for a drafter that cannot be bound to the
+    model.
     """
     drafter = adapt(drafter)
     with _reported(drafter):
@@ -518,16 +522,18 @@ def build_engine(
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    selection = (
-        None
-        if executors.curve is None
-        else DraftSelection(executors.curve, learns=getattr(innermost(drafter), "learns", True))
-    )
+    selection = None if executors.curve is None else DraftSelection(executors.curve, _limits_of(drafter, config), warn)
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,
         models=(model, *getattr(innermost(drafter), "copies", ())),
     )  # fmt: skip
+
+
+def _limits_of(drafter: Drafter, config: EngineConfig) -> DraftLimits:
+    """Return the limits of a drafter's drafts in an engine."""
+    limits: DraftLimits = getattr(innermost(drafter), "limits", NO_LIMITS)
+    return limits._replace(depth=min(limits.depth, config.max_draft))
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from drafter_service.commands.main import ENGINE_KERNELS, KERNELS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ssd", "drafter_service", "engine")
 MAX_ENTRIES = 12
@@ -122,6 +124,15 @@ def test_a_package_imports_only_allowed_modules(package):
 
 def test_library_and_sidecar_do_not_import_torch():
     subprocess.run([sys.executable, "-c", TORCH_FREE_IMPORT], cwd=ROOT, check=True)
+
+
+def test_every_module_with_kernels_is_compiled_in_advance():
+    script = f"import sys, {', '.join((*KERNELS, *ENGINE_KERNELS))}\nprint(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    graph = import_graph()
+    names = {name.removesuffix(".__init__") for name, modules in graph.items() if "ssd.kernels.jit" in modules}
+    assert len(names) > 30
+    assert names <= set(imported.stdout.split())
 
 
 def test_imports_form_no_cycle():

@@ -9,6 +9,7 @@ import grpc
 
 from drafter_service.client.messages import RefusedError
 from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
+from drafter_service.transport.address import Address
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 
@@ -32,6 +33,13 @@ ABSENCES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 class AbsentError(UserError):
     """Raised if no service answers at an address, or one that is not ready yet."""
+
+
+def check_address(address: str) -> None:
+    """Raise AbsentError if nothing listens at an address of a service, UserError if it is no address."""
+    parsed = Address.parse(address)
+    if (reason := parsed.find_listener()) is not None:
+        raise AbsentError(absence(parsed.text, reason))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,20 @@ from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 
 KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "drafter_service.commands.advise.running")
-"""Modules that import all kernels."""
+"""Modules that import all kernels of the library and the service."""
+ENGINE_KERNELS = (
+    "engine.attention.plain",
+    "engine.executor.batch",
+    "engine.sampling.candidates",
+    "engine.drafters.combination.merged_tree",
+    "engine.drafters.model_based.compiled.drafting",
+    "engine.drafters.model_free.recycle_tree",
+)
+"""Modules that import all kernels of the engine. They need PyTorch, so they are only named here."""
+COMPILE = (
+    "from ssd.kernels.progress import watched_compilation\nwith watched_compilation(lambda _: None):\n    import {}"
+)
+"""Program that imports modules without reporting that their kernels are compiled."""
 
 
 class _Commands(click.Group):
@@ -36,16 +49,29 @@ def cli() -> None:
 
 @cli.command()
 def precompile() -> None:
-    """Compile the kernels of ssd-drafter in advance."""
+    """Compile all kernels in advance.
+
+    Those of ssd-engine, too, if PyTorch is installed.
+    """
+    import subprocess
+    import sys
     import time
     from importlib import import_module
+    from importlib.util import find_spec
 
+    from ssd.errors import UserError
     from ssd.kernels.progress import ProgressLines, watched_compilation
 
     began = time.perf_counter()
+    engine = None
+    if find_spec("torch") is not None:
+        # numba compiles one function at a time, so the engine's kernels have a process of their own.
+        engine = subprocess.Popen([sys.executable, "-c", COMPILE.format(", ".join(ENGINE_KERNELS))])
     with watched_compilation(ProgressLines(click.echo)):
         for module in KERNELS:
             import_module(module)  # Kernels are compiled when their modules are imported.
+    if engine is not None and engine.wait():
+        raise UserError("the kernels of ssd-engine cannot be compiled; the reason is printed above")
     click.echo(f"ready after {time.perf_counter() - began:.1f} s")
 
 

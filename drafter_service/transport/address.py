@@ -112,6 +112,24 @@ class Address:
                 return
         raise UserError(f"cannot listen at {self.text}: {reason}; choose another address")
 
+    def find_listener(self) -> str | None:
+        """Return None if something listens here, otherwise the system's reason."""
+        try:
+            found = self._sockets()
+        except OSError as problem:
+            return problem.strerror or str(problem)
+        reason = ""
+        for family, where in found:
+            with socket.socket(family) as probe:
+                probe.settimeout(PROBE_TIMEOUT_S)
+                try:
+                    probe.connect(where)
+                except OSError as problem:
+                    reason = problem.strerror or str(problem)
+                else:
+                    return None
+        return reason
+
     def _sockets(self) -> list[tuple[int, Any]]:
         """Return the socket families and addresses of this address. Raises OSError if its host does not resolve."""
         if self.socket_path is not None:

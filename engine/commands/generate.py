@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -14,12 +14,15 @@ from typing import TextIO
 from rich.console import Console
 from rich.markup import escape
 
+from engine.api.outputs import OutputText, Piece
+from engine.commands.interruption import Interruption, deferred_interruption
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
 from engine.commands.progress import LongProgress
-from engine.commands.prompts import Prompt, read_prompt_file
+from engine.commands.prompts import Prompt, load_chat, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
 from engine.engine import Engine, StepReport
+from engine.models.detokenize import Detokenizer
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.draft_usage import draft_usage
@@ -47,6 +50,8 @@ class GenerateOptions:
     samples: int
     """Outputs per prompt, each with a seed derived from the prompt's."""
     out: Path | None
+    has_chat: bool = False
+    """Whether prompts are formatted with the model's chat template."""
     adapter: str | None = None
     """Adapter of prompts that name none."""
 
@@ -72,11 +77,15 @@ def run_generate(options: GenerateOptions) -> None:
             room, wanted = longest - len(request.prompt), request.sampling.max_tokens
             if room < wanted:
                 console.print(f"[yellow]note:[/] prompt {number} leaves room for {room:,} of {wanted:,} tokens")
-        with closing(CompletionWriter(prompts, requests, tokenizer, options.out)) as writer:
+        with (
+            closing(CompletionWriter(prompts, requests, tokenizer, options)) as writer,
+            deferred_interruption() as interruption,
+        ):
             began = time.perf_counter()
-            completions = _complete(engine, requests, writer, console)
+            completions = _complete(engine, requests, writer, console, interruption)
             seconds = time.perf_counter() - began
     _print_summary(completions, seconds, options.engine.drafter, console)
+    interruption.raise_if_interrupted()
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -105,10 +114,13 @@ def _read_stdin() -> str:
 def _requests(prompts: Sequence[Prompt], tokenizer: Tokenizer, options: GenerateOptions) -> list[Request]:
     """Return a request per sample of each prompt. Repeated prompts have different seeds."""
     requests = []
+    chat = load_chat(options.engine.model, tokenizer) if options.has_chat else None
     for index, prompt in enumerate(prompts):
         seed = options.sampling.seed + index
         with _prefix_errors(index + 1):
-            request = Request(prompt.tokens(tokenizer), options.sampling, adapter=prompt.adapter or options.adapter)
+            request = Request(
+                prompt.tokens(tokenizer, chat), options.sampling, adapter=prompt.adapter or options.adapter
+            )
             request.check_adapter(options.engine.loras)
         requests += [
             replace(request, sampling=replace(request.sampling, seed=sample_seed(seed, sample)))
@@ -127,24 +139,31 @@ def _prefix_errors(number: int) -> Iterator[None]:
 
 
 def _complete(
-    engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console
+    engine: Engine, requests: Sequence[Request], writer: CompletionWriter, console: Console, interruption: Interruption
 ) -> list[Completion]:
-    """Run the requests with a progress bar. The engine is new, so that its ids are the indices of the requests."""
-    with LongProgress(console, len(requests), transient=True) as progress:
+    """Run the requests; the engine is new, so that its ids are the indices of the requests.
+
+    Shows a progress bar unless the writer shows the output itself. An interruption ends all requests.
+    """
+    with nullcontext() if writer.is_streaming else LongProgress(console, len(requests), transient=True) as progress:
         tokens = 0
 
         def observe(report: StepReport) -> None:
             nonlocal tokens
             tokens += report.committed
-            writer.add(report.finished)
-            progress.advance(len(report.finished), _count(tokens, "token"))
+            writer.observe(report)
+            if progress is not None:
+                progress.advance(len(report.finished), _count(tokens, "token"))
+            if interruption.signal is not None:
+                ended = {index: engine.cancel(index) for index in range(len(requests))}
+                writer.add({index: each for index, each in ended.items() if each is not None and len(each.tokens)})
 
         return engine.generate(requests, observe)
 
 
 def _print_summary(completions: Sequence[Completion], seconds: float, drafter: str, console: Console) -> None:
     tokens = sum(len(completion.tokens) for completion in completions)
-    steps = sum(completion.steps for completion in completions)
+    steps = max(1, sum(completion.steps for completion in completions))
     drafted = sum(completion.drafted for completion in completions)
     accepted = sum(completion.accepted for completion in completions)
     by_source = sum_by_name(completion.by_source for completion in completions)
@@ -170,23 +189,47 @@ def _count(number: int, noun: str) -> str:
 
 
 class CompletionWriter:
-    """Writes completions in prompt order: JSON lines to a file as they finish, or text to stdout at the end."""
+    """Writes completions: JSON lines to a file in prompt order as they finish, or text to stdout.
+
+    Text is written at the end, but that of a single request as it is produced.
+    """
 
     def __init__(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, path: Path | None
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], tokenizer: Tokenizer, options: GenerateOptions
     ) -> None:
-        """`requests`: the same number per prompt, in their order. Raises UserError if `path` cannot be written."""
+        """`requests`: those of the prompts, in their order. Raises UserError if the file cannot be written."""
         self._prompts = prompts
         self._requests = requests
-        self._samples = len(requests) // len(prompts)
+        self._samples = options.samples
         self._tokenizer = tokenizer
-        self._path = path
+        self._path = options.out
+        self._shows_prompts = not options.has_chat
         self._waiting: dict[int, Completion] = {}
         self._next = 0
+        self._stream: OutputText | None = None
+        """Text of the only request, if it is written as it is produced."""
+        self._streamed = 0
+        """Number of its tokens so far."""
         try:
-            self._file = None if path is None else _open(path)
+            self._file = None if self._path is None else _open(self._path)
         except OSError as problem:
             raise self._write_error(problem) from None
+        if self._file is None and len(requests) == 1:
+            self._stream = OutputText(Detokenizer(tokenizer.decode, requests[0].prompt), requests[0].sampling.stop)
+            self._print(self._prompt(0))
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether text is written as it is produced."""
+        return self._stream is not None
+
+    def observe(self, report: StepReport) -> None:
+        """Write what a step produced."""
+        for result in report.results:
+            if self._stream is not None and result.sequence_id not in report.finished:
+                self._streamed += len(result.tokens)
+                self._print_pieces(self._stream.feed(result.tokens, result.accepted))
+        self.add(report.finished)
 
     def add(self, finished: Mapping[int, Completion]) -> None:
         """Add completions by request index; write those to the file whose predecessors have all finished."""
@@ -196,12 +239,18 @@ class CompletionWriter:
             self._next += 1
 
     def close(self) -> None:
-        """Write the remaining completions; after an interruption, only those that have finished."""
+        """Write the remaining completions; after an interruption, only those that have any output."""
         for index in sorted(self._waiting):
             if self._file is not None:
                 self._write_line(self._file, index)
+            elif self._stream is not None:
+                completion = self._waiting[index]
+                self._print_pieces(self._stream.feed(completion.content[self._streamed :], 0))
+                self._print_pieces(self._stream.finish(completion.text))
             else:
-                self._print(index)
+                self._print(f"{self._prompt(index)}{self._text(index)}\n{'-' * 40}\n")
+        if self._stream is not None:
+            self._print("\n")
         if self._file is not None and self._file is not sys.stdout:
             self._file.close()
 
@@ -228,12 +277,19 @@ class CompletionWriter:
             raise self._write_error(problem) from None
         del self._waiting[index]
 
-    def _print(self, index: int) -> None:
+    def _print(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _print_pieces(self, pieces: Sequence[Piece]) -> None:
+        self._print("".join(piece.text for piece in pieces))
+
+    def _prompt(self, index: int) -> str:
+        """Return what is shown before the output of a request."""
         prompt = self._prompts[index // self._samples].content
-        shown = prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
-        sys.stdout.write(f"{shown}{self._text(index)}\n")
-        if len(self._requests) > 1:
-            sys.stdout.write("-" * 40 + "\n")
+        if not self._shows_prompts:
+            return ""
+        return prompt if isinstance(prompt, str) else f"<{len(prompt)} token ids>"
 
     def _text(self, index: int) -> str:
         completion = self._waiting[index]

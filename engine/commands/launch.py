@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from drafter_service.client.connection import AbsentError, check_address
 from engine.attention.backend import choose_backend
 from engine.commands.options import EngineOptions
 from engine.drafters.base import TargetInfo
@@ -40,6 +42,9 @@ def load(options: EngineOptions) -> Decoder:
     choose_backend(options.attention, None, dtype, device)
     if options.threads:
         _set_threads(options.threads)
+    if "ssd-remote" in options.drafters:
+        with suppress(*([] if options.require_sidecar else [AbsentError])):
+            check_address(options.address)
     drafter_config = configure(options.drafter, DrafterConfig(), options.drafter_options)
     for kind in parse_kinds(options.drafter):
         check_kind(kind, drafter_config, options.draft_models.get(kind), options.model)
@@ -134,6 +139,6 @@ def launch(
     return build_engine(
         model, config, drafter, tokenizer.decode,
         has_budget=may_draft and not verifies_all, attention=options.attention,
-        common=replace(COMMON_SAMPLING, **common), notify=notify, drafters=options.drafters,
+        common=replace(COMMON_SAMPLING, **common), notify=notify, warn=warn, drafters=options.drafters,
         grammars=GrammarCompiler(tokenizer, model.config.vocab_size, model.config.eos_token_ids), adapters=pool,
     )  # fmt: skip

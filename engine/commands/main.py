@@ -14,7 +14,15 @@ import click
 
 from engine.api.tools.formats import FORMATS
 from engine.commands.openmp import limit_spinning
-from engine.commands.options import EngineOptions, engine_options, numbers, row_options, sampling_options, verifications
+from engine.commands.options import (
+    EngineOptions,
+    chat_option,
+    engine_options,
+    numbers,
+    row_options,
+    sampling_options,
+    verifications,
+)
 from ssd.errors import UserError, exit_with_message, missing_extra
 
 if TYPE_CHECKING:
@@ -67,6 +75,7 @@ def cli() -> None:
 @engine_options(max_sequences=16)
 @sampling_options
 @click.option("--n", "samples", type=click.IntRange(min=1), default=1, help="Outputs per prompt.")
+@chat_option
 @click.option("--adapter", help="Adapter of --lora for prompts that name none.  [default: none]")
 @click.option(
     "--out",
@@ -77,19 +86,24 @@ def generate(
     prompts: tuple[str, ...],
     path: Path | None,
     samples: int,
+    chat: bool,
     adapter: str | None,
     out: Path | None,
     **given: Any,
 ) -> None:
-    """Complete prompts from arguments, a file or stdin."""
+    """Complete prompts from arguments, a file or stdin.
+
+    A single output is printed while it is produced. Ctrl-C ends all outputs, and what they have is written.
+    """
+    engine = EngineOptions.take(given)  # raises errors before modules are imported and kernels compiled
+
     from ssd.kernels.progress import ENGINE_WORK, ProgressLines, watched_compilation
 
     with watched_compilation(ProgressLines(partial(click.echo, err=True)), ENGINE_WORK):
         from engine.commands.generate import GenerateOptions, run_generate
         from engine.scheduling.request import SamplingParams
 
-        engine = EngineOptions.take(given)
-        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, out, adapter))
+        run_generate(GenerateOptions(prompts, path, engine, SamplingParams(**given), samples, out, chat, adapter))
 
 
 @cli.command()
@@ -183,6 +197,13 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     help="Number of prompts to run first, without measuring them.",
 )
 @click.option("--requests", type=click.IntRange(min=1), help="Number of prompts to measure.  [default: all others]")
+@chat_option
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MINUTES",
+    help="End after this time with the results so far.  [default: none]",
+)
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
 @click.option(
     "--temperature",
@@ -215,9 +236,11 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     default=Path("build"),
     help="Folder for compare.json, compare.html and compare.md.",
 )
-def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given: Any) -> None:
-    """Compare drafters and draft depths on the same prompts."""
-    from engine.commands.compare.compare import CompareOptions, run_comparison
+def compare(cost_profile: Path | None, gpu: str | None, model_size: str, chat: bool, **given: Any) -> None:
+    """Compare drafters and draft depths on the same prompts.
+
+    Ctrl-C ends the comparison with the results so far.
+    """
     from ssd.budget.cost_profile import CostProfile
     from ssd.budget.roofline import roofline
 
@@ -225,7 +248,10 @@ def compare(cost_profile: Path | None, gpu: str | None, model_size: str, **given
         raise UserError("give either --cost-profile or --gpu, not both")
     predicted_for = CostProfile.read(cost_profile) if cost_profile else roofline(gpu, model_size) if gpu else None
     engine, rows = _take_rows(given)
-    if not run_comparison(CompareOptions(engine, rows, predicted_for=predicted_for, **given)):
+
+    from engine.commands.compare.compare import CompareOptions, run_comparison
+
+    if not run_comparison(CompareOptions(engine, rows, predicted_for=predicted_for, has_chat=chat, **given)):
         sys.exit(1)
 
 
@@ -237,9 +263,10 @@ def profile(out: Path, **given: Any) -> None:
 
     For the predictions of `compare` and of `ssd-drafter advise`.
     """
+    engine, rows = _take_rows(given)
+
     from engine.commands.compare.profile import write_profile
 
-    engine, rows = _take_rows(given)
     write_profile(engine, rows, given["concurrency"], out)
 
 

@@ -181,6 +181,10 @@ def verifications(_context: click.Context, option: click.Parameter, text: str) -
     return names
 
 
+chat_option = click.option(
+    "--chat", is_flag=True, help="Send each prompt as a message of the user, formatted with the model's chat template."
+)
+
 ROW_OPTIONS = (
     click.option(
         "--drafter",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from drafter_service.client.chat_template import load_chat_template
+from engine.models.chat import ChatPrompts
 from engine.models.tokenizer import Tokenizer
 from ssd.errors import UserError
 
@@ -24,9 +26,24 @@ class Prompt:
     adapter: str | None = None
     """As in `Request`."""
 
-    def tokens(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Return the token ids, uint32 [n]."""
-        return tokenizer.encode(self.content) if isinstance(self.content, str) else np.array(self.content, np.uint32)
+    def tokens(self, tokenizer: Tokenizer, chat: ChatPrompts | None = None) -> np.ndarray:
+        """Return the token ids, uint32 [n]. chat: formats the text as a message of the user.
+
+        Raises UserError for token ids that would have to be formatted, and for text that cannot be encoded.
+        """
+        if chat is None:
+            text = self.content
+            return tokenizer.encode(text) if isinstance(text, str) else np.array(text, np.uint32)
+        if not isinstance(self.content, str):
+            raise UserError("--chat formats text, not token ids; leave it out, or give text")
+        return chat.tokens([{"role": "user", "content": self.content}])
+
+
+def load_chat(folder: Path, tokenizer: Tokenizer) -> ChatPrompts:
+    """Return the chat template of a model. Raises UserError if it has none."""
+    if load_chat_template(folder) is None:
+        raise UserError(f"--chat: {folder} has no chat template; leave --chat out, or put a chat_template.jinja there")
+    return ChatPrompts(folder, tokenizer)
 
 
 def read_prompt_file(path: Path) -> list[Prompt]:

@@ -72,6 +72,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from ssd.config import MAX_DRAFT
 from ssd.types import DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
@@ -172,6 +173,20 @@ class TargetInfo:
         return self.model.embedding.weight
 
 
+class DraftLimits(NamedTuple):
+    """What drafts can give at most, and what they cost at least."""
+
+    depth: int = MAX_DRAFT
+    """Largest number of tokens of a draft that a step can accept."""
+    position_steps: float = 0.0
+    """Least time of drafting one token of each sequence, as a multiple of the time of a step without drafts."""
+    cause: str = ""
+    """Why `position_steps` is large, for messages."""
+
+
+NO_LIMITS = DraftLimits()
+
+
 @dataclass(frozen=True, eq=False)
 class ExtraRows:
     """Tokens that run after the drafts of B sequences without being verified, E tokens in total."""
@@ -263,8 +278,8 @@ class Drafter(Protocol):
     target and of `copies` were overwritten, while no request runs.
 
     Two attributes are optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
-    the target's. `learns: bool` says whether drafts improve with the tokens that the drafter has seen (default: true);
-    if not, it is called less often after its drafts were not worthwhile.
+    the target's. `limits: DraftLimits` says what drafts can give and cost at best; an engine that measures its steps
+    does not call a drafter that cannot pay.
     """
 
     needs: TargetOutputs

@@ -36,7 +36,9 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
         return SHIPPED_MODEL
     folder, name = Path(model), str(model)
     if folder.exists():
-        return folder  # the loader checks it
+        if files is FILES:
+            _check_folder(folder)
+        return folder  # the loader checks the files
     if not HUB_NAME.fullmatch(name):
         raise UserError(f"there is no model folder {name}; give a Hugging Face folder, or a hub name such as org/model")
     from huggingface_hub import snapshot_download
@@ -56,3 +58,18 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         advice = f"downloading it failed ({reason}): try again, or give a folder"
     raise UserError(f"there is no folder {name}, and {advice}")
+
+
+def _check_folder(path: Path) -> None:
+    """Raise UserError for a file that is no GGUF file, and for a folder without a model."""
+    if path.is_file() and not _is_gguf(path):
+        raise UserError(f"{path} is not a model folder; give the folder of its config.json, not a file in it")
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(each.name for each in path.glob("*.gguf"))
+        advice = f"give the file {path / found[0]}" if found else "give a Hugging Face folder"
+        raise UserError(f"{path} is not a model folder: it has no config.json; {advice}")
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from collections.abc import Callable
+from statistics import mean
+
 import numpy as np
 
+from engine.drafters.base import NO_LIMITS, DraftLimits
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
@@ -11,27 +17,45 @@ from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
 from ssd.types import DraftBatch
 
+LOG = logging.getLogger(__name__)
 DECAY = 0.98
 """Decay per step of the sums that calibrate drafts: an effective window of about 50 steps."""
 PRIOR_ACCEPTED = 0.5
 """Prior number of accepted tokens. It keeps the calibration above 0, so that drafts that were never accepted are still
 tried at times."""
+RECENT = 16
+"""Number of last steps with drafts from which the loss of a trial with another number of sequences is expected."""
 
 
 class DraftSelection:
     """The token budget of an engine, for drafts of any drafter, whose probabilities it calibrates."""
 
-    def __init__(self, curve: StepCurve, *, learns: bool = True) -> None:
-        """curve: durations of steps, in seconds. learns: as in `Drafter`."""
+    def __init__(
+        self, curve: StepCurve, limits: DraftLimits = NO_LIMITS, warn: Callable[[str], None] = LOG.warning
+    ) -> None:
+        """curve: durations of steps, in seconds. limits: of the drafter. warn: called once if drafting cannot pay."""
         self._budget = TokenBudget(curve)
-        self._learns = learns
-        self._backoffs: dict[int, Backoff] = {}
+        self._limits = limits
+        self._warn: Callable[[str], None] | None = warn
+        self._drafting_s, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        """Time of drafting in the last steps with drafts, and the number of accepted tokens of each sequence."""
+        self._backoffs: dict[tuple[int, bool], Backoff] = {}
         self._expected = self._accepted = 0.0
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
 
-    def is_backing_off(self, sequences: int) -> bool:
-        """Return whether the next step in which this many sequences produce tokens skips the drafter."""
-        return self._backoff(sequences).is_stopped
+    def admits(self, plan: StepPlan) -> bool:
+        """Return whether a step calls the drafter: its drafts may pay, did so recently, and can be tried out now.
+
+        Where that holds only without the drafter's extra rows, removes the room for them from the plan.
+        """
+        sequences = len(plan.producing)
+        self._budget.prepare(sequences, plan.scheduled - sequences)
+        if rows := sum(entry.extra_room for entry in plan.producing):
+            if self._may_draft(plan, rows):
+                return True
+            for entry in plan.producing:
+                entry.extra_room = 0
+        return self._may_draft(plan, 0)
 
     @property
     def calibration(self) -> float:
@@ -73,13 +97,18 @@ class DraftSelection:
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
         self._budget.curve.record(plan.tokens, len(plan.entries), seconds)
+        if not (plan.is_drafting or plan.is_backing_off) or not plan.producing:
+            return
         sequences = len(plan.producing)
-        backoff = self._backoff(sequences)
-        if plan.is_backing_off:
-            backoff.record_pause()
-        if not plan.is_drafting or not sequences:
+        backoff = self._backoff(sequences, has_rows=plan.extra_rows > 0)
+        for each in (self._backoff(sequences, has_rows) for has_rows in (False, True)):
+            if each.is_stopped and (plan.is_backing_off or each is not backoff):
+                each.record_pause()
+        if not plan.is_drafting:
             return
         self._budget.prepare(sequences, plan.scheduled - sequences)
+        self._drafting_s.append(plan.drafting_s)
+        self._gains.append(accepted / sequences)
         verified = plan.tokens - plan.scheduled
         self._budget.record(sequences, committed, verified, plan.drafting_s)
         saved = self._budget.saved(accepted, plan.tokens, verified)
@@ -87,18 +116,54 @@ class DraftSelection:
         drafting = plan.drafting_s / self._budget.seconds(sequences)
         backoff.record_drafts(saved, drafting, is_beginning=backoff.steps == 0)
 
-    def _backoff(self, sequences: int) -> Backoff:
+    def _may_draft(self, plan: StepPlan, rows: int) -> bool:
+        """Return whether the drafter may be called in a step with a number of extra rows."""
+        sequences, limits = len(plan.producing), self._limits
+        backoff = self._backoff(sequences, has_rows=rows > 0)
+        if backoff.is_stopped:
+            return False
+        costs = rows or limits.position_steps
+        if costs and self._budget.largest_saving(limits.depth, rows, limits.position_steps) <= 0:
+            self._report_loss(sequences, rows)
+            return False
+        if backoff.steps == 0:
+            loss = -self._budget.saved(0, plan.scheduled + rows, rows)
+            if self._gains:
+                loss += min(self._drafting_s) / self._budget.seconds(sequences) - mean(self._gains)
+            backoff.delay_trial(loss)
+        return not backoff.is_stopped
+
+    def _backoff(self, sequences: int, has_rows: bool) -> Backoff:
         """Return the pauses of drafting for a number of sequences, since whether drafting pays depends on it.
 
-        The numbers from a power of two up to the next one have the same pauses. Trials of several sequences have fewer
-        steps, since each says more than a step of a single sequence.
+        has_rows: whether the drafter has extra rows. The numbers from a power of two up to the next one have the same
+        pauses. Trials of several sequences have fewer steps, since each says more than a step of a single sequence.
         """
-        size = sequences.bit_length()
-        if size not in self._backoffs:
+        key = sequences.bit_length(), has_rows
+        if key not in self._backoffs:
             runs = MEASURED_RUNS if self._budget.curve.is_learned else None
             steps = MIN_TRIAL_STEPS if sequences == 1 else MIN_TRIAL_STEPS // 2
-            self._backoffs[size] = Backoff(runs=runs, min_trial_steps=steps, learns=self._learns)
-        return self._backoffs[size]
+            self._backoffs[key] = Backoff(runs=runs, min_trial_steps=steps)
+        return self._backoffs[key]
+
+    def _report_loss(self, sequences: int, rows: int) -> None:
+        """Say once what cannot pay with a number of sequences, and why."""
+        if self._warn is None:
+            return
+        depth, position = self._limits.depth, self._limits.position_steps
+        longer = self._budget.seconds(sequences * (1 + depth) + rows) / self._budget.seconds(sequences)
+        what = (
+            f"the drafter adds no rows to steps ({rows // sequences} for each request)"
+            if rows
+            else "nothing is drafted"
+        )
+        cause = f"; {self._limits.cause}" if self._limits.cause else ""
+        self._warn(
+            f"with {sequences} {'request' if sequences == 1 else 'requests'} at once {what}: even a step that accepted "
+            f"all of {depth} draft tokens would take as long as {longer + depth * position:.1f} steps without "
+            f"drafts{cause}"
+        )
+        self._warn = None
 
 
 def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:

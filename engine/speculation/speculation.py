@@ -137,7 +137,7 @@ class Speculation:
             return False
         if self._selection is None:
             return True
-        plan.is_backing_off = self._selection.is_backing_off(len(plan.producing))
+        plan.is_backing_off = not self._selection.admits(plan)
         if not plan.is_backing_off:
             plan.price = self._selection.price(plan)
         return not plan.is_backing_off

@@ -2,9 +2,11 @@
 
 A step with drafts saves the time that steps without drafts would have taken for the tokens that it committed, less its
 own time and that of drafting. The sum of what is saved is limited, so that drafting stops soon after it is no longer
-worthwhile. It is tried again after a pause. For a drafter that learns, this is short at first, because a corpus that is
-still empty will soon be useful, and doubles with each trial that does not succeed. In the end drafting costs a small
-fraction of the time, whatever the drafter costs.
+worthwhile. It is tried again after a pause.
+
+Trials are charged against a small fraction of the time: the allowance grows with every step, a loss reduces it, and a
+trial begins when the allowance covers what it is expected to lose. The first trials find an allowance, because a corpus
+that is still empty will soon be useful; a first trial that is known to lose more than that waits, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from math import ceil
 from statistics import median
 
 MAX_LOSS = 0.01
-"""Fraction of the time that drafting costs in the end while it is not worthwhile."""
+"""Fraction of the time that drafting costs in the end while it is not worthwhile: the allowance that a step adds."""
 TRIAL = 1.0
 """Time that a trial may lose before drafting stops."""
 MIN_TRIAL_STEPS = 6
@@ -22,11 +24,8 @@ MIN_TRIAL_STEPS = 6
 MAX_SAVED, MAX_LOST = 5.0, 50.0
 """Largest sum of saved time, and of lost time, as multiples of the time that a trial may lose. The first limits how
 much drafting loses after it stops being worthwhile, the second how much a very slow step counts."""
-FIRST_PAUSE = 128.0
-"""Number of steps of the first pause if a step with drafts loses as much time as a step without drafts takes. The pause
-is in proportion to that loss."""
-MAX_DOUBLINGS = 30
-"""Number of times that a pause doubles; the loss of a trial limits it earlier."""
+FIRST_ALLOWANCE = 3.0
+"""The allowance at first, as a multiple of the time that a trial may lose. Saved time adds up to `MAX_SAVED` to it."""
 MEASURED_RUNS = 4, 1024
 """The argument `runs` of a `Backoff` that inserts single steps without drafts, to measure their duration."""
 RECENT = 5
@@ -47,22 +46,19 @@ class Backoff:
         runs: tuple[int, int] | None = None,
         is_stopped: bool = False,
         min_trial_steps: int = MIN_TRIAL_STEPS,
-        learns: bool = True,
     ) -> None:
         """trial: time that a trial may lose, in at least `min_trial_steps` steps. shortest_pause: smallest number of
         steps without drafts. runs: first and largest number of steps with drafts after which drafting stops, so that
         steps without drafts are measured; the number doubles each time. None: it does not stop for that. is_stopped:
-        whether the first steps have no drafts. learns: whether drafts improve with the number of tokens seen, so that
-        first pauses are short.
+        whether the first steps have no drafts.
         """
         self._trial, self._min_trial_steps, self._shortest_pause = trial, min_trial_steps, shortest_pause
         self._run_steps, self._most_run_steps = runs or (0, 0)
-        self._learns = learns
         self._sum = self._run = trial
         """Sums of saved time, limited as above: of all steps with drafts; of those since drafting last began, without
         the ones that were slow because it began."""
-        self._failures = 0
-        """Number of pauses since drafting was last worthwhile."""
+        self._allowance = FIRST_ALLOWANCE * trial
+        """Time that drafting may lose now."""
         self._drafting, self._saved = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
         """Time of drafting in recent steps with drafts, and the time that each of these saved."""
         self._uncounted = 0
@@ -91,15 +87,15 @@ class Backoff:
         else:
             self._uncounted += 1
         self._saved.append(saved)
-        most = MAX_SAVED * self._trial
-        self._sum = min(max(self._sum + saved, -MAX_LOST * self._trial), most)
+        most, least = MAX_SAVED * self._trial, -MAX_LOST * self._trial
+        self._sum = min(max(self._sum + saved, least), most)
+        full = max(self._allowance, FIRST_ALLOWANCE * self._trial + most)
+        self._allowance = min(max(self._allowance + saved + MAX_LOSS, least), full)
         if not is_beginning:
             self._run = min(self._run + saved, most)
-        if self._sum == most:
-            self._failures = 0
         self.steps += 1
         if max(self._sum, self._run) < 0 and self.steps >= self._min_trial_steps:
-            self._stop()
+            self.steps, self.pause_steps = 0, max(self._shortest_pause, self._missing_steps(-median(self._saved)))
         elif self.steps == self._run_steps:
             self.steps, self.pause_steps = 0, self._shortest_pause
             self._run_steps = min(2 * self._run_steps, self._most_run_steps)
@@ -114,14 +110,21 @@ class Backoff:
         """Draft again; if drafting was not worthwhile, as a new trial."""
         if max(self._sum, self._run) < 0:
             self._sum, self._run = max(self._sum, self._trial), self._trial
+        self._allowance += MAX_LOSS * self.pause_steps
         self.steps = self.pause_steps = 0
 
-    def _stop(self) -> None:
-        """Begin a pause, so that this trial loses `MAX_LOSS` of the time; a shorter one after few failures, if the
-        drafter learns.
+    def delay_trial(self, loss: float) -> None:
+        """Begin a pause if the next step begins a trial that is expected to lose more than the allowance.
+
+        loss: expected loss of one of its steps; negative if drafting is expected to save time.
         """
-        steps = (self._trial - self._sum) / MAX_LOSS
-        if self._learns and any(self._drafting) and (loss := -median(self._saved)) > 0:
-            steps = min(steps, FIRST_PAUSE * loss * 2.0 ** min(self._failures, MAX_DOUBLINGS))
-        self._failures += 1
-        self.steps, self.pause_steps = 0, max(self._shortest_pause, ceil(steps))
+        if self.steps == self.pause_steps == 0 and loss > 0:
+            self.pause_steps = self._missing_steps(loss)
+
+    def _missing_steps(self, loss: float) -> int:
+        """Return the number of steps without drafts after which the allowance covers a trial, 0 if it does now.
+
+        loss: expected loss of a step of the trial.
+        """
+        lost = max(self._trial, self._min_trial_steps * loss)
+        return max(0, ceil((lost - self._allowance) / MAX_LOSS))

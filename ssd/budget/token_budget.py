@@ -22,6 +22,7 @@ from ssd.kernels.budget import (
     TOKENS,
     WITHHELD,
     current_rate,
+    largest_saving,
     least_worthwhile,
     record_rate,
     seconds_of,
@@ -125,6 +126,14 @@ class TokenBudget:
         sequences = int(self._facts[SEQUENCES])
         whole, plain, of_one_each = map(self.seconds, (tokens, tokens - drafted, sequences))
         return accepted / sequences - (whole - plain) / of_one_each
+
+    def largest_saving(self, longest: int, rows: int, position: float) -> float:
+        """Return the largest time that drafts can save in a step, in which all draft tokens are accepted, as `saved`.
+
+        longest: largest number of draft tokens of a sequence. rows: number of further rows that the step runs for the
+        drafter. position: time of drafting one token of each sequence, as a multiple of that of a step without drafts.
+        """
+        return float(largest_saving(*self.arrays, longest, rows, position))
 
     def learn(self, progress: Progress) -> int:
         """Learn from the steps that an engine has run; return `DraftBatch.pause_steps`.

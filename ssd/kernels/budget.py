@@ -265,6 +265,18 @@ def seconds_of(knots, seconds, sizes, lengths, facts, state, tokens):  # type: i
     return step_seconds(Budget(knots, seconds, sizes, lengths, facts, state), tokens)
 
 
+@kernel(*_BUDGET, Int, Int, Float, returns=Float)
+def largest_saving(knots, seconds, sizes, lengths, facts, state, longest, rows, position):  # type: ignore[no-untyped-def]
+    """See `TokenBudget.largest_saving`."""
+    budget, best = Budget(knots, seconds, sizes, lengths, facts, state), -np.inf
+    sequences, plain = facts[SEQUENCES], facts[TOKENS]
+    one, before = step_seconds(budget, sequences), step_seconds(budget, plain)
+    for length in range(1, longest + 1):
+        longer = step_seconds(budget, plain + rows + length * sequences) - before
+        best = max(best, length * (1.0 - position) - longer / one)
+    return best
+
+
 @kernel(*_BUDGET, Int, Float, Int, Float, returns=Nothing)
 def record_rate(knots, seconds, sizes, lengths, facts, state, sequences, committed, verified, drafting):  # type: ignore[no-untyped-def]
     """Call `update_rate` with the arrays of a `Budget`."""

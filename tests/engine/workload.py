@@ -91,8 +91,8 @@ class RandomBackoff:
         self.is_late = is_late
         self.is_stopped = False
 
-    def is_backing_off(self, sequences):
-        return self.is_stopped
+    def admits(self, plan):
+        return not self.is_stopped
 
     def price(self, plan):
         return StepPrice(100.0, 0.03)

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from drafter_service.observability.measuring.results import prepare, write
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.compare.page import notes, render_markdown, render_page, table_of
 from engine.commands.compare.profile import measure_steps
-from engine.commands.compare.results import Comparison, Condition
+from engine.commands.compare.results import Comparison, Condition, Result
 from engine.commands.compare.rows import Row, unusable
-from engine.commands.compare.trial import BATCH, Trial, Workload
+from engine.commands.compare.trial import BATCH, Counted, Trial, Workload
+from engine.commands.interruption import StoppedError, deferred_interruption
 from engine.commands.launch import load
 from engine.commands.options import EngineOptions
 from engine.commands.progress import LongProgress
-from engine.commands.prompts import read_prompt_file
+from engine.commands.prompts import load_chat, read_prompt_file
 from engine.commands.reports import made_with
 from engine.config import Verification
+from engine.engine import StepReport
 from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
@@ -32,6 +36,10 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.budget.cost_profile import CostProfile
 from ssd.errors import UserError
 
+ASSUMED_TOKENS = 2
+"""Tokens per step that are assumed before the first result, for the time of runs that verify all draft tokens."""
+START_S = 3.0
+"""Time in which an engine with a token budget starts, which measures steps."""
 EXACT: tuple[Verification, ...] = ("exact",)
 JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"
 
@@ -53,6 +61,10 @@ class CompareOptions:
     verifications: Sequence[Verification]
     predicted_for: CostProfile | None
     out: Path
+    time_limit: float | None = None
+    """Number of minutes after which no further step runs."""
+    has_chat: bool = False
+    """Whether prompts are formatted with the model's chat template."""
 
     @property
     def conditions(self) -> list[Condition]:
@@ -91,34 +103,71 @@ def run_comparison(options: CompareOptions) -> bool:
         condition: [row for row in options.rows_of(condition) if row.name not in skipped]
         for condition in options.conditions
     }
-    with LongProgress(console, _requests(usable, workload)) as progress:
+    count, seconds = expected_work(usable, workload, profile, options.engine.config.max_draft)
+    console.print(
+        f"{count:,} outputs of {workload.max_tokens} tokens: about {max(1.0, seconds / 60):.0f} min. "
+        "Ctrl-C, or --time-limit MINUTES, ends the comparison with the results so far."
+    )
+    with deferred_interruption() as interruption, LongProgress(console, count, transient=True) as progress:
+        began = time.monotonic()
+        ended = 0
 
         def warn(text: str) -> None:
             console.print(f"[yellow]warning:[/] {escape(text)}")
 
-        trial = Trial(model, tokenizer, options.engine, workload, warn, progress.advance)
-        outputs = {}
-        for condition, own in usable.items():
-            if not own:
-                continue
-            plain = replace(condition, verification="exact")
-            if plain not in outputs:
-                outputs[plain] = trial.baseline(plain)
-            results = trial.run(own, condition, outputs[plain], skipped.__setitem__)
-            comparison = comparison.with_results(results)
-            write_reports(comparison, options.out)  # An interrupted run leaves the conditions that it has completed.
+        def advance(requests: int, name: str) -> None:
+            nonlocal ended
+            ended += requests
+            progress.advance(requests, name)
+
+        def check(_report: StepReport) -> None:
+            if interruption.signal is not None:
+                raise StoppedError("it was interrupted")
+            if options.time_limit is not None and time.monotonic() - began > 60 * options.time_limit:
+                raise StoppedError(f"it reached its limit of {options.time_limit:g} minutes")
+
+        trial = Trial(model, tokenizer, options.engine, workload, warn, advance, check)
+        try:
+            for results in measure(trial, usable, skipped):
+                comparison = replace(comparison, results=results)
+                write_reports(replace(comparison, partial=f"Partial: {ended:,} of {count:,} outputs"), options.out)
+                progress.show(_last_table(comparison, console))
+        except StoppedError as reason:
+            comparison = replace(comparison, partial=f"Partial: {reason} after {ended:,} of {count:,} outputs")
     if not any(result.drafter != "none" for result in comparison.results):
-        raise UserError(f"no drafter could be measured: {'; '.join(f'{k}: {v}' for k, v in skipped.items())}")
+        interruption.raise_if_interrupted()
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise UserError(f"no drafter could be measured: {comparison.partial or why}")
     write_reports(comparison, options.out)
     _print_report(comparison, console)
     console.print(f"wrote {options.out / JSON_FILE}, {PAGE_FILE} and {TABLE_FILE}", markup=False)
+    interruption.raise_if_interrupted()
     return all(result.identical is not False for result in comparison.results)
+
+
+def measure(
+    trial: Trial, rows_of: Mapping[Condition, Sequence[Row]], skipped: dict[str, str]
+) -> Iterator[Sequence[Result]]:
+    """Yield all results so far, whenever there are new ones. Reasons of rows that cannot be built go to `skipped`."""
+    before: list[Result] = []
+    outputs: dict[Condition, Counted] = {}
+    for condition, rows in rows_of.items():
+        if not rows:
+            continue
+        plain = replace(condition, verification="exact")
+        if plain not in outputs:
+            outputs[plain] = trial.baseline(plain)
+        found: list[Result] = []
+        for found in trial.run(rows, condition, outputs[plain], skipped.__setitem__):
+            yield [*before, *found]
+        before += found
 
 
 def read_workload(options: CompareOptions, tokenizer: Tokenizer) -> Workload:
     """Return the prompts to run. Raises UserError if there are too few, or if the model cannot run one of them."""
     path = options.prompts or options.engine.model / PROMPTS_FILE
-    prompts = [prompt.tokens(tokenizer) for prompt in read_prompt_file(path)]
+    chat = load_chat(options.engine.model, tokenizer) if options.has_chat else None
+    prompts = [prompt.tokens(tokenizer, chat) for prompt in read_prompt_file(path)]
     count = len(prompts) - options.earlier if options.requests is None else options.requests
     if count < 1 or options.earlier + count > len(prompts):
         raise UserError(
@@ -162,6 +211,8 @@ def write_reports(comparison: Comparison, out: Path) -> None:
 
 def _print_report(comparison: Comparison, console: Console) -> None:
     """Print the tables, what they show, and the recommendation."""
+    if comparison.partial:
+        console.print(comparison.partial, markup=False, style="bold yellow")
     for condition in comparison.conditions:
         console.print(console_table(*table_of(comparison, condition, console.width), title=str(condition)))
     for note in notes(comparison, console.width):
@@ -169,15 +220,34 @@ def _print_report(comparison: Comparison, console: Console) -> None:
     console.print(comparison.recommendation(), markup=False, style="bold")
 
 
-def _requests(rows_of: Mapping[Condition, Sequence[Row]], workload: Workload) -> int:
-    """Return the number of requests that all engines run together."""
+def _last_table(comparison: Comparison, console: Console) -> Table:
+    """Return the table of the condition that is being measured."""
+    condition = comparison.conditions[-1]
+    return console_table(*table_of(comparison, condition, console.width), title=str(condition))
+
+
+def expected_work(
+    rows_of: Mapping[Condition, Sequence[Row]], workload: Workload, profile: CostProfile, max_draft: int
+) -> tuple[int, float]:
+    """Return the number of outputs that all engines produce together, and about how long they take, in seconds."""
     measured = len(workload.measured)
-    earlier = sum(
-        workload.earlier_count(row, verifies_all=verifies_all)
-        for rows in rows_of.values()
-        for row in rows
-        for verifies_all in (False, True)
-    )
-    baselines = len({(each.temperature, each.concurrency) for each, rows in rows_of.items() if rows})
-    rounds = sum(len(rows) + 1 for rows in rows_of.values() if rows)
-    return (baselines + rounds + sum(map(len, rows_of.values()))) * measured + earlier
+    prompt_tokens = sum(map(len, workload.measured)) / measured
+    count, seconds, baselines = 0, 0.0, set[tuple[float, int]]()
+    for condition, rows in rows_of.items():
+        if not rows:
+            continue
+        at_once, is_first = condition.concurrency, (condition.temperature, condition.concurrency) not in baselines
+        baselines.add((condition.temperature, at_once))
+        earlier = sum(
+            workload.earlier_count(row, verifies_all=verifies_all) for row in rows for verifies_all in (False, True)
+        )
+        plain = (is_first + 1 + len(rows)) * measured
+        count += plain + len(rows) * measured + earlier
+        prompt_ms = prompt_tokens * profile.prompt_token_ms
+        plain_ms = prompt_ms + workload.max_tokens * profile.step(at_once, at_once) / at_once
+        earlier_ms = prompt_ms + workload.max_tokens * profile.step(BATCH, BATCH) / BATCH
+        drafted_ms = profile.step(at_once * (1 + max_draft), at_once) / at_once
+        counted_ms = prompt_ms + workload.max_tokens / ASSUMED_TOKENS * drafted_ms
+        seconds += (plain * plain_ms + len(rows) * measured * counted_ms + earlier * earlier_ms) / 1e3
+        seconds += START_S * (1 + len(rows))
+    return count, seconds

@@ -19,6 +19,7 @@ COLUMNS = (
     "tokens per step",
     "outside loops",
     "speed-up here",
+    "range",
     "predicted",
     "best K",
     "outputs",
@@ -43,6 +44,7 @@ NOTES = {
     "speed-up here": "measured with the token budget, as users run it: fewer tokens are drafted and verified where "
     "that is faster. Median over rounds in which every drafter runs the same prompts, after {earlier_requests} earlier "
     "ones.",
+    "range": "smallest and largest speed-up of a round.",
     "best K": "the depth with the most tokens/s, computed from acceptance and durations here. 0: do not draft. "
     "4+: 4 is the largest depth that was measured; give a larger --depth.",
     "accepted (%)": "share of the steps that accept the draft token at depth 1, 2, ...",
@@ -91,7 +93,8 @@ def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
         result.draft_shape if result.drafted_per_step else "",
         f"{result.tokens_per_step:.2f}",
         _number(result.tokens_per_step_no_loops),
-        f"{result.speedup:.2f}x",
+        "" if result.speedup is None else f"{result.speedup:.2f}x",
+        "" if result.speedup_range is None else "{:.2f}-{:.2f}".format(*result.speedup_range),
         "" if target is None else f"{result.predicted(target):.2f}x",
         "" if best is None else f"{best}{'+' if best == len(positions) > 0 else ''}",
         {True: "equal", False: "DIFFERENT", None: ""}[result.identical],
@@ -108,7 +111,7 @@ def _number(value: float | None) -> str:
 
 def render_markdown(comparison: Comparison) -> str:
     """Return the tables in Markdown, as in docs/drafters.md."""
-    parts = []
+    parts = [f"{comparison.partial}.\n"] if comparison.partial else []
     for condition in comparison.conditions:
         parts.append(f"{condition}:\n\n{markdown_table(*table_of(comparison, condition))}")
     return "\n".join([*parts, *(f"{note}\n" for note in notes(comparison))])
@@ -116,9 +119,9 @@ def render_markdown(comparison: Comparison) -> str:
 
 def render_page(comparison: Comparison) -> str:
     """Return the HTML page."""
-    drafted = [result for result in comparison.results if result.drafter != "none"]
+    drafted = [each for each in comparison.results if each.drafter != "none" and each.speedup is not None]
     is_exact = all(result.identical is not False for result in drafted)
-    fastest = max(drafted, key=lambda result: result.speedup, default=None)
+    fastest = max(drafted, key=lambda result: result.speedup or 0.0, default=None)
     cards = [pages.card("outputs of exact verification", "identical" if is_exact else "DIFFERENT")]
     if fastest is not None:
         where = f"{fastest.drafter}, {fastest.condition}"
@@ -131,7 +134,8 @@ def render_page(comparison: Comparison) -> str:
     main = "".join([pages.cards(cards), legend(colors), *sections, pages.small_print(notes(comparison))])
     title = f"Drafters for {comparison.settings['model']}"
     facts = pages.facts({**comparison.settings, **comparison.versions})
-    return pages.page(title, main, facts, lead=comparison.recommendation())
+    lead = f"{comparison.partial}. {comparison.recommendation()}" if comparison.partial else comparison.recommendation()
+    return pages.page(title, main, facts, lead=lead)
 
 
 def _bars(comparison: Comparison, condition: Condition) -> str:
@@ -154,7 +158,7 @@ def _bars_in(frame: Frame, results: Sequence[Result], label: str, kind: str) -> 
         y = frame.top + BAR * number
         name = f"{result.drafter}, K = {result.K}" if result.has_depth else result.drafter
         parts.append(svg.text(name, frame.left - svg.LABEL_GAP, y + 14, text_anchor="end"))
-        for top, value, color in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup, "green")):
+        for top, value, color in ((2, result.tokens_per_step, "gray pale"), (11, result.speedup or 0.0, "green")):
             tooltip = f"{name}: {value:.2f}"
             parts.append(svg.rect(frame.left, y + top, x(value) - frame.left, 8, tooltip, kind=f"bar {color}"))
     return svg.chart(frame, label, parts, kind)

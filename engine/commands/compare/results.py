@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.commands.compare.figures import Figures
@@ -15,6 +15,8 @@ from ssd.config import DraftShape
 
 MIN_SPEEDUP = 1.05
 """Smallest speed-up for which drafting is recommended; measurements vary by a few percent."""
+MIN_PROMPTS = 10
+"""Smallest number of prompts from which a drafter is recommended."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ class Result:
     """Median time that drafting adds to a step."""
     identical: bool | None
     """Whether all outputs equal those of `none`; None where they need not."""
-    tokens_per_s: float
-    speedup: float
+    tokens_per_s: float | None
+    """None before the first round; `speedup` and its range, too."""
+    speedup: float | None
     """Tokens per second divided by those of `none`, median over rounds of the same prompts."""
+    speedup_range: tuple[float, float] | None
+    """Smallest and largest speed-up of a round."""
+    prompts: int
+    """Number of prompts of these rounds."""
 
     @classmethod
     def of(cls, row: Row, condition: Condition, figures: Figures, **measured: Any) -> Result:
@@ -132,6 +139,8 @@ class Comparison:
     results: Sequence[Result] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why a drafter was not measured, by its name."""
+    partial: str = ""
+    """Why results are missing; empty if the comparison is complete."""
 
     @property
     def conditions(self) -> list[Condition]:
@@ -142,14 +151,15 @@ class Comparison:
         """Return the results of a condition."""
         return [result for result in self.results if result.condition == condition]
 
-    def with_results(self, results: Sequence[Result]) -> Comparison:
-        """Return a comparison with further results."""
-        return replace(self, results=[*self.results, *results])
-
     def recommendation(self) -> str:
         """Return one sentence that says which drafter to use."""
         speedups: dict[tuple[str, int, bool], list[float]] = {}
+        prompts = max((result.prompts for result in self.results), default=0)
+        if prompts < MIN_PROMPTS:
+            return f"No recommendation: it takes at least {MIN_PROMPTS} prompts; the speed was measured with {prompts}."
         for result in self.results:
+            if result.speedup is None or result.prompts < MIN_PROMPTS:
+                continue
             # Outputs that differ in exact mode are a defect, which no speed makes up for.
             is_right = result.verification == "exact" and result.identical is not False
             if is_right and result.drafter != "none":
@@ -169,6 +179,7 @@ class Comparison:
         """Return the content of the file."""
         return {
             "recommendation": self.recommendation(),
+            "partial": self.partial,
             "settings": dict(self.settings),
             "versions": dict(self.versions),
             "profile": asdict(self.profile),

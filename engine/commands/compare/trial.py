@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafter_service.observability.measuring.rounds import Timer, alternated, columns, median_of, median_ratio
+from drafter_service.observability.measuring.rounds import Timer, alternated, median_of, median_ratio
 from engine.commands.compare.figures import Figures, Output, groups, run_group
 from engine.commands.compare.results import Condition, Result
 from engine.commands.compare.rows import Row
@@ -80,11 +80,13 @@ class Counted(NamedTuple):
     """Median duration of a step, without the time of drafting, in seconds."""
     drafting_s: float
     """Median duration of drafting in a step, in seconds."""
+    figures: Figures
 
 
 class Turn(NamedTuple):
     """A group of prompts that was run with the token budget."""
 
+    prompts: int
     rate: float
     """Tokens per second."""
     is_same: bool
@@ -103,6 +105,8 @@ class Trial:
     warn: Callable[[str], None]
     advance: Callable[[int, str], None]
     """Called with the number of requests that a drafter has just completed, and its name."""
+    observe: Callable[[StepReport], None] = lambda _: None
+    """Called with the report of each step. An exception that it raises ends the trial."""
 
     def baseline(self, condition: Condition) -> Counted:
         """Run plain decoding."""
@@ -110,8 +114,9 @@ class Trial:
 
     def run(
         self, rows: Sequence[Row], condition: Condition, expected: Counted, skip: Callable[[str, str], None]
-    ) -> list[Result]:
-        """Return the results of the rows, after that of the baseline, which is `expected`.
+    ) -> Iterator[list[Result]]:
+        """Yield the results so far, which begin with that of the baseline, `expected`: after each row whose tokens per
+        step are known, and then after each round in which all rows were timed.
 
         skip: called with the name of a drafter that cannot be built, and the reason.
         """
@@ -121,21 +126,36 @@ class Trial:
                 counted.append((row, self._count(row, condition)))
             except UserError as problem:
                 skip(row.name, f"cannot be built: {problem}")
-        turns = self._alternate([row for row, _ in counted], condition, expected.outputs)
+                continue
+            yield [self._result(row, own, condition, expected, []) for row, own in counted]
+        turns: list[list[Turn]] = [[] for _ in counted]
+        for done in self._alternate([row for row, _ in counted], condition, expected.outputs):
+            for number, turn in done.items():
+                turns[number].append(turn)
+            yield [
+                self._result(row, own, condition, expected, list(zip(mine, turns[0], strict=True)))
+                for (row, own), mine in zip(counted, turns, strict=True)
+            ]
+
+    def _result(
+        self, row: Row, own: Counted, condition: Condition, expected: Counted, turns: Sequence[tuple[Turn, Turn]]
+    ) -> Result:
+        """Return the result of a row; turns: its own and that of the baseline of each round."""
         must_equal = condition.verification == "exact" or condition.temperature == 0
-        return [
-            Result.of(
-                row,
-                condition,
-                Figures.of(own.outputs, self.workload.max_tokens, has_loops=condition.temperature == 0),
-                step_ms=1e3 * own.step_s,
-                drafting_ms=1e3 * own.drafting_s,
-                identical=self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
-                tokens_per_s=median_of(mine, lambda turn: turn.rate),
-                speedup=median_ratio(mine, turns[0], lambda turn: turn.rate),
-            )
-            for (row, own), mine in zip(counted, turns, strict=True)
-        ]
+        mine, plain = [turn for turn, _ in turns], [turn for _, turn in turns]
+        ratios = [turn.rate / other.rate for turn, other in turns]
+        return Result.of(
+            row,
+            condition,
+            own.figures,
+            step_ms=1e3 * own.step_s,
+            drafting_ms=1e3 * own.drafting_s,
+            identical=self._is_same(own.outputs, expected.outputs, mine) if must_equal else None,
+            tokens_per_s=median_of(mine, lambda turn: turn.rate) if turns else None,
+            speedup=median_ratio(mine, plain, lambda turn: turn.rate) if turns else None,
+            speedup_range=(min(ratios), max(ratios)) if turns else None,
+            prompts=sum(turn.prompts for turn in mine),
+        )
 
     def _count(self, row: Row, condition: Condition) -> Counted:
         """Run the measured requests after the earlier ones, and verify all draft tokens."""
@@ -144,6 +164,7 @@ class Trial:
             times: list[StageTimes] = []
 
             def observe(report: StepReport) -> None:
+                self.observe(report)
                 if report.results:
                     times.append(report.times)
 
@@ -153,12 +174,16 @@ class Trial:
                 outputs += run_group(engine, group, self.workload.max_tokens, observe)
                 self.advance(len(group), row.name)
             on_device = engine.device_drafting_s(condition.concurrency)
+        figures = Figures.of(outputs, self.workload.max_tokens, has_loops=condition.temperature == 0)
         if on_device is not None:
-            return Counted(outputs, median(each.total for each in times) - on_device, on_device)
-        return Counted(outputs, median(each.total - each.draft for each in times), median(each.draft for each in times))
+            return Counted(outputs, median(each.total for each in times) - on_device, on_device, figures)
+        drafting_s = median(each.draft for each in times)
+        return Counted(outputs, median(each.total - each.draft for each in times), drafting_s, figures)
 
-    def _alternate(self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]) -> list[list[Turn]]:
-        """Run groups of prompts with the engines of all rows in alternation; return the turns of each row."""
+    def _alternate(
+        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
+    ) -> Iterator[dict[int, Turn]]:
+        """Run groups of prompts with the engines of all rows in alternation; yield the turns by row of each round."""
         with ExitStack() as stack:
             cases = {}
             for number, row in enumerate(rows):
@@ -167,27 +192,26 @@ class Trial:
                 cases[number] = partial(self._turn, engine, row)
             requests = self.workload.requests_of(condition)
             items = zip(groups(requests, condition.concurrency), groups(expected, condition.concurrency), strict=True)
-            turns = columns(alternated(cases, items))
-        return [turns[number] for number in cases]
+            yield from alternated(cases, items)
 
     def _turn(self, engine: Engine, row: Row, item: tuple[list[Request], list[Output]]) -> Turn:
         """Run a group of prompts, whose outputs are known."""
         requests, expected = item
         with Timer() as timer:
-            completions = engine.generate(requests)
+            completions = engine.generate(requests, self.observe)
         self.advance(len(requests), row.name)
         is_same = all(
             np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
             for completion, output in zip(completions, expected, strict=True)
         )
-        return Turn(sum(len(each.tokens) for each in completions) / timer.wall_s, is_same)
+        return Turn(len(requests), sum(len(each.tokens) for each in completions) / timer.wall_s, is_same)
 
     def _run_earlier(self, engine: Engine, row: Row, condition: Condition, *, verifies_all: bool) -> None:
         if row is not BASELINE:
             count = self.workload.earlier_count(row, verifies_all=verifies_all)
             earlier = self.workload.earlier_requests(condition, count)
             for group in groups(earlier, BATCH):
-                engine.generate(group)
+                engine.generate(group, self.observe)
                 self.advance(len(group), row.name)
             time.sleep(INDEXING_S if row.remembers and earlier else 0)
 
@@ -212,4 +236,8 @@ class Trial:
             in_flight=0 if verifies_all else None,
         )
         options = replace(self.options, drafter=row.drafter, drafter_options=row.options, config=config)
-        return launch(self.model, self.tokenizer, options, self.warn, notify=lambda _: None, verifies_all=verifies_all)
+
+        def warn(text: str) -> None:
+            self.warn(f"{row.name}: {text}")
+
+        return launch(self.model, self.tokenizer, options, warn, notify=lambda _: None, verifies_all=verifies_all)

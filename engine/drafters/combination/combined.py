@@ -92,7 +92,6 @@ class CombinedDrafter:
         # Drafters of tokens run first.
         self.parts = sorted(parts, key=lambda part: part.runs_model)
         self.needs = joint_needs([part.drafter.needs for part in self.parts])
-        self.learns = any(getattr(part.drafter, "learns", True) for part in self.parts)
         self.skipping = SkipRule()
         self._has_trees = has_trees
         self._mix = Mix(len(self.parts))

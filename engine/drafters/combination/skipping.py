@@ -14,6 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from engine.scheduling.plan import StepPlan
+from ssd.budget.backoff import MAX_LOSS
 
 EDGES = np.array([0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0])
 """Upper bounds of the intervals of expected tokens within which gains are averaged."""
@@ -23,8 +24,9 @@ RATE = 0.05
 """Smallest weight of an observed sequence in the mean gains."""
 TIME_DECAY = 0.8
 """Decay per step of the mean time of the networks."""
-MAX_SKIPPED = 32
-"""Number of consecutive steps without networks after which they are run to measure their gain again."""
+MIN_SKIPPED, MAX_SKIPPED = 32, 2048
+"""Number of consecutive steps without networks after which they are run to measure their gain again: within these
+limits, as many as make the measurement take `MAX_LOSS` of the time."""
 
 
 class SkipRule:
@@ -47,7 +49,11 @@ class SkipRule:
         """
         self._expected = expected
         self._step_model_s = 0.0
-        if plan.price is None or not self._model_s or self._since_run >= MAX_SKIPPED:
+        if plan.price is None or not self._model_s:
+            return True
+        # One token of each sequence takes about as long as a step.
+        step_s = len(expected) / plan.price.tokens_per_second
+        if self._since_run >= min(max(MIN_SKIPPED, self._model_s / (MAX_LOSS * step_s)), MAX_SKIPPED):
             return True
         gain = float(self._gains[np.searchsorted(EDGES, expected)].sum())
         if plan.price.is_worthwhile(gain, self._model_s):

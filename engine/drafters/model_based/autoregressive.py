@@ -17,12 +17,12 @@ from torch import Tensor
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, DraftLimits, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
 from engine.drafters.model_based.compiled.layers import Network
-from engine.drafters.model_based.compiled.network import can_sample, compile_head
+from engine.drafters.model_based.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.model_based.slots import SlotWriter
@@ -37,14 +37,17 @@ from ssd.types import ROOT
 if TYPE_CHECKING:
     from engine.drafters.model_based.compiled.drafting import CompiledDrafting
 
+SLOW_COPY = (
+    "a copy of the target pays only as a compiled network, which drafts paths, in float32 on a CPU, with at most "
+    f"{MAX_WEIGHTS >> 20} M weights"
+)
+"""Why `self-int8` without a compiled network cannot pay."""
 BRANCHES = 4
 """Number of candidates after each expanded node of a tree, and of nodes expanded at each depth."""
 
 
 class AutoregressiveDrafter(Drafter):
     """Drafts with a head or a model that continues its own output."""
-
-    learns = False
 
     def __init__(
         self,
@@ -90,6 +93,13 @@ class AutoregressiveDrafter(Drafter):
 
             self._compiled = CompiledDrafting(self._network, cache_of(attention))
         self._writer = SlotWriter(self.head, forward, self._compiled)
+
+    @property
+    def limits(self) -> DraftLimits:
+        """See `Drafter`. PyTorch runs a copy of the target no faster than the target."""
+        if self._compiled is not None or not self.head.shares_target_cache:
+            return DraftLimits(self._depth)
+        return DraftLimits(self._depth, position_steps=1.0, cause=SLOW_COPY)
 
     def weights_changed(self) -> None:
         """Convert the weights that the compiled network shares with the target again."""

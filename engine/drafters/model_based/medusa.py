@@ -26,8 +26,6 @@ BRANCHES = 8
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads."""
 
-    learns = False
-
     def __init__(
         self, heads: MedusaHeads, *, depth: int, has_trees: bool, source: int, is_coupled: bool = False
     ) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, DraftLimits, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
 from engine.drafters.sources import DraftSource
@@ -195,6 +195,7 @@ class LookaheadDrafter(Drafter):
     def __init__(self, sizes: LookaheadSizes, *, has_trees: bool) -> None:
         """has_trees: draft trees; otherwise only the most recent n-gram."""
         self.needs = TargetOutputs(extra_rows=sizes.rows)
+        self.limits = DraftLimits(sizes.ngram - 1)
         self._sizes = sizes
         self._candidates = sizes.candidates if has_trees else 1
         self._running: dict[int, Running] = {}

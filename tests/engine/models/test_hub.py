@@ -36,7 +36,9 @@ def hub(monkeypatch):
 def test_an_existing_folder_is_returned(tmp_path, hub, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert find_model(tmp_path) == tmp_path
+    for folder in (tmp_path, tmp_path / "owner" / "name"):
+        (folder / "config.json").touch()
+        assert find_model(folder) == folder
     assert str(find_model("owner/name")) == "owner/name"
     assert hub.downloaded is None
 

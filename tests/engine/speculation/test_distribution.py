@@ -87,8 +87,8 @@ def expected(target):
 class ByOwnProbability:
     """A selection that drops every token with a low `accept_prob`."""
 
-    def is_backing_off(self, sequences):
-        return False
+    def admits(self, plan):
+        return True
 
     def price(self, plan):
         return StepPrice(100.0, 0.03)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.drafters.base import DraftLimits
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.speculation.selection import DraftSelection, path_prob
 from ssd.types import DraftBatch, Path
@@ -16,11 +17,10 @@ PATHS = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_siz
 CHEAP = line(0.005)
 
 
-def plan_of(sequences=1, *, verified=0, room=16, prompt_tokens=0, **settings):
+def plan_of(sequences=1, *, verified=0, room=16, extra_room=0, prompt_tokens=0, **settings):
     """A step of sequences that verify `verified` tokens each."""
-    entries = [
-        SequencePlan(None, 9, 1, produces=True, draft_room=room, max_verified=verified) for _ in range(sequences)
-    ]
+    rooms = {"draft_room": room, "extra_room": extra_room, "max_verified": verified}
+    entries = [SequencePlan(None, 9, 1, produces=True, **rooms) for _ in range(sequences)]
     if prompt_tokens:
         entries.append(SequencePlan(None, 0, prompt_tokens, produces=False))
     return StepPlan(entries, **settings)
@@ -71,8 +71,7 @@ def test_drafts_that_are_never_accepted_take_little_time_and_are_retried(price):
     selection, drafts = DraftSelection(line(price)), drafts_of([1.0] * 16)
     spent = []
     for _ in range(2000):
-        plan = plan_of()
-        if not (plan := plan_of(is_backing_off=selection.is_backing_off(1))).is_backing_off:
+        if not (plan := plan_of(is_backing_off=not selection.admits(plan_of()))).is_backing_off:
             selection.price(plan)
             verified = int(selection.select(plan, drafts, np.array([16]))[0])
             plan = plan_of(verified=verified, is_drafting=True)
@@ -88,7 +87,7 @@ def calls_in(selection, steps, *, accepted, drafting_s):
     """Return the steps in which the drafter is called."""
     calls = []
     for step in range(steps):
-        if selection.is_backing_off(1):
+        if not selection.admits(plan_of()):
             selection.record(plan_of(is_backing_off=True), 0, 1, 1.0)
         else:
             calls.append(step)
@@ -115,16 +114,17 @@ def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
     # 100 rows take as long as the step without them, and a step has one accepted token.
     selection = DraftSelection(line(0.01, 0.99))
     for _ in range(100):
-        plan = plan_of(is_drafting=True, extra_rows=extra_rows)
-        selection.record(plan, 1, 2, 1.0)
-    assert selection.is_backing_off(1) is not pays
+        selection.record(plan_of(is_drafting=True, extra_rows=extra_rows), 1, 2, 1.0)
+    plan = plan_of(extra_room=extra_rows)
+    assert selection.admits(plan), "drafts without extra rows are still tried"
+    assert plan.producing[0].extra_room == (extra_rows if pays else 0)
 
 
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 6), (2, 3), (16, 3)])
 def test_a_trial_with_more_sequences_has_fewer_steps(sequences, steps):
     selection = DraftSelection(CHEAP)
     made = 0
-    while not selection.is_backing_off(sequences):
+    while selection.admits(plan_of(sequences)):
         selection.record(plan_of(sequences, is_drafting=True, drafting_s=9.0 * sequences), 0, sequences, 1.0)
         made += 1
     assert made == steps
@@ -133,11 +133,8 @@ def test_a_trial_with_more_sequences_has_fewer_steps(sequences, steps):
 def test_a_pause_of_a_large_batch_does_not_stop_drafts_of_a_small_one():
     selection = DraftSelection(CHEAP)
     for _ in range(20):
-        selection.record(plan_of(16, is_drafting=True, drafting_s=16.0), 0, 16, 1.0)
-    assert selection.is_backing_off(16)
-    assert selection.is_backing_off(31)
-    assert not selection.is_backing_off(15)
-    assert not selection.is_backing_off(32)
+        selection.record(plan_of(16, is_drafting=True, drafting_s=1.0), 0, 16, 1.0)
+    assert [selection.admits(plan_of(count)) for count in (15, 16, 31, 32)] == [True, False, False, True]
 
 
 def test_a_drafter_that_becomes_useful_is_called_in_every_step_again():
@@ -175,3 +172,46 @@ def test_tokens_that_cannot_be_verified_do_not_count_as_expected():
         assert selection.select(plan_of(2), drafts, np.array([4, 0])).tolist() == [4, 0]
         selection.record(plan_of(2, verified=2), 4, 6, 1.0)
     assert selection.calibration == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("depth", "pays"), [(2, True), (1, False)])
+def test_extra_rows_that_cannot_pay_are_not_tried_and_this_is_said_once(depth, pays):
+    # The rows take as long as one step without drafts, and verifying a token of each sequence a tenth of that.
+    selection = DraftSelection(line(0.05, 0.9), DraftLimits(depth=depth), (said := []).append)
+    for _ in range(3):
+        plan = plan_of(2, extra_room=10)
+        assert selection.admits(plan), "drafts without extra rows may pay"
+        assert plan.producing[0].extra_room == (10 if pays else 0)
+    assert said == ([] if pays else [said[0]])
+    assert pays or ("with 2 requests at once" in said[0] and "(10 for each request)" in said[0])
+
+
+@pytest.mark.parametrize(("position_steps", "pays"), [(0.5, True), (1.0, False)])
+def test_a_network_as_slow_as_the_target_is_never_called(position_steps, pays):
+    limits = DraftLimits(4, position_steps, cause="it is a copy")
+    selection = DraftSelection(line(0.01, 0.99), limits, (said := []).append)
+    assert selection.admits(plan_of()) == pays
+    assert pays or (len(said) == 1 and said[0].startswith("with 1 request at once nothing is drafted:"))
+    assert pays or said[0].endswith("; it is a copy")
+
+
+def test_extra_rows_that_may_pay_are_tried_when_the_trial_takes_a_small_part_of_the_time():
+    """A step with the rows takes 3 times as long as one without, so a trial of 3 steps loses 6 steps."""
+    selection, rows = DraftSelection(line(0.05, 0.9)), []
+    for _ in range(900):
+        plan = plan_of(2, extra_room=20)
+        assert selection.admits(plan), "drafts without extra rows cost nothing"
+        rows.append(2 * plan.producing[0].extra_room)
+        selection.record(plan_of(2, is_drafting=True, extra_rows=rows[-1]), 0, 2, 1.0 + 0.05 * rows[-1])
+    assert 290 < rows.index(40) < 310
+    assert rows.count(40) == 3
+
+
+def test_a_costly_network_is_not_tried_with_each_number_of_sequences():
+    selection = DraftSelection(CHEAP)
+    calls = 0
+    for sequences in (1, 2, 4, 8, 16):
+        while selection.admits(plan_of(sequences)):
+            selection.record(plan_of(sequences, is_drafting=True, drafting_s=9.0), 0, sequences, 1.0)
+            calls += 1
+    assert calls == 6

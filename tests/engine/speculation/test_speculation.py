@@ -97,8 +97,8 @@ class Backoff:
     def __init__(self):
         self.plans = []
 
-    def is_backing_off(self, sequences):
-        return len(self.plans) % 2 == 1
+    def admits(self, plan):
+        return len(self.plans) % 2 == 0
 
     def price(self, plan):
         assert len(plan.producing) == 2  # All producing sequences, drafted for or not, as each yields a token.

@@ -1,6 +1,9 @@
 """The commands `compare` and `profile`, from arguments to files."""
 
+import itertools
 import json
+import re
+import signal
 import sys
 from dataclasses import fields
 
@@ -10,6 +13,7 @@ from engine.commands import main as cli
 from engine.commands.compare import trial
 from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes, table_of
 from engine.commands.compare.results import Comparison, Result
+from engine.engine import Engine
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
 from tests.browser import chart_faults
@@ -17,7 +21,7 @@ from tests.markup import tags_of
 
 FIELDS = {
     "drafter", "verification", "temperature", "K", "concurrency", "tokens_per_step", "tokens_per_step_no_loops",
-    "drafted_per_step", "accept_by_position", "identical", "speedup",
+    "drafted_per_step", "accept_by_position", "identical", "speedup", "speedup_range", "prompts",
 }  # fmt: skip
 NAMES = ["left", "right", "pair", "add"]
 PROMPTS = [f"def {name}(left, right):\n    return left + right\n\ndef {name}" for name in NAMES]
@@ -126,6 +130,7 @@ def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
 
 def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "accepted_length", lambda draft, target: len(draft))
+    monkeypatch.setattr("engine.commands.compare.results.MIN_PROMPTS", 1)
     code, out, _ = compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
     assert code == 1
     assert "DIFFERENT" in out
@@ -133,6 +138,65 @@ def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
     assert none["identical"] is True
     assert mtp["identical"] is False
     assert "none is recommended" in read(tmp_path)["recommendation"]
+
+
+@pytest.mark.parametrize(("count", "recommends"), [(9, False), (10, True)])
+def test_few_prompts_recommend_nothing_and_the_range_of_rounds_is_shown(run, chosen, tmp_path, count, recommends):
+    (tmp_path / "prompts.txt").write_text("".join(f"def f{number}(left):\n" for number in range(count)))
+    arguments = ("--prompts", tmp_path / "prompts.txt", "--out", tmp_path, "--max-tokens", 3, "--temperature", 0)
+    code, out, _ = run("compare", *chosen("ngram"), *arguments)
+    assert code == 0
+    document = read(tmp_path)
+    assert document["recommendation"].startswith("No recommendation: it takes at least 10 prompts") != recommends
+    assert document["recommendation"] in out
+    [ngram] = [result for result in document["results"] if result["drafter"] == "ngram"]
+    low, high = ngram["speedup_range"]
+    assert low <= ngram["speedup"] <= high
+    assert f"{low:.2f}-{high:.2f}" in out
+    assert (ngram["prompts"], document["partial"]) == (count, "")
+    assert re.search(rf"^{4 * count} outputs of 3 tokens: about 1 min\.", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_comparison_keeps_its_results(compare, tmp_path, monkeypatch, number, status):
+    generate, groups = Engine.generate, itertools.count()
+
+    def generate_or_stop(engine, *arguments):
+        if next(groups) == 4:  # in the second round of the second condition
+            signal.raise_signal(number)
+        return generate(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "generate", generate_or_stop)
+    code, out, _ = compare(tmp_path, "--requests", 2, "--concurrency", "2,1", "--temperature", 0, drafter="mtp")
+    assert code == status
+    document = read(tmp_path)
+    assert document["partial"] == "Partial: it was interrupted after 14 of 16 outputs"
+    assert [(result["concurrency"], result["prompts"]) for result in document["results"]] == [
+        (2, 2), (2, 2), (1, 1), (1, 1),
+    ]  # fmt: skip
+    for text in (out, (tmp_path / "compare.html").read_text(), (tmp_path / "compare.md").read_text()):
+        assert document["partial"] in text
+
+
+def test_results_are_written_while_a_comparison_runs(compare, tmp_path, monkeypatch):
+    seen, generate = [], Engine.generate
+
+    def generate_and_read(engine, *arguments):
+        seen.append(read(tmp_path))
+        return generate(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "generate", generate_and_read)
+    assert compare(tmp_path, "--requests", 1, "--temperature", 0)[0] == 0
+    rows = seen[0]["results"]
+    assert [(row["drafter"], row["speedup"]) for row in rows] == [("none", None), ("mtp", None), ("medusa", None)]
+    assert rows[1]["tokens_per_step"] == read(tmp_path)["results"][1]["tokens_per_step"]
+    assert seen[0]["partial"] == "Partial: 3 of 6 outputs"
+
+
+def test_a_time_limit_ends_a_comparison(compare, tmp_path):
+    code, _, err = compare(tmp_path, "--requests", 1, "--time-limit", "0.0001")
+    assert code == 2
+    assert "Partial: it reached its limit of 0.0001 minutes after 0 of" in err
 
 
 def test_requests_run_at_the_same_time(compare, tmp_path):
@@ -149,6 +213,7 @@ def test_requests_run_at_the_same_time(compare, tmp_path):
     ("options", "message"),
     [
         (("--depth", "0"), "--depth must be numbers from 1"),
+        (("--chat",), "has no chat template; leave --chat out"),
         (("--temperature", "0,hot"), "--temperature must be numbers from 0"),
         (("--verification", "maybe"), "--verification must be exact or rejection"),
         (("--gpu", "abacus"), "--gpu abacus: unknown; give l4,"),

@@ -56,6 +56,24 @@ def test_prompts_can_be_token_ids(run, model_folder, tmp_path):
     assert out.startswith("<3 token ids>")
 
 
+def test_prompts_can_be_messages_of_a_chat(run, model_folder, tmp_path):
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    for file in model_folder.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}; ")
+    arguments = ("generate", "--model", folder, "--max-tokens", 8)
+    _, plain, _ = run(*arguments, "user: add; ")
+    code, chat, _ = run(*arguments, "--chat", "add")
+    assert (code, f"user: add; {chat}") == (0, plain)
+    assert run(*arguments, "--chat", "--out", tmp_path / "out", "add")[0] == 0
+    assert [line["prompt"] for line in completions(tmp_path / "out")] == ["add"]
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6, 7]}\n')
+    _, _, err = run(*arguments, "--chat", "--file", tmp_path / "ids.jsonl")
+    assert "prompt 1: --chat formats text, not token ids" in err
+    assert "has no chat template; leave --chat out" in run("generate", "--model", model_folder, "--chat", "add")[2]
+
+
 def test_an_unknown_field_of_a_line_is_an_error(run, model_folder, tmp_path):
     lines = ('{"prompt": "a", "source": "a note"}', '{"prompt": "b", "max_tokens": 3}')
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))

@@ -26,6 +26,9 @@ BAD_INPUT = {
     "no sidecar": (("--drafter", "ssd-remote", "--address", "unix:{tmp}/none.sock"), ["x"], "no drafter answers at"),
     "no address": (("--drafter", "ssd-remote", "--address", "nonsense"), ["x"], "is not an address"),
     "no model": (("--model", "{tmp}/nothing"), ["x"], "no model folder"),
+    "folder without a model": (("--model", "{tmp}"), ["x"], "is not a model folder: it has no config.json; give a"),
+    "folder of a GGUF file": (("--model", "{tmp}/gguf"), ["x"], "it has no config.json; give the file "),
+    "file that is no model": (("--model", "{tmp}/ids.jsonl"), ["x"], "ids.jsonl is not a model folder; give the"),
     "output in no folder": (("--out", "{tmp}/no/such/folder"), ["x"], "cannot write"),
     "output that is a folder": (("--out", "{tmp}"), ["x"], "cannot write"),
     "bytes that are not text": ((), ["\udcff"], "prompt 1: the prompt is not valid Unicode"),
@@ -49,6 +52,8 @@ BAD_INPUT = {
 @pytest.mark.parametrize(("options", "prompts", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
 def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp_path, options, prompts, message):
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "bad.jsonl").write_text("{\n")
     (tmp_path / "type.jsonl").write_text('{"prompt": 5}\n')
@@ -76,6 +81,8 @@ def test_bad_input_gives_a_one_line_error_and_exit_code_2(run, model_folder, tmp
         (("--drafter", "rest", "--drafter-option", "path=absent.txt"), "absent.txt: cannot be read"),
         (("--drafter", "ssd+lookahead", "--drafter-option", "window=1"), "--drafter lookahead: window must be 2 to 64"),
         (("--lora", "a=absent"), "--lora a: there is no folder absent"),
+        (("--drafter", "ssd-remote", "--address", "unix:/absent/socket"), "no drafter answers at unix:/absent/socket"),
+        (("--drafter", "ssd+ssd-remote", "--address", "127.0.0.1:1"), "at 127.0.0.1:1 (Connection refused)"),
     ],
 )
 def test_errors_that_do_not_depend_on_the_model_are_raised_before_loading_it(

@@ -7,12 +7,13 @@ import pytest
 
 from engine.drafters.combination import skipping
 from engine.drafters.combination.combined import CombinedDrafter
-from engine.drafters.combination.skipping import FIRST_GAIN, MAX_SKIPPED, SkipRule
+from engine.drafters.combination.skipping import FIRST_GAIN, MAX_SKIPPED, MIN_SKIPPED, SkipRule
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from ssd.baselines.none import NoDrafter
+from ssd.budget.backoff import MAX_LOSS
 from ssd.budget.token_budget import StepPrice
 from tests.engine.drafters.combination.test_combined import make_part
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
@@ -51,9 +52,10 @@ def test_networks_run_if_tokens_per_second_rise(monkeypatch, model_s, runs):
     steps = Steps(monkeypatch, rate=6.0, model_s=model_s, gain=1.5)
     for _ in range(200):
         steps.run([1.0, 3.0])
-    ran = [steps.run([1.0, 3.0]) for _ in range(2 * MAX_SKIPPED)]
+    ran = [steps.run([1.0, 3.0]) for _ in range(1000)]
     assert all(ran) == runs
-    assert sum(ran) == (len(ran) if runs else pytest.approx(len(ran) / (MAX_SKIPPED + 1), abs=1))
+    # A third of a second is the time of a step.
+    assert runs or model_s * sum(ran) == pytest.approx(MAX_LOSS * len(ran) / 3, rel=0.2)
 
 
 def test_a_gain_is_assumed_before_any_was_observed(monkeypatch):
@@ -79,11 +81,16 @@ def test_gains_depend_on_what_the_others_offer(monkeypatch):
 
 def test_networks_are_measured_again(monkeypatch):
     """Networks that were slow once are not skipped for ever."""
+    for model_s, most in ((1000.0, MAX_SKIPPED), (1.1, 110), (0.2, MIN_SKIPPED)):
+        steps = Steps(monkeypatch, rate=1.0, model_s=model_s, gain=0.1)
+        while steps.run([1.0]):
+            pass
+        assert [steps.run([1.0]) for _ in range(most)] == [False] * (most - 1) + [True]
+        assert steps.rule.skipped == most
     steps = Steps(monkeypatch, rate=1.0, model_s=1000.0, gain=1.0)
-    assert steps.run([1.0])
-    assert [steps.run([1.0]) for _ in range(MAX_SKIPPED + 1)] == [False] * MAX_SKIPPED + [True]
-    assert steps.rule.skipped == MAX_SKIPPED
+    steps.run([1.0])
     steps.model_s = 0.01
+    assert any(steps.run([1.0]) for _ in range(MAX_SKIPPED + 1))
     ran = [steps.run([1.0]) for _ in range(40 * MAX_SKIPPED)]
     assert all(ran[-10:])
 

@@ -25,6 +25,7 @@ from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from ssd.baselines.none import NoDrafter
+from tests.curves import line
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=13, page_size=16, kv_memory_mib=1)
@@ -121,6 +122,22 @@ def test_drafts_equal_those_of_the_head(model, monkeypatch, kind, temperature):
     assert any(each.cached_tokens for each in completions)
     assert max(len(path) for _, path, _, _ in recorder.calls) == 4
     assert recorder.largest_difference(head, model) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "is_compiled", "pays"), [
+    ("self", True, True), ("self", False, False), ("draft-model", False, True),
+])  # fmt: skip
+def test_a_copy_of_the_target_that_is_not_compiled_is_never_called(model, monkeypatch, kind, is_compiled, pays):
+    monkeypatch.setattr("engine.executor.build.measured_curve", lambda *_, **__: line(1e-6))
+    model, said = rounded(deepcopy(model)), []
+    head = rounded(make_head(kind, model))
+    network = compile_head(head) if is_compiled else None
+    drafter = AutoregressiveDrafter(head, depth=4, has_trees=False, source=DraftSource.DRAFT_MODEL, network=network)
+    engine = build_engine(model, CONFIG, drafter, has_budget=True, warn=said.append)
+    assert (sum(each.drafted for each in engine.generate(requests(0.0))) > 0) == pays
+    assert len(said) == (not pays)
+    assert pays or "nothing is drafted" in said[0]
+    assert pays or "at most 64 M weights" in said[0]
 
 
 @pytest.mark.parametrize("kind", HEADS)

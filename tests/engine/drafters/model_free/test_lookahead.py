@@ -17,6 +17,7 @@ from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.none import NoDrafter
+from tests.curves import line
 from tests.engine.forward import prompt_logits
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=12, draft_shape="tree")
@@ -189,6 +190,23 @@ def test_drafts_are_those_of_the_naive_twin(model):
         start = len(text) - len(committed) - SIZES.ngram + 1
         pool += zip(*(text[start + first :] for first in range(SIZES.ngram)), strict=False)
     assert len(drafted) > 5
+
+
+@pytest.mark.parametrize(("slope", "pays"), [(1e-6, True), (0.3, False)])
+def test_rows_that_cannot_pay_are_left_out(model, monkeypatch, slope, pays):
+    monkeypatch.setattr("engine.executor.build.measured_curve", lambda *_, **__: line(slope, 4.0))
+    submitted, said, extra = requests(8), [], set()
+
+    def observe(report):
+        extra.update(len(each.extra_tokens) for each in report.results)
+
+    drafter = LookaheadDrafter(SIZES, has_trees=True)
+    engine = build_engine(model, CONFIG, drafter, has_budget=True, warn=said.append)
+    completions = engine.generate(submitted, observe)
+    assert sum(each.drafted for each in completions) > 5, "n-grams of the text are drafted"
+    assert (SIZES.rows in extra) == pays
+    assert extra == {0} or pays
+    assert len(said) == (not pays)
 
 
 @pytest.mark.parametrize(("temperature", "order"), [(0.0, 1), (1.0, -1)])
