@@ -84,8 +84,6 @@ def _from_engine(message: str, prompt_field: str) -> ApiError:
     if message.startswith("the prompt"):
         code = "context_length_exceeded" if "shorten" in message else None
         return ApiError(400, message, param=prompt_field, code=code)
-    if message.startswith("prompt and output"):
-        return ApiError(400, message, param="max_tokens")
     if (found := LEADING_PARAM.match(message)) is None:
         return ApiError(400, message)
     param = ALIASES.get(found[1], found[1])

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.drafters.sources import DraftCounts
+from engine.config import ContextWindow
+from engine.drafters.sources import NO_DRAFTS, DraftCounts
 from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
 from ssd.corpus.rollout import Rollout
@@ -46,6 +47,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
+    """Largest number of tokens of the output; 0, with `prompt_logprobs`: the prompt is scored and has no output."""
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
@@ -87,7 +89,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise UserError for a setting out of its range."""
-        _at_least("max_tokens", self.max_tokens, 1)
+        _at_least("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise UserError(f"seed must fit into 64 bits, not {self.seed}")
         if not 0 <= self.temperature < float("inf"):
@@ -213,8 +215,8 @@ class Request:
         is_keyed = self.sampling.is_sampled and not self.sampling.uses_rejection and self.recorded is None
         return self.sampling.seed if is_keyed else None
 
-    def check(self, model: ModelConfig) -> None:
-        """Raise UserError for tokens or settings that `model` cannot run."""
+    def check(self, model: ModelConfig, window: ContextWindow) -> None:
+        """Raise UserError for tokens or settings that `model` cannot run, or a prompt that `window` cannot hold."""
         if len(self.prompt) == 0:
             raise UserError("the prompt is empty; give at least one token")
         for name, tokens in (("prompt", self.prompt), ("hints", self.hints), ("recorded output", self.recorded)):
@@ -224,9 +226,9 @@ class Request:
             if largest >= model.vocab_size:
                 last = model.vocab_size - 1
                 raise UserError(f"the {name} holds the token id {largest}; the vocabulary ends at {last}")
-        if len(self.prompt) >= model.max_positions:
+        if len(self.prompt) + min(1, self.sampling.max_tokens) > window.tokens:
             raise UserError(
-                f"the prompt has {len(self.prompt)} tokens; the context window of {model.max_positions} must hold it "
+                f"the prompt has {len(self.prompt)} tokens; the context window of {window} must hold it "
                 "and at least one token of output: shorten the prompt"
             )
         if self.recorded is not None and self.sampling.grammar is not None:
@@ -285,6 +287,8 @@ class Completion:
     """Number of prompt tokens whose keys and values were in the prefix cache."""
     by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
     """`drafted` and `accepted` by the name of the source, see `engine.drafters.sources`."""
+    predicted: DraftCounts = NO_DRAFTS
+    """`drafted` and `accepted` tokens that continue the request's hints, whichever drafter proposed them."""
     is_repeat: bool = False
     """Whether it is the output of an earlier request, for which the model did not run again."""
 
