@@ -69,10 +69,10 @@ class _CompletionFormat(ResponseFormat):
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return chunks with the prompts, if their texts or ids were requested."""
+        if not (self._has_echo or self.prompt_fields(0)):
+            return []
         given = [{"text": self._echo(index)} | self.prompt_fields(index) for index in range(len(self.requests))]
-        return [
-            self.chunk([self.choice(index, fields, None)]) for index, fields in enumerate(given) if any(fields.values())
-        ]
+        return [self.chunk([self.choice(index, fields, None)]) for index, fields in enumerate(given)]
 
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         """See `ResponseFormat.choice_of`."""
@@ -108,6 +108,8 @@ class _CompletionFormat(ResponseFormat):
         # The first token has no log-probability.
         rest = completion_logprobs(prompt[1:], prompt_logprobs, self.names, offsets[1:])
         first = {"tokens": self.names.name(int(prompt[0])), "text_offset": 0}
-        return {
-            name: None if rest[name] is None else [first.get(name), *rest[name], *own] for name, own in values.items()
-        }
+        joined: dict[str, Any] = {}
+        for name, before in rest.items():
+            own = values[name]
+            joined[name] = None if before is None or own is None else [first.get(name), *before, *own]
+        return joined

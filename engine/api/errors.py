@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from engine.api.unsupported import UNSUPPORTED
 from ssd.errors import UserError
 
 ERROR_TYPES = {
@@ -118,7 +119,7 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)
     if param is None and (found := LEADING_PARAM.match(message)):
-        return ApiError(400, message, param=found[1])
+        return ApiError(400, message, param=found[1], code="unsupported_parameter" if found[1] in UNSUPPORTED else None)
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -109,11 +109,11 @@ def with_kv_memory(model: Decoder, config: EngineConfig, needs: TargetOutputs) -
     """Return a configuration with a size of the KV cache: as given, or one that fits the model and the machine."""
     if config.kv_memory_mib is not None:
         return config
-    weight = model.embedding.weight
-    is_shared = isinstance(model, ShardedDecoder) and model.group is not None and weight.device.type == "cpu"
-    ranks = model.group.shard.count if is_shared else 1  # They share the memory of a machine without GPUs.
+    device = torch.device(model.embedding.weight.device)
+    available = available_memory(device)
+    if isinstance(model, ShardedDecoder) and model.group is not None and device.type == "cpu":
+        available //= model.group.shard.count  # All ranks have their part of the cache in the same memory.
     size = _page_bytes(model, config, needs)
-    available = available_memory(weight.device) // ranks
     return replace(config, kv_memory_mib=default_kv_memory(size, config, model.config.max_positions, available))
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.config import ContextWindow
 from engine.drafters.sources import NO_DRAFTS, DraftCounts
 from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
@@ -215,8 +214,8 @@ class Request:
         is_keyed = self.sampling.is_sampled and not self.sampling.uses_rejection and self.recorded is None
         return self.sampling.seed if is_keyed else None
 
-    def check(self, model: ModelConfig, window: ContextWindow) -> None:
-        """Raise UserError for tokens or settings that `model` cannot run, or a prompt that `window` cannot hold."""
+    def check(self, model: ModelConfig) -> None:
+        """Raise UserError for tokens or settings that `model` cannot run."""
         if len(self.prompt) == 0:
             raise UserError("the prompt is empty; give at least one token")
         for name, tokens in (("prompt", self.prompt), ("hints", self.hints), ("recorded output", self.recorded)):
@@ -226,11 +225,6 @@ class Request:
             if largest >= model.vocab_size:
                 last = model.vocab_size - 1
                 raise UserError(f"the {name} holds the token id {largest}; the vocabulary ends at {last}")
-        if len(self.prompt) + min(1, self.sampling.max_tokens) > window.tokens:
-            raise UserError(
-                f"the prompt has {len(self.prompt)} tokens; the context window of {window} must hold it "
-                "and at least one token of output: shorten the prompt"
-            )
         if self.recorded is not None and self.sampling.grammar is not None:
             raise UserError(f"{self.sampling.grammar.kind}: a request with a recorded output cannot have it")
         self.sampling.check(model)
