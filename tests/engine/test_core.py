@@ -266,6 +266,19 @@ def test_a_request_without_an_output_scores_its_prompt(model, size):
     assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
 
 
+def test_only_drafts_that_continue_a_prediction_count_as_predicted(model):
+    engine = build_engine(model, CONFIG, NgramDrafter())
+    output = np.tile(np.arange(5, 12, dtype=np.uint32), 6)
+    unrelated = np.arange(12, 40, dtype=np.uint32)
+    request = Request(output, SamplingParams(max_tokens=len(output)), recorded=output)
+    plain, other, right = engine.generate([replace(request, hints=hints) for hints in (None, unrelated, output)])
+    # The prompt has the same text, so all are drafted from.
+    assert min(plain.accepted, other.accepted) > 20
+    assert plain.predicted == other.predicted == (0, 0)
+    assert 20 < right.predicted.accepted == right.accepted
+    assert right.predicted.accepted <= right.predicted.drafted <= right.drafted
+
+
 @pytest.mark.parametrize("has_budget", [False, True])
 def test_a_cache_without_a_page_is_refused(model, has_budget):
     config = EngineConfig(max_sequences=1, page_size=1 << 20, kv_memory_mib=1)

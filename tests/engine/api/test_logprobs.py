@@ -1,5 +1,7 @@
 """Log-probabilities in responses: names and bytes of tokens, alternatives, and texts that are scored."""
 
+from itertools import pairwise
+
 import numpy as np
 import openai
 import pytest
@@ -104,7 +106,7 @@ def test_an_echo_begins_with_the_prompt_and_offsets_divide_it(complete, prompt, 
     assert (choice["text"] == known) == (max_tokens == 0)
     scores = choice["logprobs"]
     bounds = [*scores["text_offset"], len(choice["text"])]
-    parts = [choice["text"][start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [choice["text"][start:end] for start, end in pairwise(bounds)]
     assert "".join(parts) == choice["text"]
     # Tokens that are parts of a character begin where it does; the last of them has its text.
     assert all(part == name or "\\x" in name for part, name in zip(parts, scores["tokens"], strict=True))
