@@ -66,5 +66,7 @@ class ChatPrompts:
 
     def unused(self, names: Iterable[str], *, has_tools: bool) -> list[str]:
         """Return those of some names of variables that the template for chats with or without tools does not use."""
-        known = () if self._template is None else self._template.variables(has_tools=has_tools)
+        if self._template is None:
+            return []  # `text` raises the error.
+        known = self._template.variables(has_tools=has_tools)
         return [name for name in names if name not in known]

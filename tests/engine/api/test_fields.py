@@ -84,6 +84,7 @@ def test_every_field_of_messages_is_supported_or_refused():
 @pytest.mark.parametrize("name", [*UNSUPPORTED, *UNUSED, "cache_salt", "return_token_ids", "continue_final_message"])
 def test_every_field_with_a_rule_of_its_own_is_documented(name):
     assert f"`{name}`" in DOCS
+    assert name not in UNSUPPORTED or f"| {UNSUPPORTED[name].reason} |" in DOCS
 
 
 @pytest.mark.parametrize("request_type", ROUTES)
