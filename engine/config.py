@@ -21,8 +21,9 @@ class EngineConfig:
     sequences."""
     page_size: int = 16
     """Tokens in a page of KV cache."""
-    kv_memory_mib: int = 256
-    """Memory for the KV cache in MiB; less is allocated if `max_sequences` full context windows need less."""
+    kv_memory_mib: int | None = None
+    """Memory for the KV cache in MiB; less is allocated if `max_sequences` full context windows need less. None: what
+    one full context window takes, at least 256 MiB, but at most half of the free memory."""
     prefix_cache: bool = True
     """Whether requests reuse the keys and values of a prefix that they share with earlier ones."""
     watermark: float = 0.01
@@ -42,8 +43,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raise ValueError for a setting that is out of range."""
         for name, least in (("max_sequences", 1), ("page_size", 1), ("kv_memory_mib", 1), ("max_draft", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.draft_shape not in ("path", "tree"):
             raise ValueError(f"draft_shape must be 'path' or 'tree', not {self.draft_shape!r}")
         if self.verification not in ("exact", "rejection"):
@@ -57,3 +59,24 @@ class EngineConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must hold a draft for every sequence, "
                 f"max_sequences * (1 + max_draft) = {self.max_sequences * (1 + self.max_draft)}"
             )
+
+
+@dataclass(frozen=True)
+class ContextWindow:
+    """Largest number of tokens of a prompt and its output together, and why it is what it is."""
+
+    tokens: int
+    of_model: int
+    """Number of tokens that the model allows."""
+    kv_memory_mib: int | None = None
+    """Memory for the KV cache in MiB, which limits `tokens` if the model allows more."""
+
+    def __str__(self) -> str:
+        """Return the number with its unit and, if memory limits it, what would raise it."""
+        if self.tokens == self.of_model or self.kv_memory_mib is None:
+            return f"{self.tokens} tokens"
+        needed = -(-self.kv_memory_mib * self.of_model // self.tokens)
+        return (
+            f"{self.tokens} tokens (as many as --kv-memory {self.kv_memory_mib} holds; "
+            f"{needed} would hold the model's {self.of_model})"
+        )

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import ContextWindow, EngineConfig
 from engine.drafters.base import NO_LIMITS, Drafter, DraftLimits
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt, innermost
 from engine.executor.base import Executor, InFlightStep
-from engine.executor.build import Executors, build_executors
+from engine.executor.build import Executors, build_executors, with_kv_memory
 from engine.executor.graph import GraphStep
 from engine.executor.shapes import Captured
 from engine.models.config import ModelConfig
@@ -40,6 +40,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut
+from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
 from engine.scheduling.plan import SequenceResult, StepPlan
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
@@ -315,6 +316,11 @@ class Engine:
         cancelled = Cut(0, FinishReason.ABORT)
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
 
+    @property
+    def window(self) -> ContextWindow:
+        """Largest number of tokens of a prompt and its output together."""
+        return self._intake.window
+
     def prepare_grammars(self) -> None:
         """Read what requests with a grammar need; otherwise the first one delays all others."""
         if self._grammars is not None:
@@ -409,6 +415,8 @@ class Engine:
                 each.plan.sequence.in_flight -= 1 + each.plan.max_verified
                 cut = self._append(each)
                 report.results.append(each)
+            if each.plan.sequence.is_scored:
+                cut = Cut(0, FinishReason.LENGTH)
             if cut.reason is None and each.error is not None:
                 cut = Cut(0, FinishReason.ABORT)
                 report.refused[each.sequence_id] = str(each.error)
@@ -461,6 +469,10 @@ class Engine:
             result.kept = result.kept[: cut.length]
             if result.logprobs is not None:
                 result.logprobs = result.logprobs.part(0, cut.length)
+        if sequence.request.hints is not None:
+            continues = is_predicted(sequence.request.hints, sequence.output, result.plan.draft, result.plan.parents)
+            sequence.predicted_drafted += int(continues.sum())
+            sequence.predicted_accepted += int(continues[result.kept].sum())
         sequence.commit(
             result.tokens, drafted=result.sources, accepted=result.accepted_sources, logprobs=result.logprobs
         )
@@ -476,7 +488,8 @@ class Engine:
         self.scheduler.refused.clear()
 
     def _finish(self, sequence: Sequence, cut: Cut) -> Completion:
-        learn = sequence.request.learn and cut.reason is not FinishReason.ABORT
+        has_output = len(sequence.output) > 0
+        learn = sequence.request.learn and has_output and cut.reason is not FinishReason.ABORT
         self._speculation.finish(sequence, learn)
         self.scheduler.remove(sequence)
         return sequence.complete(cut)
@@ -518,6 +531,7 @@ def build_engine(
                 drafter.bind(forward)
             return drafter.device_chain(config) if hasattr(drafter, "device_chain") else None
 
+    config = with_kv_memory(model, config, drafter.needs)
     measure = has_budget and config.max_draft > 0
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind

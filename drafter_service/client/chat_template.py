@@ -21,6 +21,9 @@ CONFIG_FILE = "tokenizer_config.json"
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 """Name of the template for requests with tools, if a model has a separate one."""
+CONTINUED = "\U000f0000 "
+"""Text that marks the end of the message to continue: a character for private use, and a space, which templates may
+remove from the end of a message."""
 
 
 class RefusedMessagesError(ValueError):
@@ -50,9 +53,20 @@ class ChatTemplate:
         environment = _environment()
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         self._tokens = dict(tokens)
+        self._variables = {
+            name: frozenset(find_undeclared_variables(environment.parse(source))) - environment.globals.keys()
+            for name, source in sources.items()
+        }
         source = sources.get(WITH_TOOLS, sources[DEFAULT])
-        self.tool_source = source if "tools" in find_undeclared_variables(environment.parse(source)) else ""
+        self.tool_source = source if "tools" in self.variables(has_tools=True) else ""
         """The template for chats with tools; empty if it does not use them."""
+
+    def variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the names of the variables that the template for chats with or without tools uses."""
+        return self._variables[self._name(has_tools)]
+
+    def _name(self, has_tools: bool) -> str:
+        return WITH_TOOLS if has_tools and WITH_TOOLS in self._templates else DEFAULT
 
     def render(
         self,
@@ -60,25 +74,39 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of the model's input. Raises RefusedMessagesError.
 
-        messages: as in OpenAI's API. arguments: further variables of the template, such as `enable_thinking`.
+        messages: as in OpenAI's API. continue_final_message: end the text with the content of the last message, as
+        transformers does. arguments: further variables of the template, such as `enable_thinking`.
         """
-        name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
+        rendered = [normalized(message) for message in messages]
+        if continue_final_message:
+            rendered[-1]["content"] += CONTINUED
         known = {
             **self._tokens,
             **(arguments or {}),
-            "messages": [normalized(message) for message in messages],
+            "messages": rendered,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return str(self._templates[name].render(known))
+            text = str(self._templates[self._name(tools is not None)].render(known))
         except Exception as problem:  # Templates may raise anything.
             reason = " ".join(str(problem).split()) or type(problem).__name__
             raise RefusedMessagesError(f"the model's chat template refuses the messages: {reason}") from None
+        return _up_to_mark(text) if continue_final_message else text
+
+
+def _up_to_mark(text: str) -> str:
+    """Return the text before the last `CONTINUED`. Raises RefusedMessagesError for a text without it."""
+    before, mark, after = text.rpartition(CONTINUED.strip())
+    if not mark:
+        raise RefusedMessagesError("the model's chat template does not show the final message, so it cannot continue")
+    is_kept = after.startswith(CONTINUED[len(mark) :])
+    return before if is_kept else before.rstrip()
 
 
 def normalized(message: Message) -> dict[str, Any]:

@@ -11,17 +11,16 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from engine.api.errors import ApiError
+from engine.api.logprobs import chat_logprobs
 from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import ChatRequest
-from engine.api.service import Service, encode_in_background, token_text
+from engine.api.service import Service, encode_in_background
 from engine.api.tools.definitions import NamedTool
 from engine.api.tools.formats import FORMATS, ToolFormat, ToolParser
 from engine.api.tools.grammar import tool_grammar
 from engine.api.tools.output import CallOutput
-from engine.models.detokenize import Decode
 from engine.sampling.grammar import Grammar
-from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import FinishReason, Request
 from ssd.errors import UserError
 
@@ -34,7 +33,7 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> dict[s
     grammar = body.grammar if form is None else _grammar(service, body, form)
     given = body.max_completion_tokens or body.max_tokens
     param = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    max_tokens = service.output_limit(prompt, given, service.max_tokens, param)
+    max_tokens = service.output_limit(prompt, given, service.window.tokens, param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     hints = await service.hints(body)
     requests = service.requests(body, prompt, max_tokens, hints, logprobs=logprobs, grammar=grammar)
@@ -72,7 +71,16 @@ async def _prompt(service: Service, body: ChatRequest) -> np.ndarray:
     """Return the token ids of the messages, uint32 [P]. Raises ApiError."""
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     tools = [tool.as_sent() for tool in body.offered_tools]
-    render = partial(service.served.chat.tokens, messages, tools or None, body.chat_template_kwargs)
+    variables, chat = body.template_variables, service.served.chat
+    for name in chat.unused(variables, has_tools=bool(tools)):
+        field = name if name in ChatRequest.model_fields else "chat_template_kwargs"
+        raise ApiError(400, f"{field}: the model's chat template does not use {name!r}", param=field)
+    can_begin = not body.continue_final_message
+    render = partial(
+        chat.tokens, messages, tools or None, variables, add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=can_begin if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )  # fmt: skip
     try:
         return await encode_in_background(render, sum(len(str(part)) for part in (*messages, *tools)))
     except UserError as problem:
@@ -99,16 +107,21 @@ class _ChatFormat(ResponseFormat):
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return one chunk per output with the assistant's role."""
         content = {"delta": {"role": "assistant", "content": ""}}
-        return [self.chunk([self.choice(index, content, None)]) for index in range(len(self.requests))]
+        outputs = range(len(self.requests))
+        return [self.chunk([self.choice(index, content, None)]) | self.prompt_fields(index) for index in outputs]
+
+    def document(self, outputs: Sequence[Delta]) -> dict[str, Any]:
+        """See `ResponseFormat.document`."""
+        return super().document(outputs) | self.prompt_fields(0)
 
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         """See `ResponseFormat.choice_of`."""
         content = self._delta(delta) if is_chunk else {"message": {"role": "assistant"} | self._message(delta)}
-        choice = self.choice(delta.index, content, delta.completion) | self.pieces(delta)
+        choice = self.choice(delta.index, content, delta.completion) | self.token_fields(delta)
         if choice["finish_reason"] == FinishReason.STOP and self._calls and self._calls[delta.index].calls:
             choice["finish_reason"] = "tool_calls"
         if delta.logprobs is not None:
-            choice["logprobs"] = _token_logprobs(delta.tokens, delta.logprobs, self.decode)
+            choice["logprobs"] = chat_logprobs(delta.tokens, delta.logprobs, self.names)
         return choice
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
@@ -118,20 +131,3 @@ class _ChatFormat(ResponseFormat):
 
     def _message(self, delta: Delta) -> dict[str, Any]:
         return self._calls[delta.index].message(delta.text) if self._calls else {"content": delta.text}
-
-
-def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, Any]:
-    """Return the log-probabilities of `tokens`, uint32 [N]."""
-    rows = zip(tokens.tolist(), logprobs.tokens.tolist(), logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
-    return {
-        "content": [
-            _entry(token, value, decode)
-            | {"top_logprobs": [_entry(*each, decode) for each in zip(ids, values, strict=True)]}
-            for token, value, ids, values in rows
-        ]
-    }
-
-
-def _entry(token: int, value: float, decode: Decode) -> dict[str, Any]:
-    text = token_text(token, decode)
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -11,11 +11,11 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from engine.api.logprobs import TextOffsets, completion_logprobs, prompt_offsets
 from engine.api.outputs import Delta
 from engine.api.responses import ResponseFormat, respond
 from engine.api.schemas import CompletionRequest
-from engine.api.service import DEFAULT_MAX_TOKENS, Service, encode_in_background, token_text
-from engine.models.detokenize import Decode
+from engine.api.service import DEFAULT_MAX_TOKENS, Service, encode_in_background
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Request
 
@@ -24,6 +24,8 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
     """Complete one or several prompts. Raises ApiError and UserError."""
     service.check_model(body.model)
     prompt_logprobs = body.logprobs if body.echo else None
+    if body.max_tokens == 0:
+        prompt_logprobs = prompt_logprobs or 0  # The engine runs a prompt without an output to score it.
     hints = await service.hints(body)
     requests = [
         request
@@ -42,14 +44,12 @@ async def complete(service: Service, body: CompletionRequest, http: HttpRequest)
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[np.ndarray]:
     """Return the token ids of all prompts, uint32 [P] each."""
-    given = body.prompt
-    is_single = isinstance(given, str) or isinstance(given[0], int)
-    encode = service.served.tokenizer.encode
+    encode = partial(service.served.tokenizer.encode, add_special_tokens=body.add_special_tokens)
     return [
         await encode_in_background(partial(encode, prompt), len(prompt))
         if isinstance(prompt, str)
         else np.array(prompt, np.uint32)
-        for prompt in ([given] if is_single else given)
+        for prompt in body.prompts
     ]
 
 
@@ -61,60 +61,55 @@ class _CompletionFormat(ResponseFormat):
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[Request]) -> None:
         super().__init__(service, body, requests)
+        self._given = body.prompts
+        self._tokenizer = service.served.tokenizer
         self._has_echo = body.echo
-        self._offsets: defaultdict[int, int] = defaultdict(int)
-        """Number of characters in the tokens of each output so far."""
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        """Offsets of the tokens of each output so far; the text sent so far may be shorter."""
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Return chunks with the prompts, if they were requested."""
-        if not self._has_echo:
+        """Return chunks with the prompts, if their texts or ids were requested."""
+        if not (self._has_echo or self.prompt_fields(0)):
             return []
-        return [
-            self.chunk([self.choice(index, {"text": self._echo(index)}, None)]) for index in range(len(self.requests))
-        ]
+        given = [{"text": self._echo(index)} | self.prompt_fields(index) for index in range(len(self.requests))]
+        return [self.chunk([self.choice(index, fields, None)]) for index, fields in enumerate(given)]
 
     def choice_of(self, delta: Delta, *, is_chunk: bool) -> dict[str, Any]:
         """See `ResponseFormat.choice_of`."""
         echo = "" if is_chunk else self._echo(delta.index)
-        self._offsets[delta.index] += len(echo)
-        choice = self.choice(delta.index, {"text": echo + delta.text}, delta.completion) | self.pieces(delta)
+        choice = self.choice(delta.index, {"text": echo + delta.text}, delta.completion) | self.token_fields(delta)
+        if not is_chunk:
+            choice |= self.prompt_fields(delta.index)
         if delta.logprobs is not None:
-            choice["logprobs"] = self._logprobs(delta.index, delta.tokens, delta.logprobs)
+            choice["logprobs"] = self._logprobs(delta, delta.logprobs, echo)
         return choice
 
     def _echo(self, index: int) -> str:
-        return self.decode(self.requests[index].prompt) if self._has_echo else ""
+        """Return the text of the prompt of an output, as it was sent or with the special tokens among its ids.
 
-    def _logprobs(self, index: int, tokens: np.ndarray, logprobs: Logprobs) -> dict[str, Any]:
-        values = _token_logprobs(tokens, logprobs, self.decode, self._offsets[index])
-        # Offsets are based on the tokens, because the text sent so far may be shorter.
-        self._offsets[index] += sum(map(len, values["tokens"]))
-        if self._has_echo:
-            prompt_logprobs = self.completions[index].prompt_logprobs
-            assert prompt_logprobs is not None
-            before = _prompt_logprobs(self.requests[index].prompt, prompt_logprobs, self.decode)
-            values = {name: before[name] + own for name, own in values.items()}
-        return values
+        Empty unless it was requested.
+        """
+        if not self._has_echo:
+            return ""
+        given = self._given[self.prompt_index(index)]
+        prompt = self.requests[index].prompt
+        return given if isinstance(given, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
-
-def _token_logprobs(tokens: np.ndarray, logprobs: Logprobs, decode: Decode, offset: int) -> dict[str, list[Any]]:
-    """Return the log-probabilities of `tokens`, uint32 [N], whose text begins `offset` characters into the output."""
-    texts = [token_text(token, decode) for token in tokens.tolist()]
-    starts = offset + np.cumsum([0, *map(len, texts)])[: len(texts)]
-    return {
-        "tokens": texts,
-        "token_logprobs": logprobs.tokens.tolist(),
-        "top_logprobs": [
-            {token_text(token, decode): value for token, value in zip(ids, values, strict=True)}
-            for ids, values in zip(logprobs.top_ids.tolist(), logprobs.top.tolist(), strict=True)
-        ],
-        "text_offset": starts.tolist(),
-    }
-
-
-def _prompt_logprobs(prompt: np.ndarray, logprobs: Logprobs, decode: Decode) -> dict[str, list[Any]]:
-    """Return the log-probabilities of a prompt, uint32 [P]; its first token has none."""
-    first = token_text(int(prompt[0]), decode)
-    rest = _token_logprobs(prompt[1:], logprobs, decode, len(first))
-    head = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-    return {name: [value, *rest[name]] for name, value in head.items()}
+    def _logprobs(self, delta: Delta, logprobs: Logprobs, echo: str) -> dict[str, Any]:
+        if self._has_echo:  # Not streamed, so that this is called once for an output.
+            self._offsets[delta.index] = TextOffsets(len(echo))
+        pieces = map(self.names.output_bytes, delta.tokens.tolist())
+        values = completion_logprobs(delta.tokens, logprobs, self.names, self._offsets[delta.index].advance(pieces))
+        if not self._has_echo:
+            return values
+        prompt, prompt_logprobs = self.requests[delta.index].prompt, self.completions[delta.index].prompt_logprobs
+        assert prompt_logprobs is not None
+        offsets = prompt_offsets(echo, list(map(self._tokenizer.token_bytes, prompt.tolist())))
+        # The first token has no log-probability.
+        rest = completion_logprobs(prompt[1:], prompt_logprobs, self.names, offsets[1:])
+        first = {"tokens": self.names.name(int(prompt[0])), "text_offset": 0}
+        joined: dict[str, Any] = {}
+        for name, before in rest.items():
+            own = values[name]
+            joined[name] = None if before is None or own is None else [first.get(name), *before, *own]
+        return joined

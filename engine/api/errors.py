@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from engine.api.unsupported import UNSUPPORTED
 from ssd.errors import UserError
 
 ERROR_TYPES = {
@@ -84,8 +85,6 @@ def _from_engine(message: str, prompt_field: str) -> ApiError:
     if message.startswith("the prompt"):
         code = "context_length_exceeded" if "shorten" in message else None
         return ApiError(400, message, param=prompt_field, code=code)
-    if message.startswith("prompt and output"):
-        return ApiError(400, message, param="max_tokens")
     if (found := LEADING_PARAM.match(message)) is None:
         return ApiError(400, message)
     param = ALIASES.get(found[1], found[1])
@@ -120,7 +119,7 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)
     if param is None and (found := LEADING_PARAM.match(message)):
-        return ApiError(400, message, param=found[1])
+        return ApiError(400, message, param=found[1], code="unsupported_parameter" if found[1] in UNSUPPORTED else None)
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.config import ContextWindow
 from engine.sampling.logprobs import Logprobs
 from engine.scheduling.request import Completion, Request
 
@@ -46,8 +47,8 @@ class EngineReady:
     """Event: the engine has loaded its model."""
 
     vocab_size: int
-    max_tokens: int
-    """Largest number of tokens of a prompt plus its output: the context window, or the KV cache if that is smaller."""
+    window: ContextWindow
+    """Largest number of tokens of a prompt plus its output."""
     end_tokens: tuple[int, ...]
     """Ids of the model's tokens that end an output."""
 

@@ -16,6 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from engine.api.engine_process import EngineGoneError
 from engine.api.errors import ApiError, engine_errors, error_body
+from engine.api.logprobs import TokenNames
 from engine.api.metrics import RequestRecorder
 from engine.api.outputs import Delta, OutputText, Piece, stream_deltas
 from engine.api.schemas import SamplingFields
@@ -43,7 +44,7 @@ class ResponseFormat(ABC):
         self.requests = requests
         self.completions: dict[int, Completion] = {}
         """Completions of the outputs that have ended, by request index."""
-        self.decode = service.served.tokenizer.decode
+        self.names = TokenNames(service.served.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._body = body
         self._header = {
             "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
@@ -74,12 +75,11 @@ class ResponseFormat(ABC):
             raise ApiError(503, "the weights of the model changed, and the output began again; send the request again")
         if delta.completion is not None:
             self.completions[delta.index] = delta.completion
-        elif not delta.pieces and delta.logprobs is None:
-            return []
         choice = self.choice_of(delta, is_chunk=True)
-        # Text that may belong to a tool call is sent later.
-        is_empty = choice.get("delta") == {} and delta.completion is None and delta.logprobs is None
-        return [] if is_empty and "pieces" not in choice else [self.chunk([choice])]
+        has_tokens = delta.logprobs is not None or self._body.return_token_ids
+        # Text that may belong to a stop string or a tool call is sent later.
+        has_text = bool(delta.pieces) and (choice.get("delta") != {} or self._body.return_drafted)
+        return [self.chunk([choice])] if has_text or has_tokens or delta.completion is not None else []
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """Return the chunks at the end of a stream."""
@@ -96,9 +96,18 @@ class ResponseFormat(ABC):
         reason, stop_reason = (None, None) if completion is None else (completion.finish_reason, completion.stop_reason)
         return {"index": index, **content, "logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
 
-    def pieces(self, delta: Delta) -> dict[str, Any]:
-        """Return the field that marks drafted text, if it was requested."""
-        return {"pieces": [list(piece) for piece in delta.pieces]} if self._body.return_drafted else {}
+    def prompt_index(self, index: int) -> int:
+        """Return the index of the prompt of an output."""
+        return index // self._body.n
+
+    def prompt_fields(self, index: int) -> dict[str, Any]:
+        """Return the token ids of the prompt of an output, if they were requested."""
+        return {"prompt_token_ids": self.requests[index].prompt.tolist()} if self._body.return_token_ids else {}
+
+    def token_fields(self, delta: Delta) -> dict[str, Any]:
+        """Return the fields that were requested about the tokens of a delta: their ids, and which text is drafted."""
+        ids = {"token_ids": delta.tokens.tolist()} if self._body.return_token_ids else {}
+        return ids | ({"pieces": [list(piece) for piece in delta.pieces]} if self._body.return_drafted else {})
 
     def _usage(self) -> dict[str, Any]:
         return usage([len(request.prompt) for request in self.requests[:: self._body.n]], self.completions)
@@ -113,8 +122,8 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
     outputs = completions.values()
     prompt_tokens = sum(prompts)
     completion_tokens = sum(len(completion.tokens) for completion in outputs)
-    draft = draft_usage(outputs)
-    accepted = draft["accepted_tokens"]
+    drafted = sum(completion.predicted.drafted for completion in outputs)
+    accepted = sum(completion.predicted.accepted for completion in outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -122,9 +131,9 @@ def usage(prompts: Sequence[int], completions: Mapping[int, Completion]) -> dict
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(len(completions) // len(prompts), completions)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": draft["drafted_tokens"] - accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         },
-        "draft": draft,
+        "draft": draft_usage(outputs),
         "repeated_tokens": sum(len(completion.tokens) for completion in outputs if completion.is_repeat),
     }
 

@@ -1,6 +1,6 @@
-"""Request bodies: OpenAI's fields, vLLM's additional sampling parameters, and our own for drafting.
+"""Request bodies: OpenAI's fields, vLLM's additional parameters, and our own for drafting.
 
-Other fields of these APIs are errors, because ignoring a setting silently would be worse.
+Other fields are errors, see `engine.api.unsupported`, because ignoring a setting silently would be worse.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from engine.api.body import Body
 from engine.api.output_format import OutputFormat, StructuredOutputs
 from engine.api.tools.definitions import NamedTool, Tool
+from engine.api.unsupported import without_unsupported
 from engine.sampling.grammar import Grammar
 from ssd.corpus.rollout import Rollout
 
@@ -20,6 +21,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_TOOLS = 128
 """OpenAI's limit."""
+PROMPT_SETTINGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
+"""Fields of chats that `chat_template_kwargs` may have as well."""
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -30,6 +33,10 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Whether the last chunk contains the usage."""
+    include_obfuscation: Literal[False] = False
+    """OpenAI's padding of chunks against observers of their size. Like the next field, it is only accepted as false."""
+    continuous_usage_stats: Literal[False] = False
+    """vLLM's usage in every chunk."""
 
 
 class WeightsRequest(Body):
@@ -103,7 +110,10 @@ class SamplingFields(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """OpenAI's name for the end user. Requests share cached pages only with requests of the same user."""
+    """OpenAI's name for the end user. Requests share cached pages only with requests of the same user and salt."""
+    cache_salt: str | None = None
+    add_special_tokens: bool
+    """Whether the tokenizer adds its special tokens to a prompt that is sent as text or as messages."""
     learn: bool = True
     """Whether the drafter may remember the output."""
     drafter: str | None = None
@@ -121,6 +131,10 @@ class SamplingFields(Body):
     """What the output must match, if it is not JSON."""
     return_drafted: bool = False
     """Whether to return the text in pieces that are marked as drafted or not."""
+    return_token_ids: bool = False
+    """Whether to return the token ids of prompts and outputs."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probabilities name tokens by their ids."""
 
     # Accepted and not used, since they change no answer.
     store: Literal[False] = False
@@ -128,6 +142,11 @@ class SamplingFields(Body):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unsupported(cls, given: Any) -> Any:
+        return without_unsupported(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:
@@ -159,9 +178,13 @@ class CompletionRequest(SamplingFields):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0, which needs `echo`: only the prompt is returned and, with `logprobs`, scored."""
+    add_special_tokens: bool = True
     echo: bool = False
     """Whether the output includes the prompt: its text and, with `logprobs`, its log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Number of most likely tokens to return for each token, which is always among them; 0: none of them."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Only `n` is accepted, because common clients send it."""
 
@@ -171,7 +194,15 @@ class CompletionRequest(SamplingFields):
             raise ValueError("best_of: this server returns all outputs that it samples; leave it out, or set it to n")
         if self.echo and self.logprobs is not None and self.stream:
             raise ValueError("echo: with logprobs it cannot be streamed; set stream to false")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo to be true; otherwise it must be at least 1")
         return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, as texts or as token ids."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class Message(Body):
@@ -203,8 +234,18 @@ class ChatRequest(SamplingFields):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template, such as `enable_thinking`."""
+    add_special_tokens: bool = False
+    """By default false, because the chat template writes special tokens."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of an answer; None: unless the final message is continued."""
+    continue_final_message: bool = False
+    """Whether the output continues the final message, instead of answering it."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables for the chat template, such as `enable_thinking`, and the two fields above."""
+    documents: list[dict[str, Any]] | None = None
+    """A variable for the chat template, like the next one."""
+    reasoning_effort: str | None = None
+    echo: Literal[False] = False
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None
     """`none`, `auto` (the model decides), `required`, or the tool to call; None: `auto`."""
@@ -212,6 +253,37 @@ class ChatRequest(SamplingFields):
     """Whether an output may have several calls."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_template_settings(cls, given: Any) -> Any:
+        """Move settings of the prompt from `chat_template_kwargs` to the fields that have their names."""
+        settings = given.get("chat_template_kwargs") if isinstance(given, dict) else None
+        if not isinstance(settings, dict):
+            return given
+        for name in ("messages", "tools"):
+            if name in settings:
+                raise ValueError(f"chat_template_kwargs: send {name} as a field of the request")
+        own = {name: settings[name] for name in PROMPT_SETTINGS if settings.get(name) is not None}
+        for name, value in own.items():
+            if given.get(name, value) not in (value, None):
+                raise ValueError(f"{name}: it differs from the value in chat_template_kwargs; send one of them")
+        rest = {name: value for name, value in settings.items() if name not in PROMPT_SETTINGS}
+        return given | own | {"chat_template_kwargs": rest}
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt: it must be false with continue_final_message")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("continue_final_message: a message with tool calls cannot be continued")
+        return self
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatRequest:
+        if None is not self.max_tokens != self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: it differs from max_completion_tokens, its newer name; send one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -234,6 +306,12 @@ class ChatRequest(SamplingFields):
         if self.must_call and (self.has_response_format or self.structured_outputs is not None):
             raise ValueError("tool_choice: a call cannot be combined with structured output; send auto or none")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables for the chat template. Those that are fields take precedence."""
+        fields = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs | {name: value for name, value in fields.items() if value is not None}
 
     @property
     def offered_tools(self) -> list[Tool]:

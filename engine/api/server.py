@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from drafter_service.client.chat_template import load_chat_template
@@ -26,6 +27,7 @@ from drafter_service.observability.version import own_version
 from engine.api.app import create_app
 from engine.api.engine_process import EngineProcess
 from engine.api.errors import ApiError, error_response
+from engine.api.middleware import REQUEST_ID
 from engine.api.service import Admission, ServedModel, Service
 from engine.api.tools.formats import FORMATS, ToolFormat, recognize
 from engine.commands.options import EngineOptions
@@ -63,6 +65,8 @@ class ServerConfig:
     """Whether requests may replace the model's weights."""
     answer_repeats: bool = False
     """Whether repeated requests are answered from the drafter's corpus."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the API from a browser; `*`: all."""
 
 
 async def serve(options: EngineOptions, config: ServerConfig, name: str, notify: Callable[[str], None]) -> None:
@@ -91,7 +95,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
     )
     engine = EngineProcess(partial(build_engine_from, options, shown))
     loading = _LoadingApp()
-    server = _uvicorn_server(loading)
+    server = _uvicorn_server(_with_cors(loading, config.cors_origins))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     notify(f"loading {name} ...; requests to {_url_of(bound)} are answered with status 503 until then")
     try:
@@ -103,6 +107,7 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
                 allow_weight_updates=config.allow_weight_updates,
             )  # fmt: skip
             _stop_on_signals(server, notify)
+            notify(f"context window: {ready.window}")
             notify(f"serving at {_url_of(bound)}")
             ended = asyncio.create_task(engine.wait_for_end())
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,6 +198,15 @@ class _LoadingApp:
             seconds = time.monotonic() - self._began
             app = error_response(ApiError(503, f"the model has been loading for {seconds:.0f} s; try again later"))
         await app(scope, receive, send)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application whose responses, errors included, browsers pass on to web pages of these origins."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[REQUEST_ID, "retry-after"]
+    )
 
 
 def _uvicorn_server(app: ASGIApp) -> uvicorn.Server:

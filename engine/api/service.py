@@ -22,7 +22,6 @@ from engine.api.repeats import request_id_of
 from engine.api.schemas import SamplingFields
 from engine.api.tools.formats import ToolFormat
 from engine.models.chat import ChatPrompts
-from engine.models.detokenize import Decode
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.seeds import sample_seed
@@ -95,9 +94,9 @@ class Service:
         self.served = served
         self.admission = admission
         collector = EngineCollector(served.name, lambda: engine.stats)
-        self.metrics = Metrics(served.name, collector, max_tokens=ready.max_tokens)
+        self.metrics = Metrics(served.name, collector, max_tokens=ready.window.tokens)
         self._grammars = GrammarChecker(GrammarCompiler(served.tokenizer, ready.vocab_size, ready.end_tokens))
-        self.max_tokens = ready.max_tokens
+        self.window = ready.window
         """Largest number of tokens of a prompt plus its output."""
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ class Service:
             "object": "model",
             "created": self.served.created,
             "owned_by": "ssd",
-            "max_model_len": self.max_tokens,
+            "max_model_len": self.window.tokens,
             "drafters": self.served.drafter.split("+"),
         }
         return entry if name == self.served.name else entry | {"parent": self.served.name}
@@ -153,13 +152,13 @@ class Service:
 
         Raises ApiError if prompt and output would exceed the context window.
         """
-        room = self.max_tokens - len(prompt)
+        room = self.window.tokens - len(prompt)
         if given is None:
             return max(1, min(default, room))
         if 0 < room < given:
             raise ApiError(
                 400, f"{param}: {given} exceeds the {room} tokens that the prompt of {len(prompt)} leaves in the "
-                f"context window of {self.max_tokens}", param=param, code="context_length_exceeded",
+                f"context window of {self.window}", param=param, code="context_length_exceeded",
             )  # fmt: skip
         return given
 
@@ -185,7 +184,7 @@ class Service:
                     **shared,
                 ),
                 learn=body.learn,
-                salt=body.user or "",
+                salt=repr((body.user, body.cache_salt)) if body.cache_salt else body.user or "",
                 drafters=None if body.drafter is None else parse_drafters(body.drafter),
                 max_draft=body.max_draft,
                 hints=hints,
@@ -196,7 +195,8 @@ class Service:
         ]
         is_fixed = body.seed is not None or not made[0].sampling.is_sampled
         has_logprobs = made[0].sampling.logprobs is not None or made[0].sampling.prompt_logprobs is not None
-        if not self.served.answers_repeats or not is_fixed or has_logprobs or body.n > 1:
+        must_run = not is_fixed or has_logprobs or body.n > 1 or body.return_token_ids
+        if not self.served.answers_repeats or must_run:
             return made
         return [replace(made[0], request_id=request_id_of(made[0]))]
 
@@ -204,11 +204,6 @@ class Service:
 async def encode_in_background(encode: Callable[[], np.ndarray], characters: int) -> np.ndarray:
     """Call `encode`; for long texts in a thread, so that the event loop is not blocked."""
     return encode() if characters < LONG_TEXT else await asyncio.to_thread(encode)
-
-
-def token_text(token: int, decode: Decode) -> str:
-    """Return the text of a single token."""
-    return decode(np.array([token], np.uint32))
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -112,7 +112,8 @@ class RequestTimer:
     def step_finished(self, began: float, running: Iterable[Sequence], report: StepReport) -> None:
         """Record a step that started at `began` and has just finished; `running`: sequences still running after it."""
         self._last_step = time.monotonic()
-        produced = [result.sequence_id for result in report.results]
+        # A request that only scores its prompt ends without producing tokens.
+        produced = [*(result.sequence_id for result in report.results), *report.finished]
         for sequence_id in (*(sequence.sequence_id for sequence in running), *produced):
             phases = self._phases[sequence_id]
             if phases.scheduled is None:

@@ -76,9 +76,8 @@ class Worker:
 
     def run(self) -> None:
         """Serve until a `Shutdown` arrives. Raises EOFError and BrokenPipeError if the other process has ended."""
-        model, pages = self._engine.model, self._engine.scheduler.pages
-        max_tokens = min(model.max_positions, pages.count * pages.page_size)
-        self._connection.send([EngineReady(model.vocab_size, max_tokens, model.eos_token_ids)])
+        model = self._engine.model
+        self._connection.send([EngineReady(model.vocab_size, self._engine.window, model.eos_token_ids)])
         while not self._is_stopping:
             self._receive_commands()
             if self._engine.scheduler.has_work:

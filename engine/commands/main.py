@@ -126,6 +126,14 @@ def generate(
     help="File with one key per line; requests need one of them.",
 )
 @click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin of web pages that may use the API from a browser, such as https://example.com; * for all. "
+    "Can be repeated.",
+)
+@click.option(
     "--allow-weight-updates",
     is_flag=True,
     help="Let requests to /v1/weights replace the model's weights by those of a file on this machine.",

@@ -145,9 +145,9 @@ MODEL_OPTIONS = (
         "--kv-memory",
         "kv_memory_mib",
         type=click.IntRange(min=1),
-        default=256,
         metavar="MIB",
-        help="Memory for the KV cache.",
+        help="Memory for the KV cache, which limits the context window.  [default: what one full context window of the "
+        "model takes, at least 256, but at most half of the free memory]",
     ),
     click.option(
         "--threads",

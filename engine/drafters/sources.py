@@ -46,6 +46,9 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
+NO_DRAFTS = DraftCounts(0, 0)
+
+
 def count_sources(sources: np.ndarray) -> np.ndarray:
     """Return the number of tokens of each source, int64 [len(SOURCE_NAMES)].
 

@@ -139,7 +139,7 @@ def _tree(entry: SequencePlan) -> DraftTree | None:
     """Return the shape of an entry's draft and extra rows; None if they are a path."""
     if entry.extra_tree is None:
         return entry.tree
-    draft = np.arange(ROOT, len(entry.draft) + ROOT) if entry.tree is None else entry.tree.parents
+    draft = entry.parents
     extra = entry.extra_tree.parents
     shifted = np.where(extra == ROOT, ROOT, extra + len(draft))
     return DraftTree(np.concatenate((draft, shifted), dtype=np.int32, casting="same_kind"))

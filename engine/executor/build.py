@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
 from engine.executor.fixed_step import FixedStep
 from engine.executor.graph import GraphExecutor
+from engine.executor.kv_memory import available_memory, default_kv_memory, page_bytes, page_count
 from engine.executor.ranks.messages import Cache
 from engine.executor.ranks.runner import attention_config, open_runner
 from engine.executor.runner import Runner
@@ -32,7 +34,6 @@ from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
 from ssd.budget.curve import StepCurve
 from ssd.budget.measure import measured_curve
-from ssd.errors import UserError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Numbers of tokens per step whose durations are measured."""
@@ -78,9 +79,9 @@ def build_executors(
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)
-    shapes = [attention_config(model), *(layers.config for layers in needs.layers)]
-    state_bytes = sum(layers.state_size for layers in needs.layers) * dtype.itemsize
-    pages = PagePool(_page_count(shapes, config, dtype, state_bytes), config.page_size)
+    pages = PagePool(
+        page_count(_page_bytes(model, config, needs), config, model.config.max_positions), config.page_size
+    )
     # One page beyond the pool's stores the keys and values of padding.
     runner = open_runner(model, Cache(backend, pages.count + 1, config.page_size), adapters)
     own = tuple(
@@ -102,6 +103,24 @@ def build_executors(
         curve = _measure(runner, model.config, config, pages)
         return Executors(eager, pages, graph, curve, graph.grid.measure())
     return Executors(eager, pages, graph, graph.grid.measure() if measure else None)
+
+
+def with_kv_memory(model: Decoder, config: EngineConfig, needs: TargetOutputs) -> EngineConfig:
+    """Return a configuration with a size of the KV cache: as given, or one that fits the model and the machine."""
+    if config.kv_memory_mib is not None:
+        return config
+    device = torch.device(model.embedding.weight.device)
+    available = available_memory(device)
+    if isinstance(model, ShardedDecoder) and model.group is not None and device.type == "cpu":
+        available //= model.group.shard.count  # All ranks have their part of the cache in the same memory.
+    size = _page_bytes(model, config, needs)
+    return replace(config, kv_memory_mib=default_kv_memory(size, config, model.config.max_positions, available))
+
+
+def _page_bytes(model: Decoder, config: EngineConfig, needs: TargetOutputs) -> int:
+    dtype = model.embedding.weight.dtype
+    shapes = [attention_config(model), *(layers.config for layers in needs.layers)]
+    return page_bytes(shapes, config, dtype, sum(layers.state_size for layers in needs.layers) * dtype.itemsize)
 
 
 def build_graph_executor(
@@ -161,21 +180,3 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
     largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     sizes = [size for size in SIZES if size < largest]
     return measured_curve(run, [*sizes, largest], config.max_sequences)
-
-
-def _page_count(shapes: Sequence[ModelConfig], config: EngineConfig, dtype: torch.dtype, state_bytes: int) -> int:
-    """Return the number of pages that fit into the configured memory, at most one full context per sequence.
-
-    shapes: the target, and the drafter's layers if it has any. dtype: dtype of the cache. state_bytes: size of what the
-    drafter stores for each slot besides keys and values. Raises UserError if no page fits.
-    """
-    values = sum(shape.num_layers * shape.cache_size for shape in shapes)
-    page_bytes = (values * dtype.itemsize + state_bytes) * config.page_size
-    granted = (config.kv_memory_mib << 20) // page_bytes
-    if granted == 0:
-        least = -(-page_bytes >> 20)
-        raise UserError(
-            f"--kv-memory {config.kv_memory_mib}: a page of this model's KV cache takes {least} MiB; give more"
-        )
-    usable = config.max_sequences * -(-shapes[0].max_positions // config.page_size)
-    return min(granted, usable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ class ChatPrompts:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt that the template renders.
 
         tools: that the model may call, as in OpenAI's API. arguments: further variables, such as `enable_thinking`.
+        add_generation_prompt: end with the beginning of an answer. continue_final_message: end with the last message.
 
         Raises UserError for a model without a template, and for messages that are invalid or that it refuses.
         """
@@ -49,15 +53,20 @@ class ChatPrompts:
                 "or put a chat_template.jinja into the model's folder"
             )
         try:
-            return self._template.render(messages, tools=tools, arguments=arguments)
+            return self._template.render(
+                messages, tools=tools, arguments=arguments, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )  # fmt: skip
         except RefusedMessagesError as problem:
             raise UserError(str(problem)) from None
 
-    def tokens(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> np.ndarray:
-        """Return the token ids of `text`, uint32 [N]; the template has rendered all special tokens."""
-        return self._tokenizer.encode(self.text(messages, tools, arguments), add_special_tokens=False)
+    def tokens(self, *given: Any, add_special_tokens: bool = False, **options: Any) -> np.ndarray:
+        """Return the token ids of `text`, uint32 [N]; templates usually render all special tokens themselves."""
+        return self._tokenizer.encode(self.text(*given, **options), add_special_tokens=add_special_tokens)
+
+    def unused(self, names: Iterable[str], *, has_tools: bool) -> list[str]:
+        """Return those of some names of variables that the template for chats with or without tools does not use."""
+        if self._template is None:
+            return []  # `text` raises the error.
+        known = self._template.variables(has_tools=has_tools)
+        return [name for name in names if name not in known]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken
@@ -15,6 +18,8 @@ from ssd.errors import UserError
 TOKENIZER_FILE = "tokenizer.json"
 PRIVATE_USE = "\U000f0000"
 """A character that Unicode leaves to applications."""
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""Spelling of a token that is a single byte, in vocabularies of characters that fall back to bytes."""
 
 
 class Tokenizer:
@@ -72,14 +77,51 @@ class Tokenizer:
             raise UserError("the prompt is not valid Unicode; encode it as UTF-8") from None
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.uint32)
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """Return the text of token ids, uint32 [N], without special tokens."""
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    def decode(self, tokens: np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, uint32 [N], by default without special tokens."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
 
     def decode_behind(self, prompt: np.ndarray, tokens: np.ndarray) -> str:
         """Return the text that `tokens` add to `prompt`; some vocabularies drop a space at the start of a text."""
         head, whole = self.decode(prompt), self.decode(np.concatenate((prompt, tokens)))
         return whole[len(head) :] if whole.startswith(head) else self.decode(tokens)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` leaves out."""
+        return frozenset(number for number, token in self._added().items() if token.special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token stands for within a text; empty for an id that is not in the vocabulary.
+
+        A token may hold a part of a character, so the bytes of consecutive tokens must be joined before they are
+        decoded. Those of a special token are its spelling.
+        """
+        spelling = self._tokenizer.id_to_token(token)
+        if spelling is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            try:
+                return bytes(map(BYTES.__getitem__, spelling))
+            except KeyError:  # An added token, spelled as in the text.
+                return spelling.encode()
+        if "ByteFallback" in self._decoders and (byte := BYTE_TOKEN.fullmatch(spelling)):
+            return bytes.fromhex(byte[1])
+        # Decoded behind another token, since decoders change the beginning of a text.
+        ids = [self._anchor, token]
+        head, both = (self._tokenizer.decode(ids[:count], skip_special_tokens=False) for count in (1, 2))
+        return str(both).removeprefix(str(head)).encode()
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """Types of the decoders that turn tokens into text."""
+        return frozenset(_types_in(json.loads(self._tokenizer.to_str())["decoder"]))
+
+    @cached_property
+    def _anchor(self) -> int:
+        """Id of a token that is a letter or a word."""
+        words = (number for number, spelling in sorted(self.tokens().items()) if spelling.isalpha())
+        return next(words, 0)
 
     def _added(self) -> dict[int, AddedToken]:
         return self._tokenizer.get_added_tokens_decoder()
@@ -91,3 +133,24 @@ def _without_special(settings: str, shown: Collection[str]) -> str:
     for token in parsed["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in shown
     return json.dumps(parsed)
+
+
+def _types_in(decoder: Any) -> Iterator[str]:
+    """Yield the type of a decoder in a tokenizer.json and, if it is a sequence, those of its parts."""
+    if decoder is not None:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _types_in(part)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character with which byte-level vocabularies spell tokens, as GPT-2's does.
+
+    Printable characters of Latin-1 stand for themselves, and the first characters beyond it for the other bytes.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTES = _byte_alphabet()

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
+from engine.config import ContextWindow, EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.detokenize import Decode
 from engine.sampling.stopping import Stopping
@@ -36,7 +36,9 @@ class Intake:
         """decode, drafters, grammars: see `engine.engine.Engine`. adapters: names that requests may choose."""
         self._model = model
         self._config = config
-        self._pages = pages
+        size = min(model.max_positions, pages.count * pages.page_size)
+        self.window = ContextWindow(size, model.max_positions, config.kv_memory_mib)
+        """Largest number of tokens of a prompt and its output together."""
         self._decode = decode
         self._drafters = drafters
         self._grammars = grammars
@@ -60,6 +62,11 @@ class Intake:
     def _check(self, request: Request) -> tuple[int, GrammarState | None]:
         """Return what `longest` does, and the grammar's state before the first token, if the request has one."""
         request.check(self._model)
+        if len(request.prompt) + min(1, request.sampling.max_tokens) > self.window.tokens:
+            raise UserError(
+                f"the prompt has {len(request.prompt)} tokens; the context window of {self.window} must hold it "
+                "and at least one token of output: shorten the prompt"
+            )
         request.check_drafting(self._drafters, self._config.max_draft)
         request.check_adapter(self._adapters)
         if request.sampling.stop and self._decode is None:
@@ -69,10 +76,4 @@ class Intake:
             if self._grammars is None:
                 raise UserError(f"{grammar.kind} needs the model's tokenizer, which this engine was not given")
             state = self._grammars.start(grammar)
-        longest = min(len(request.prompt) + request.sampling.max_tokens, self._model.max_positions)
-        if self._pages.pages_for(longest) > self._pages.count:
-            raise UserError(
-                f"prompt and output of up to {longest} tokens do not fit into the KV cache of "
-                f"{self._pages.count * self._pages.page_size} tokens; request fewer tokens, or raise --kv-memory"
-            )
-        return longest, state
+        return min(len(request.prompt) + request.sampling.max_tokens, self.window.tokens), state

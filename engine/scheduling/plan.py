@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.drafters.sources import NO_SOURCES
+from ssd.types import ROOT
 
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
@@ -84,6 +85,11 @@ class SequencePlan:
         done = sum(len(part.tokens) for part in sequence.prompt_logprobs)
         assert min(self.computed, last) <= done, "prompt tokens whose log-probabilities are requested were not run"
         return range(done, min(self.computed + self.scheduled, last))
+
+    @property
+    def parents(self) -> np.ndarray:
+        """int32 [k]: index of each draft token's parent, `ROOT` for a child of the context."""
+        return np.arange(ROOT, len(self.draft) + ROOT, dtype=np.int32) if self.tree is None else self.tree.parents
 
     @property
     def draft_depths(self) -> np.ndarray:

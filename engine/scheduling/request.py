@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from engine.drafters.sources import DraftCounts
+from engine.drafters.sources import NO_DRAFTS, DraftCounts
 from engine.sampling.grammar import Grammar
 from engine.sampling.logprobs import Logprobs
 from ssd.corpus.rollout import Rollout
@@ -46,6 +46,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
+    """Largest number of tokens of the output; 0, with `prompt_logprobs`: the prompt is scored and has no output."""
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
@@ -87,7 +88,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise UserError for a setting out of its range."""
-        _at_least("max_tokens", self.max_tokens, 1)
+        _at_least("max_tokens", self.max_tokens, 1 if self.prompt_logprobs is None else 0)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise UserError(f"seed must fit into 64 bits, not {self.seed}")
         if not 0 <= self.temperature < float("inf"):
@@ -224,11 +225,6 @@ class Request:
             if largest >= model.vocab_size:
                 last = model.vocab_size - 1
                 raise UserError(f"the {name} holds the token id {largest}; the vocabulary ends at {last}")
-        if len(self.prompt) >= model.max_positions:
-            raise UserError(
-                f"the prompt has {len(self.prompt)} tokens; the context window of {model.max_positions} must hold it "
-                "and at least one token of output: shorten the prompt"
-            )
         if self.recorded is not None and self.sampling.grammar is not None:
             raise UserError(f"{self.sampling.grammar.kind}: a request with a recorded output cannot have it")
         self.sampling.check(model)
@@ -285,6 +281,8 @@ class Completion:
     """Number of prompt tokens whose keys and values were in the prefix cache."""
     by_source: Mapping[str, DraftCounts] = field(default_factory=dict)
     """`drafted` and `accepted` by the name of the source, see `engine.drafters.sources`."""
+    predicted: DraftCounts = NO_DRAFTS
+    """`drafted` and `accepted` tokens that continue the request's hints, whichever drafter proposed them."""
     is_repeat: bool = False
     """Whether it is the output of an earlier request, for which the model did not run again."""
 

@@ -95,8 +95,9 @@ class Scheduler:
         planned_pages: set[bytes] = set()
         # Preemption removes sequences from the end of the list while it is traversed from its start.
         for sequence in self.running:
+            has_output = sequence.request.sampling.max_tokens > 0
             # Each step in flight commits at least one token.
-            if sequence.room <= min(sequence.in_flight, 1):
+            if sequence.is_scored or (has_output and sequence.room <= min(sequence.in_flight, 1)):
                 continue
             is_prompt = sequence.computed < len(sequence) - 1
             if is_prompt:
@@ -114,7 +115,7 @@ class Scheduler:
             if is_prompt:
                 prompt_tokens -= scheduled + self._config.max_draft
                 planned_pages.update(self._hashes_after(sequence, scheduled))
-            produces = sequence.computed + scheduled == len(sequence)
+            produces = has_output and sequence.computed + scheduled == len(sequence)
             entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
         self._allocate_draft_room(entries)
         if self._extra_rows:

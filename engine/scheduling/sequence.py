@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.drafters.sources import NO_SOURCES, counts_by_name
+from engine.drafters.sources import NO_SOURCES, DraftCounts, counts_by_name
 from engine.sampling.grammar_state import GrammarState
 from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
@@ -60,6 +60,8 @@ class Sequence:
         """Source of each draft token that the target verified."""
         self.accepted = bytearray()
         """Source of each draft token that the target accepted."""
+        self.predicted_drafted = self.predicted_accepted = 0
+        """Numbers of these draft tokens that continue the request's hints."""
         self._tokens = np.empty(max_length, np.uint32)
         self._tokens[: len(request.prompt)] = request.prompt
         self._length = len(request.prompt)
@@ -83,6 +85,11 @@ class Sequence:
         """uint32 [n]: recorded tokens that follow the committed ones."""
         recorded = self.request.recorded
         return np.empty(0, np.uint32) if recorded is None else recorded[len(self.output) :][: self.room]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompt has run completely, of a request that has no output."""
+        return self.request.sampling.max_tokens == 0 and self.computed == len(self)
 
     @property
     def room(self) -> int:
@@ -148,6 +155,7 @@ class Sequence:
             drafted=len(self.drafted),
             accepted=len(self.accepted),
             by_source=counts_by_name(self.drafted, self.accepted),
+            predicted=DraftCounts(self.predicted_drafted, self.predicted_accepted),
             cached_tokens=self.cached_tokens,
             stop_reason=cut.stop_reason,
             text=self.stopping.text(),

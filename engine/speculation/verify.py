@@ -150,10 +150,9 @@ def _replay(entry: SequencePlan, tokens: np.ndarray) -> None:
 def _rejected(part: Part, q: Tensor | None) -> list[Verdict]:
     drafts = []
     for entry, row in zip(part.entries, part.bounds.tolist(), strict=False):
-        parents = np.arange(ROOT, len(entry.draft) + ROOT) if entry.tree is None else entry.tree.parents
         assert entry.q_rows is not None
         seed, position = entry.sequence.request.sampling.seed, len(entry.sequence)
-        drafts.append(SampledDraft(entry.draft, parents, entry.q_rows, row, seed, position))
+        drafts.append(SampledDraft(entry.draft, entry.parents, entry.q_rows, row, seed, position))
     return verify_by_rejection(drafts, probabilities(part.logits, part.settings), q)
 
 

@@ -1,5 +1,6 @@
 """The engine's loop: outputs equal the target's, with any drafter and in any batch."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +11,16 @@ from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
+from engine.executor.kv_memory import default_kv_memory
+from engine.sampling.logprobs import compute_logprobs
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
+from tests.engine.forward import prompt_logits
 
 CONFIG = EngineConfig(max_sequences=8, max_step_tokens=256, max_draft=6)
 
@@ -227,12 +232,51 @@ def test_generate_refuses_all_requests_if_one_is_invalid(model):
     assert not engine.scheduler.has_work
 
 
-def test_a_request_larger_than_the_cache_is_refused(model):
-    config = EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=1)
-    engine = build_engine(model, config, NoDrafter())
-    engine.scheduler.pages.count = 2
-    with pytest.raises(UserError, match="KV cache"):
-        engine.add(Request(np.ones(100, np.uint32)))
+def test_a_small_cache_limits_the_context_window(model, monkeypatch):
+    monkeypatch.setattr("engine.executor.build.page_count", lambda *_: 2)
+    engine = build_engine(model, EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=2), NoDrafter())
+    size = model.config.max_positions
+    cause = f"32 tokens (as many as --kv-memory 2 holds; {2 * size // 32} would hold the model's {size})"
+    assert str(engine.window) == cause
+    [completion] = engine.generate([Request(np.ones(30, np.uint32), SamplingParams(max_tokens=9, ignore_eos=True))])
+    assert (len(completion.tokens), completion.finish_reason) == (2, FinishReason.LENGTH)
+    with pytest.raises(UserError, match=re.escape(f"the prompt has 32 tokens; the context window of {cause} must")):
+        engine.add(Request(np.ones(32, np.uint32)))
+
+
+@pytest.mark.parametrize(("available", "mib"), [(1 << 40, 1024), (1 << 30, 512), (1 << 10, 1)])
+def test_the_default_cache_holds_a_context_window_but_takes_half_of_the_free_memory_at_most(available, mib):
+    config = EngineConfig(page_size=16)
+    assert default_kv_memory(1 << 19, config, 32_768, available) == mib
+    assert default_kv_memory(1 << 19, config, 512, available) == min(256, mib)
+
+
+@pytest.mark.parametrize("size", [40, 512])
+def test_a_request_without_an_output_scores_its_prompt(model, size):
+    """Also one that fills the whole context window."""
+    engine = build_engine(model, EngineConfig(max_sequences=2, max_step_tokens=64, max_draft=4), NgramDrafter())
+    prompt = np.random.default_rng(0).integers(1, model.config.vocab_size, size).astype(np.uint32)
+    scored = Request(prompt, SamplingParams(max_tokens=0, prompt_logprobs=1))
+    completion, other = engine.generate([scored, Request(prompt[:20])])
+    assert (len(completion.tokens), completion.finish_reason, completion.steps) == (0, FinishReason.LENGTH, 0)
+    assert len(other.tokens) > 0
+    expected = compute_logprobs(prompt_logits(model, prompt)[:-1], prompt[1:], 1)
+    np.testing.assert_allclose(completion.prompt_logprobs.tokens, expected.tokens, atol=1e-4)
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
+
+
+def test_only_drafts_that_continue_a_prediction_count_as_predicted(model):
+    engine = build_engine(model, CONFIG, NgramDrafter())
+    output = np.tile(np.arange(5, 12, dtype=np.uint32), 6)
+    unrelated = np.arange(12, 40, dtype=np.uint32)
+    request = Request(output, SamplingParams(max_tokens=len(output)), recorded=output)
+    plain, other, right = engine.generate([replace(request, hints=hints) for hints in (None, unrelated, output)])
+    # The prompt has the same text, so all are drafted from.
+    assert min(plain.accepted, other.accepted) > 20
+    assert plain.predicted == other.predicted == (0, 0)
+    assert 20 < right.predicted.accepted == right.accepted
+    assert right.predicted.accepted <= right.predicted.drafted <= right.drafted
 
 
 @pytest.mark.parametrize("has_budget", [False, True])

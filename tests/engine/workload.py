@@ -183,16 +183,19 @@ class Workload:
         sampling = SamplingParams(max_tokens=int(rng.integers(1, 30)))
         recorded = random_record(self.records)
         salt = str(rng.choice(["", "tenant"], p=[0.8, 0.2]))
+        if self.choices.random() < 0.1:
+            sampling, recorded = SamplingParams(max_tokens=0, prompt_logprobs=0), None
         request = Request(prompt, sampling, **self.choose_drafting(), salt=salt, recorded=recorded)
-        pages = self.engine.scheduler.pages
+        room = self.engine.window.tokens - len(prompt)
         try:
             sequence_id = self.engine.add(request)
         except UserError:
-            assert pages.pages_for(len(prompt) + sampling.max_tokens) > pages.count
+            assert room < min(1, sampling.max_tokens)
             self.seen["refused"] += 1
             return
         self.requests[sequence_id] = request
-        self.answers[sequence_id] = replayed(request)
+        self.answers[sequence_id] = replayed(request)[:room]
+        self.seen["scored"] += sampling.max_tokens == 0
         self.seen["recorded"] += 0 if recorded is None else len(recorded)
         self.contents[sequence_id] = contents([*prompt, *self.answers[sequence_id]])
         self.streamed[sequence_id] = []
@@ -224,7 +227,9 @@ class Workload:
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
         # With a step in flight, a sequence may start with this step, which is reported later.
-        decoding = [s for s in scheduler.running if s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)]
+        decoding = [
+            s for s in scheduler.running if s.room and s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)
+        ]
         # Tokens of a step in flight were counted when it was launched.
         launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
         report = self.engine.step()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from engine.config import ContextWindow
 from engine.drafters.sources import DraftCounts
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
@@ -25,7 +26,8 @@ class FakeEngine:
     """Uses one page per request. Runs only while `gate` is set, and fails after `fail_after` steps."""
 
     max_draft = 2
-    model = SimpleNamespace(vocab_size=1000, max_positions=100, eos_token_ids=(0,))
+    window = ContextWindow(100, 100)
+    model = SimpleNamespace(vocab_size=1000, eos_token_ids=(0,))
     drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
 
     def __init__(self, fail_after=None):

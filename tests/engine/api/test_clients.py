@@ -84,22 +84,6 @@ def test_a_too_long_prompt_has_openais_error_code(http):
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("prompt", "context_length_exceeded")
 
 
-def test_echo_with_logprobs_scores_a_text_as_lm_eval_does(http):
-    tokens = [5, 6, 7, 8, 9]
-    payload = {"model": MODEL, "prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    [choice] = http.post("/v1/completions", json=payload).json()["choices"]
-    scores = choice["logprobs"]
-    assert len(scores["tokens"]) == len(scores["top_logprobs"]) == len(scores["text_offset"]) == 6
-    assert scores["token_logprobs"][0] is None
-    assert all(value < 0 for value in scores["token_logprobs"][1:])
-    assert [len(top) for top in scores["top_logprobs"][1:]] == [1] * 5
-    assert choice["text"] == "".join(scores["tokens"])
-    # An output token has the score that it has as part of a prompt.
-    longer = payload | {"prompt": [tokens[:4]]}
-    [shorter] = http.post("/v1/completions", json=longer).json()["choices"]
-    assert shorter["logprobs"]["token_logprobs"][1:4] == pytest.approx(scores["token_logprobs"][1:4], abs=1e-4)
-
-
 def test_the_official_client_reads_errors(http):
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:

@@ -10,7 +10,7 @@ from engine.scheduling.request import Completion, FinishReason
 def completion(tokens, cached, **by_source):
     return Completion(
         np.zeros(tokens, np.uint32), FinishReason.LENGTH, 2, 3, 1, cached_tokens=cached,
-        by_source={name: DraftCounts(*counts) for name, counts in by_source.items()},
+        by_source={name: DraftCounts(*counts) for name, counts in by_source.items()}, predicted=DraftCounts(2, 1),
     )  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def test_usage_counts_each_prompt_once_and_no_pages_cached_by_its_own_outputs():
     result = usage([100, 60], ended)
     assert (result["prompt_tokens"], result["completion_tokens"], result["total_tokens"]) == (160, 10, 170)
     assert result["prompt_tokens_details"] == {"cached_tokens": 16 + 32}
-    assert result["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8}
+    assert result["completion_tokens_details"] == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 4}
     by_source = result["draft"].pop("by_source")
     assert result["draft"] == {"steps": 8, "drafted_tokens": 12, "accepted_tokens": 4, "tokens_per_step": 1.25}
     assert by_source == {

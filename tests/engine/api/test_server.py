@@ -251,6 +251,25 @@ def test_health_metrics_and_openapi(http):
     assert figures["generated_tokens"] == metric(http, "vllm:generation_tokens_total")
 
 
+PAGE = "https://page.example"
+
+
+def test_pages_of_allowed_origins_may_use_the_api(folder, tmp_path):
+    (tmp_path / "keys").write_text("secret\n")
+    arguments = ("--cors-origin", PAGE, "--api-keys", str(tmp_path / "keys"), *NO_DRAFTS)
+    with serving(*arguments, model=folder) as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for origin, allowed in ((PAGE, PAGE), ("https://other.example", None)):
+            # Browsers send no key with this request.
+            answer = http.options("/v1/completions", headers={"Origin": origin} | asked)
+            assert answer.is_success == (allowed is not None)
+            for status, key in ((200, "secret"), (401, "wrong")):
+                headers = {"Origin": origin, "Authorization": f"Bearer {key}"}
+                got = http.post("/v1/completions", json={"model": MODEL, "prompt": "x"}, headers=headers)
+                assert got.status_code == status
+                assert got.headers.get("access-control-allow-origin") == allowed
+
+
 def test_api_keys_and_a_full_queue(folder, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsecret\n")

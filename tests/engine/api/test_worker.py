@@ -24,9 +24,10 @@ from engine.api.messages import (
     WeightsUpdated,
 )
 from engine.api.worker import Worker, run_worker
+from engine.config import ContextWindow
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
-from tests.engine.api.fake_engine import PAGE_SIZE, PAGES, FakeEngine
+from tests.engine.api.fake_engine import FakeEngine
 
 TIMEOUT_S = 30
 
@@ -81,7 +82,7 @@ def test_requests_run_to_their_end(pipe):
     ours.send(Shutdown())
     running.join(TIMEOUT_S)
     assert not running.is_alive()
-    assert events[0] == EngineReady(1000, 100, (0,))
+    assert events[0] == EngineReady(1000, ContextWindow(100, 100), (0,))
     produced = [event for event in events if isinstance(event, TokensProduced)]
     assert {event.request_id for event in produced} == {7}
     assert np.concatenate([event.tokens for event in produced]).tolist() == [1, 2, 3, 4, 5]
@@ -107,12 +108,6 @@ def test_requests_that_take_long_to_add_are_added_between_steps(pipe, monkeypatc
     monkeypatch.setattr(worker.time, "thread_time", lambda: 0.2 * len(steps))
     run_commands(pipe, engine, [SubmitRequest(number, request(100)) for number in range(3)])
     assert steps == [0, 1, 2]
-
-
-def test_the_kv_cache_bounds_the_length_of_requests(pipe):
-    engine = FakeEngine()
-    engine.model = SimpleNamespace(vocab_size=1000, max_positions=5000, eos_token_ids=(0,))
-    assert run_commands(pipe, engine, [])[0].max_tokens == PAGES * PAGE_SIZE
 
 
 class Updating(FakeEngine):

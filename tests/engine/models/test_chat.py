@@ -103,6 +103,29 @@ def test_prompts_equal_those_of_transformers(folder, template, messages, tools, 
         assert tokens.tolist() == Tokenizer(folder).encode(expected, add_special_tokens=False).tolist()
 
 
+@pytest.mark.parametrize("content", ["So", "So ", " So\n", ""])
+@pytest.mark.parametrize("template", [LLAMA, QWEN, MISTRAL])
+def test_a_final_message_is_continued_as_by_transformers(folder, template, content):
+    messages = [USER, {"role": "assistant", "content": content}]
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    expected = theirs.apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True, add_generation_prompt=False
+    )
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompts_of(folder, template).text(messages, **options) == expected
+
+
+def test_a_final_message_that_the_template_leaves_out_is_not_continued(folder):
+    prompts = prompts_of(folder, "{{ messages[0].content }}")
+    with pytest.raises(UserError, match="does not show the final message"):
+        prompts.text([USER, {"role": "assistant", "content": "So"}], continue_final_message=True)
+
+
+def test_variables_that_a_template_does_not_use_are_known(folder):
+    names = ["enable_thinking", "bos_token", "tokenize", "raise_exception", "ns", "message"]
+    assert prompts_of(folder, QWEN).unused(names, has_tools=False) == names[1:]
+
+
 def test_text_parts_and_json_arguments_are_parsed(folder):
     prompts = prompts_of(folder, QWEN)
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}

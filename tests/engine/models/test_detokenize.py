@@ -93,6 +93,53 @@ def test_incomplete_bytes_are_returned_at_the_end():
     assert fed(BYTES, [], tokens) == ["x", "", "\N{REPLACEMENT CHARACTER}"]
 
 
+def saved(hub, folder):
+    hub.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def tokenizers_of_each_kind():
+    """Return a tokenizer of each kind of decoder, with special tokens."""
+    metaspace = HubTokenizer(models.WordLevel({"<unk>": 0, "\u2581the": 1, "cat": 2, "\u2581é": 3}, unk_token="<unk>"))
+    metaspace.decoder = decoders.Metaspace()
+    words = HubTokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##cat": 2, "é": 3}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece(cleanup=False)
+    kinds = {"bytes": byte_level(), "fallback": with_byte_fallback(), "metaspace": metaspace, "words": words}
+    for hub in kinds.values():
+        hub.add_special_tokens(["<|end|>", "<｜é▁x｜>"])
+        hub.add_tokens(["<plain é>"])
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback", "metaspace", "words"])
+def test_the_bytes_of_tokens_add_up_to_the_text(kind, tmp_path):
+    hub = tokenizers_of_each_kind()[kind]
+    tokenizer = saved(hub, tmp_path)
+    rng = np.random.default_rng(0)
+    first = next(token for token in range(hub.get_vocab_size()) if tokenizer.decode(array([token])).isalpha())
+    for _ in range(200):
+        tokens = rng.integers(1, hub.get_vocab_size(), 8)
+        text = tokenizer.decode(array([first, *tokens]), skip_special_tokens=False)
+        added = b"".join(map(tokenizer.token_bytes, tokens.tolist()))
+        assert tokenizer.decode(array([first])) + added.decode(errors="replace") == text or "\ufffd" in text
+    special = hub.token_to_id("<｜é▁x｜>")
+    assert tokenizer.special_ids == {special, hub.token_to_id("<|end|>")}
+    assert tokenizer.token_bytes(special).decode().strip().replace(" ", "▁") == "<｜é▁x｜>"
+    assert tokenizer.token_bytes(9999) == b""
+
+
+@pytest.mark.parametrize("text", ["🦄🦄🎉é", "猫 x\n"])
+def test_tokens_that_are_parts_of_characters_have_their_own_bytes(text, tmp_path):
+    alphabet = byte_chars()
+    by_byte = {
+        "bytes": [BYTES.token_to_id(alphabet[byte]) for byte in text.encode()],
+        "fallback": [FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()],
+    }
+    for kind, hub in {"bytes": BYTES, "fallback": FALLBACK}.items():
+        tokenizer = saved(hub, tmp_path)
+        assert b"".join(map(tokenizer.token_bytes, by_byte[kind])) == text.encode()
+
+
 @pytest.mark.parametrize("prompt", [[], [1] * 50])
 def test_the_window_does_not_grow(prompt):
     sizes = []

@@ -1,10 +1,13 @@
 """Logits of every family equal those of transformers, which also loads saved models."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine.attention.plain import PlainAttention
+from engine.config import EngineConfig
+from engine.engine import build_engine
 from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
@@ -13,6 +16,9 @@ from engine.models.families import config_from_hf, config_to_hf
 from engine.models.files import read_json
 from engine.models.loader import load_config, load_model, save_model
 from engine.models.packed import pack
+from engine.scheduling.request import Request, SamplingParams
+from ssd.baselines.ngram import NgramDrafter
+from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import edit_json
@@ -190,3 +196,18 @@ def test_weights_too_large_for_a_dtype_are_refused(tmp_path):
     load_model(tmp_path)
     with pytest.raises(UserError, match="not finite as bfloat16"):
         load_model(tmp_path, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="weights are packed by oneDNN")
+@pytest.mark.parametrize(("name", "tolerance"), [("llama 3", 0), ("qwen 3, experts", 0), ("deepseek 3", 1e-4)])
+def test_drafts_that_are_paths_leave_log_probabilities_unchanged(tmp_path, name, tolerance):
+    """To the last bit, except with latent attention."""
+    make_folder(tmp_path, **FAMILIES[name])
+    model = pack(load_model(tmp_path))
+    output = np.tile(np.arange(5, 12, dtype=np.uint32), 12)
+    request = Request(TOKENS[:40].numpy().astype(np.uint32), SamplingParams(max_tokens=84, logprobs=0), recorded=output)
+    config = EngineConfig(max_sequences=1, max_draft=8)
+    engines = [build_engine(model, config, drafter) for drafter in (NoDrafter(), NgramDrafter())]
+    [plain], [drafted] = (engine.generate([request]) for engine in engines)
+    assert drafted.accepted > 40
+    np.testing.assert_allclose(drafted.logprobs.tokens, plain.logprobs.tokens, rtol=0, atol=tolerance)

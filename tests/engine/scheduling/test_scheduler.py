@@ -33,9 +33,9 @@ def test_random_workloads_give_the_outputs_of_single_requests(block, shape, has_
         workload.run()
         seen += workload.seen
     # The workloads must cover all of these.
-    for what in ("finished", "refused", "cancelled", "accepted", "rejected", "cached", "preempted", "not drafted"):
+    for what in ("finished", "cancelled", "accepted", "rejected", "cached", "preempted", "not drafted", "scored"):
         assert seen[what] >= WORKLOADS, seen
-    for what in ("cancelled after preemption", "cancelled too late"):
+    for what in ("cancelled after preemption", "cancelled too late", "refused"):
         assert seen[what], seen
 
 

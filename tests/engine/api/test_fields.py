@@ -1,0 +1,203 @@
+"""Every field of OpenAI's and vLLM's request bodies is supported, or refused with a reason, or documented as unused."""
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from openai.types import chat, completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from engine.api.schemas import ChatRequest, CompletionRequest, ContentPart, Message, StreamOptions
+from engine.api.unsupported import UNSUPPORTED
+from engine.models.shipped import SHIPPED_MODEL
+from engine.models.tokenizer import Tokenizer
+from tests.engine.api.serving import MODEL
+
+DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+UNUSED = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+"""Fields that are accepted and change no answer."""
+VLLM = {
+    "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "truncation_side", "allowed_token_ids", "prompt_logprobs", "bad_words",
+    "add_special_tokens", "response_format", "structured_outputs", "priority", "request_id",
+    "return_tokens_as_token_ids", "return_token_ids", "return_token_offsets", "cache_salt", "kv_transfer_params",
+    "ec_transfer_params", "vllm_xargs", "repetition_detection", "thinking_token_budget", "logits_processors",
+    "early_stopping", "detokenize", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend", "guided_whitespace_pattern",
+}  # fmt: skip
+VLLM_COMPLETIONS = {"prompt_embeds"}
+VLLM_CHATS = {
+    "include_reasoning", "echo", "add_generation_prompt", "continue_final_message", "documents", "chat_template",
+    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text",
+    "return_assistant_tokens_mask",
+}  # fmt: skip
+OWN = {
+    "learn", "drafter", "max_draft", "rollout", "verification", "return_drafted", "prediction", "best_of", "user",
+}  # fmt: skip
+"""Our fields, and those that one endpoint has in addition to its original."""
+REFUSED_PARTS = {
+    "content": {"prompt_cache_breakpoint", "refusal", "image_url", "input_audio", "file"},
+    "message": {"audio", "function_call"},
+}
+"""Fields of messages and of their parts that are refused as unknown."""
+
+
+def fields_of(*types):
+    """Return the fields of typed dictionaries, those of their bases included."""
+    return {name for each in types for base in each.__mro__ for name in getattr(base, "__annotations__", ())}
+
+
+def body_of(request, **fields):
+    prompt = {"prompt": "x"} if request is CompletionRequest else {"messages": [{"role": "user", "content": "x"}]}
+    return {"model": MODEL, "max_tokens": 2} | prompt | fields
+
+
+ROUTES = {ChatRequest: "/v1/chat/completions", CompletionRequest: "/v1/completions"}
+KNOWN = {
+    ChatRequest: fields_of(*get_args(chat_create_params.CompletionCreateParams)) | VLLM | VLLM_CHATS,
+    CompletionRequest: fields_of(*get_args(completion_create_params.CompletionCreateParams)) | VLLM | VLLM_COMPLETIONS,
+}
+
+
+@pytest.mark.parametrize("request_type", KNOWN)
+def test_every_known_field_is_supported_or_refused(request_type):
+    supported = set(request_type.model_fields)
+    assert supported & UNSUPPORTED.keys() == set()
+    assert KNOWN[request_type] - supported - UNSUPPORTED.keys() == set()
+    assert supported - KNOWN[request_type] - OWN - UNUSED == set()
+    assert {*UNSUPPORTED} <= set.union(*KNOWN.values())
+
+
+def test_every_field_of_messages_is_supported_or_refused():
+    messages = fields_of(*get_args(chat.ChatCompletionMessageParam))
+    assert messages == set(Message.model_fields) - {"annotations"} | REFUSED_PARTS["message"]
+    parts = get_args(chat.ChatCompletionContentPartParam)
+    parts = fields_of(*parts, chat.ChatCompletionContentPartRefusalParam)
+    assert parts == set(ContentPart.model_fields) | REFUSED_PARTS["content"]
+    options = fields_of(chat.ChatCompletionStreamOptionsParam)
+    assert options | {"continuous_usage_stats"} == set(StreamOptions.model_fields)
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *UNUSED, "cache_salt", "return_token_ids", "continue_final_message"])
+def test_every_field_with_a_rule_of_its_own_is_documented(name):
+    assert f"`{name}`" in DOCS
+    assert name not in UNSUPPORTED or f"| {UNSUPPORTED[name].reason} |" in DOCS
+
+
+@pytest.mark.parametrize("request_type", ROUTES)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_values_are_refused_with_a_reason(http, request_type, name):
+    answer = http.post(ROUTES[request_type], json=body_of(request_type, **{name: "a value"}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+    assert error["message"] == f"{name}: {UNSUPPORTED[name].reason}"
+
+
+@pytest.mark.parametrize("request_type", ROUTES)
+def test_values_that_ask_for_what_the_server_does_are_accepted(http, request_type):
+    defaults = {name: known.accepted[0] for name, known in UNSUPPORTED.items() if known.accepted}
+    answer = http.post(ROUTES[request_type], json=body_of(request_type, **defaults))
+    assert answer.status_code == 200, answer.text
+    nothing = dict.fromkeys(UNSUPPORTED)
+    assert http.post(ROUTES[request_type], json=body_of(request_type, **nothing)).status_code == 200
+
+
+@pytest.mark.parametrize("request_type", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"colour": 1}, "colour", "unknown_parameter"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", None),
+        ({"store": True}, "store", None),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+    ],
+)
+def test_other_fields_are_refused_by_name(http, request_type, fields, param, code):
+    error = http.post(ROUTES[request_type], json=body_of(request_type, **fields)).json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize("field", sorted(REFUSED_PARTS["message"]))
+def test_unknown_fields_of_messages_are_refused(http, field):
+    message = {"role": "assistant", "content": "x", field: {"id": "1"}}
+    error = http.post(ROUTES[ChatRequest], json=body_of(ChatRequest, messages=[message])).json()["error"]
+    assert (error["param"], error["code"]) == (f"messages.0.{field}", "unknown_parameter")
+
+
+@pytest.mark.parametrize("request_type", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_on_request(http, request_type, stream):
+    body = body_of(request_type, return_token_ids=True, max_tokens=9, temperature=0, stream=stream, stop="\n\n\n")
+    text = http.post(ROUTES[request_type], json=body).text
+    answers = [json.loads(document) for document in (re.findall("data: ({.*})", text) if stream else [text])]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    ids = [token for choice in choices for token in choice.get("token_ids", ())]
+    prompts = [part["prompt_token_ids"] for part in (*answers, *choices) if "prompt_token_ids" in part]
+    logprobs = {"logprobs": True if request_type is ChatRequest else 1, "return_tokens_as_token_ids": True}
+    whole = http.post(ROUTES[request_type], json=body | logprobs | {"stream": False}).json()
+    scores = whole["choices"][0]["logprobs"]
+    names = scores["tokens"] if "tokens" in scores else [entry["token"] for entry in scores["content"]]
+    assert [f"token_id:{token}" for token in ids] == names
+    assert [len(prompt) for prompt in prompts] == [whole["usage"]["prompt_tokens"]]
+
+
+MESSAGES = [{"role": "user", "content": "a list"}, {"role": "assistant", "content": "def add(a, b):"}]
+
+
+def prompt_ids(http, **fields):
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    answer = http.post(ROUTES[ChatRequest], json=body | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["prompt_token_ids"]
+
+
+def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_template(http):
+    def encoded(text):
+        return Tokenizer(SHIPPED_MODEL).encode(text).tolist()
+
+    whole = "# user: a list\n# assistant: def add(a, b):\n"
+    assert prompt_ids(http) == prompt_ids(http, add_special_tokens=False) == encoded(f"{whole}# answer\n")
+    for given in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        expected = encoded(whole if "add_generation_prompt" in given else whole.removesuffix("\n"))
+        assert prompt_ids(http, **given) == prompt_ids(http, chat_template_kwargs=given) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        (
+            {"add_generation_prompt": True, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "add_generation_prompt",
+        ),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": "no"}}, "add_generation_prompt"),
+        ({"chat_template_kwargs": ["tools"]}, "chat_template_kwargs"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"echo": True}, "echo"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_settings_of_the_prompt_that_have_no_effect_are_refused(http, fields, param):
+    answer = http.post(ROUTES[ChatRequest], json={"model": MODEL, "messages": MESSAGES} | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_requests_of_another_salt_share_no_pages(http):
+    def cached(**fields):
+        body = {"model": MODEL, "prompt": [7] * 64 + [9] * 8, "max_tokens": 1} | fields
+        return http.post(ROUTES[CompletionRequest], json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="a", user="b") == 0
