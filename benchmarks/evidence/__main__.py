@@ -2,7 +2,8 @@
 
     python -m benchmarks.evidence [--traces build/traces] [--tables-only]
 
-After an interruption the same command continues with the next trace. Results go to
+SSD's start values are learned without the trace at hand (`benchmarks.priors --without`), so all traces that teach them
+must be there. After an interruption the same command continues with the next trace. Results go to
 `benchmarks/results/evidence.json`, and the tables made from them into README.md and docs/drafting.md.
 `python -m benchmarks.traces fetch all` makes the traces, `make peers` installs Arctic.
 """
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from benchmarks.evidence.results import FILE, PARTS, measure, read, write
 from benchmarks.evidence.tables import DOCUMENTS, updated
+from benchmarks.priors import teachers_in
 from benchmarks.support.command import new_parser
 
 TRACES = Path("build/traces")
@@ -30,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = sorted(options.traces.glob("*.npz"))
         if not paths:
             parser.error(f"{options.traces} has no traces; `python -m benchmarks.traces fetch all` makes them")
+        try:
+            teachers = teachers_in(options.traces)
+        except ValueError as error:
+            parser.error(str(error))
         with Console(stderr=True).status("reading traces") as status:
-            document = measure(paths, PARTS, status.update)
+            document = measure(paths, teachers, PARTS, status.update)
         for name, reason in document["skipped"].items():
             print(f"skipped {name}: {reason}")
         write(document)

@@ -180,7 +180,8 @@ def livecodebench(files: Mapping[str, str]) -> Iterator[Conversation]:
         starter = record["starter_code"]
         prompt = (
             f"### Question:\n{record['question_content']}\n\n### Format: {CODE_FORMATS[bool(starter)]}\n"
-            f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n### Answer: (use the provided format with backticks)\n\n"
+            f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n"
+            "### Answer: (use the provided format with backticks)\n\n"
         )
         for output in record["output_list"]:
             yield Conversation([Message("user", prompt), Message(ASSISTANT, output)], record["question_id"])
