@@ -164,23 +164,6 @@ def steps_of(
             running.drop_ended()
 
 
-def plain_seconds(traffic: Traffic, curve: StepCurve, concurrency: int | np.ndarray) -> float:
-    """Return the duration of all steps of a replay without drafts."""
-    arrivals, lengths = Arrivals(traffic, traffic.in_order(), concurrency), traffic.output_lengths.tolist()
-    ends: list[tuple[int, int]] = []
-    """Heap of the running requests, as pairs of the step after which each ends and the request."""
-    step, seconds = 0, 0.0
-    while True:
-        for request in arrivals.beginning(len(ends)):
-            heapq.heappush(ends, (step + lengths[request], request))
-        if not ends:
-            return seconds
-        seconds += (ends[0][0] - step) * float(curve.seconds(len(ends), len(ends)))
-        step = ends[0][0]
-        while ends and ends[0][0] == step:
-            arrivals.end(heapq.heappop(ends)[1])
-
-
 def step_seconds(running: Running, curve: StepCurve) -> float:
     """Return the duration of the last step."""
     return float(curve.seconds(curve.step_tokens(running.verified), len(running)))

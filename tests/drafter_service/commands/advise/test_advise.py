@@ -14,7 +14,7 @@ from drafter_service.commands.advise.trials import run_trials
 from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
 from ssd.budget.cost_profile import CostProfile
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.ingest.loads import model_folder
 
@@ -110,13 +110,16 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "with 3 requests at once" in " ".join(result.output.split())
     assert "another user's text" in result.output
     assert "another session's text" in result.output
-    assert load_settings(settings).drafting.draft_shape in ("path", "tree")
+    drafting = load_settings(settings).drafting
+    assert (drafting.draft_shape, drafting.max_draft) == ("path", 16)
     assert load_settings(settings).steps.cost_profile == profile
-    assert "vLLM: --no-async-scheduling --scheduler-cls" in result.stdout
+    assert "vLLM: --async-scheduling --scheduler-cls" in result.stdout
+    assert '"num_speculative_tokens": 16' in result.stdout
+    assert "paths padded to 16 tokens, as vLLM verifies them" in " ".join(result.stdout.split())
     text = page.read_text()
     assert "tokens per step" in text
     assert "While the corpus grows" in text
-    assert chart_faults(page) == []
+    assert page_faults(page) == []
     assert re.findall("wrote (.*)", result.stderr) == [str(page), str(settings)]
     rows = re.findall(r"^ *(?:ssd|ngram|classic|arctic) .*", result.stdout, re.MULTILINE)
     settings_of = [tuple(row.split()[:4]) for row in rows]

@@ -12,7 +12,7 @@ from engine.commands.compare.page import COLUMNS, NOTES, WIDE, WIDE_ONLY, notes,
 from engine.commands.compare.results import Comparison, Result
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.markup import tags_of
 
 FIELDS = {
@@ -105,7 +105,7 @@ def test_every_figure_is_reported(compare, tmp_path):
 def test_the_page_is_self_contained(compare, tmp_path):
     compare(tmp_path, "--requests", 1, "--temperature", 0)
     page = (tmp_path / "compare.html").read_text()
-    assert chart_faults(tmp_path / "compare.html") == []
+    assert page_faults(tmp_path / "compare.html") == []
     assert tags_of(page)["td"] >= 3 * 8
 
 

@@ -11,7 +11,7 @@ from engine.commands.demo import command
 from engine.commands.demo.measure import Measurement, summarize
 from engine.commands.demo.workload import make_workload
 from ssd.types import DraftBatch
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.engine.conftest import make_folder
 from tests.markup import tags_of
 
@@ -133,7 +133,7 @@ def test_exact_repeats_are_drafted(demo):
 def test_the_page_is_self_contained(demo):
     out, _ = demo
     page = (out / "run.html").read_text()
-    assert chart_faults(out / "run.html") == []
+    assert page_faults(out / "run.html") == []
     assert tags_of(page)["circle"] == 2 * 10  # for wide and narrow screens
     assert "tokens/s" in page
 
