@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     with ProcessPoolExecutor(options.jobs) as pool:
-        learned = learn_all(pool, teachers)
+        learned = learn_all(teachers, pool.map)
         if not options.leave_one_out:
             write(pooled(learned, options.without), options.out or PRIOR)
             return
@@ -100,10 +100,10 @@ def teachers_in(folder: Path) -> dict[str, Path]:
     return paths
 
 
-def learn_all(pool: ProcessPoolExecutor, teachers: Mapping[str, Path]) -> Learned:
-    """Replay recordings, and return what the tables learned from each, by name."""
+def learn_all(teachers: Mapping[str, Path], run: Callable[..., Iterable[Tables]] = map) -> Learned:
+    """Replay recordings, and return what the tables learned from each, by name; run: `map` of a pool of processes."""
     tasks = [Task(path, *setting, LEARNED_TOKENS) for path in teachers.values() for setting in LEARNED]
-    tables = list(pool.map(learn, tasks))
+    tables = list(run(learn, tasks))
     return {name: tables[at * len(LEARNED) : (at + 1) * len(LEARNED)] for at, name in enumerate(teachers)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ def measure(paths: Sequence[Path], teachers: Mapping[str, Path], parts: Path, no
     made_with = {"commit": source_commit(), "versions": versions(PACKAGES), "output_tokens": OUTPUT_TOKENS}
     parts.mkdir(parents=True, exist_ok=True)
     note("learning start values without each trace")
-    with ProcessPoolExecutor(2) as pool:
-        left_out = write_left_out(learn_all(pool, teachers))
+    left_out = write_left_out(learn_all(teachers))
     sections: Sections = {}
     for path in paths:
         part = parts / f"{path.stem}.json"
