@@ -1,6 +1,7 @@
 """Learn the values that a new corpus's tables start from, and measure what they gain.
 
-    python -m benchmarks.priors [--traces build/traces] [--without NAME] [--out ssd/kernels/prior.npz]
+    python -m benchmarks.priors [--traces build/traces] [--out ssd/kernels/prior.npz]
+    python -m benchmarks.priors --without NAME [--out build/priors/without-NAME.npz]
     python -m benchmarks.priors --leave-one-out [--tokens 1000,5000,40000] [--out FILE]
 
 Each recording is replayed from an empty corpus with tables that start from formulas, as paths and as trees and with
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         learned = learn_all(teachers, pool.map)
         if not options.leave_one_out:
-            write(pooled(learned, options.without), options.out or PRIOR)
+            default = left_out_file(options.without) if options.without else PRIOR
+            write(pooled(learned, options.without), options.out or default)
             return
         rows, left_out = [], write_left_out(learned)
         for tokens in options.tokens:
@@ -88,10 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_document({"command": "python -m benchmarks.priors --leave-one-out", "results": rows}, options.out)
 
 
+def teacher_names() -> list[str]:
+    """Return the names of the recordings that the shipped values are learned from."""
+    return sorted(name for name, source in load_manifest().traces.items() if source.teaches)
+
+
 def teachers_in(folder: Path) -> dict[str, Path]:
     """Return the recordings that the shipped values are learned from, by name. Raises ValueError if one is missing."""
-    names = sorted(name for name, source in load_manifest().traces.items() if source.teaches)
-    paths = {name: folder / f"{name}.npz" for name in names}
+    paths = {name: folder / f"{name}.npz" for name in teacher_names()}
     if missing := [name for name, path in paths.items() if not path.exists()]:
         raise ValueError(
             f"{folder} does not have {', '.join(missing)}, which start values are learned from; make what is missing"
@@ -107,9 +113,14 @@ def learn_all(teachers: Mapping[str, Path], run: Callable[..., Iterable[Tables]]
     return {name: tables[at * len(LEARNED) : (at + 1) * len(LEARNED)] for at, name in enumerate(teachers)}
 
 
+def left_out_file(name: str) -> Path:
+    """Return the file of the values that are learned without a recording."""
+    return LEFT_OUT / f"without-{name}.npz"
+
+
 def write_left_out(learned: Learned) -> dict[str, Path]:
     """Write start values without each recording, and return the files by the name of the one that was left out."""
-    files = {name: LEFT_OUT / f"without-{name}.npz" for name in learned}
+    files = {name: left_out_file(name) for name in learned}
     for name, path in files.items():
         write(pooled(learned, name), path)
     return files
@@ -223,7 +234,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--leave-one-out", action="store_true", help="measure instead of writing the file")
     add("--tokens", type=list_of(positive), default=[1000, 5000, 40_000], help="output tokens (1000,5000,40000)")
     add("--jobs", type=positive, default=2, metavar="N", help="replays at a time (2)")
-    add("--out", type=Path, metavar="FILE", help="file to write (ssd/kernels/prior.npz; with --leave-one-out none)")
+    add("--out", type=Path, metavar="FILE", help="file to write; --leave-one-out: for the results, none by default")
     return parser
 
 

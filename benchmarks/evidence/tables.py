@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.evidence.index_tables import index_table
-from benchmarks.evidence.intervals import interval_of_ratio, interval_of_s
+from benchmarks.evidence.intervals import SHARE, interval_of_ratio, interval_of_s
 from benchmarks.evidence.results import Document
 from benchmarks.support.command import ROOT
-from benchmarks.support.scores import Row
+from benchmarks.support.scores import BLOCKS, Row
 from drafter_service.observability.pages.tables import markdown_table
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
@@ -34,7 +34,7 @@ NAMES = {
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
-BRACKETS = "In brackets: 95 % intervals, by a bootstrap over 20 blocks of requests of each recording."
+BRACKETS = f"In brackets: {SHARE:.0%} intervals, by a bootstrap over {BLOCKS} blocks of requests of each recording."
 
 
 def updated(text: str, document: Document) -> str:
