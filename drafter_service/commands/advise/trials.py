@@ -68,8 +68,6 @@ class Outcome:
 
     trial: Trial
     replay: Replay
-    draft_ms: float
-    """Mean processor time in which the drafter answers a step, for all its sequences together."""
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
     origins: Origins | None = None
@@ -85,7 +83,6 @@ class Speedup:
     concurrency: int
     tokens_per_step: float
     drafted_per_step: float
-    draft_ms: float
     speedup: float
     output_tokens: int
     """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
@@ -103,7 +100,6 @@ class Speedup:
             trial.concurrency,
             replay.tokens_per_step,
             replay.drafted_per_step,
-            outcome.draft_ms,
             outcome.speedup,
             int(replay.output_lengths.sum()),
             trial.is_padded,
@@ -149,8 +145,7 @@ def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Calla
     plain_step = float(StepCurve.from_profile(profile).seconds(load, load))
     plain = int(traffic.output_lengths.sum()) * plain_step / load
     speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
-    draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
-    return Outcome(trial, result, draft_ms, speedup, None if tracer is None else tracer.origins)
+    return Outcome(trial, result, speedup, None if tracer is None else tracer.origins)
 
 
 def concurrency_of(traffic: Traffic, given: int | None) -> int:

@@ -55,9 +55,7 @@ def write_report(
 
 def table_rows(summary: Summary) -> list[list[tuple[str, ...]]]:
     """Return groups of rows with `COLUMNS`: by tenth, by kind of request, and the whole workload."""
-    tenths = [
-        (str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)
-    ]
+    tenths = [(str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)]
     kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in summary.kinds.items()]
     return [tenths, kinds, [("all", *_cells(summary.whole))]]
 

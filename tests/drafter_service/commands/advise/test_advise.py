@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -53,6 +54,25 @@ def test_verdicts_on_enough_text_have_no_caveat(tmp_path, monkeypatch):
     for most, is_reliable in ((80, True), (81, False)):
         monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
         assert ("not reliable" not in advice_of(traffic, tmp_path).verdict) == is_reliable
+
+
+def test_the_headline_is_for_paths_where_trees_would_gain_more(tmp_path):
+    """Each word of an output is followed by one of two, which a path cannot both draft."""
+    rng = np.random.default_rng(0)
+    requests = []
+    for _ in range(60):
+        words, last = [], 0
+        for _ in range(20):
+            last = 1 + (2 * last + int(rng.integers(2))) % 30
+            words += [100 * last + offset for offset in range(4)]
+        requests.append(([7, 8, 9], words))
+    advice = advice_of(traffic_of(requests), tmp_path)
+    [tree] = [one for one in advice.speedups if (one.draft_shape, one.concurrency) == ("tree", 1)]
+    assert (advice.best.draft_shape, advice.settings.draft_shape) == ("path", "path")
+    assert advice.best.speedup < tree.speedup
+    assert any(f"such as SGLang, would gain more: {tree.speedup:.2f}x" in note for note in advice.notes)
+    assert any("device waits for the host" in note for note in advice.notes)
+    assert any("vLLM starts only if --max-num-batched-tokens" in note for note in advice.notes)
 
 
 def test_random_outputs_do_not_pay(tmp_path):

@@ -10,7 +10,7 @@ from drafter_service.commands.advise.trials import Speedup
 
 
 def path(max_draft, concurrency, speedup, *, is_padded=False):
-    return Speedup("ssd", "path", max_draft, concurrency, 2.0, 4.0, 0.1, speedup, 1000, is_padded)
+    return Speedup("ssd", "path", max_draft, concurrency, 2.0, 4.0, speedup, 1000, is_padded)
 
 
 def padded(*rows):

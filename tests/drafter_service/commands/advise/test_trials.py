@@ -77,4 +77,4 @@ def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypa
     assert TracedDrafter.clock is time.thread_time
     monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
     [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", PROFILE, TRIALS[:1], lambda _: None)
-    assert outcome.draft_ms == 1000
+    assert outcome.speedup < 0.1, "each draft takes a second"
