@@ -15,8 +15,7 @@ engine and number of requests at once, the throughput of SSD is divided by that 
               prompt lookup as in vLLM, and the n-gram cache of SGLang, with the best K in hindsight
 
 SSD is told the first durations (known), learns them from reported times with 10 % noise, 1 % of which are also 5 times
-too long (learned), or has only its guess for unknown hardware (guessed). Drafting itself takes no time here. The column
-`advise` divides by the throughput that `ssd-drafter advise` predicts for the same traffic.
+too long (learned), or has only its guess for unknown hardware (guessed). Drafting itself takes no time here.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ PEER_LENGTHS = (2, 4, 8, 16, 32)
 PEERS = ("arctic", "vllm-ngram", "sglang-ngram")
 OTHERS = ("none", "fixed", *PEERS)
 KNOWN, LEARNED, GUESSED = OWN = ("known", "learned", "guessed")
-ADVISE = "advise"
 Row = dict[str, Any]
 
 
@@ -62,7 +60,7 @@ class Task(NamedTuple):
     tokens: int
     concurrency: int
     drafter: str
-    """One of `OTHERS`, one of `OWN`, or `ADVISE`."""
+    """One of `OTHERS` or `OWN`."""
     number: int
     """Index of a setting of one of `OTHERS`, or else of an engine in `ENGINES`."""
 
@@ -98,9 +96,8 @@ def tasks_of(paths: Sequence[Path], counts: Sequence[int], tokens: int, peers: S
     for path, count in itertools.product(paths, counts):
         for drafter in ("none", "fixed", *peers):
             yield from (Task(path, tokens, count, drafter, number) for number in range(len(settings_of(drafter))))
-        for drafter, number in itertools.product((*OWN, ADVISE), range(len(ENGINES))):
-            if drafter != ADVISE or ENGINES[number][3:] == (ENGINES[0].padding, False):
-                yield Task(path, tokens, count, drafter, number)
+        for drafter, number in itertools.product(OWN, range(len(ENGINES))):
+            yield Task(path, tokens, count, drafter, number)
 
 
 @functools.cache
@@ -131,9 +128,7 @@ def run_all(tasks: Sequence[Task], jobs: int) -> list[Result]:
 
 def run(task: Task) -> Result:
     """Run one replay."""
-    if task.drafter in OWN:
-        return run_own(task)
-    return run_advise(task) if task.drafter == ADVISE else run_other(task)
+    return run_own(task) if task.drafter in OWN else run_other(task)
 
 
 def run_other(task: Task) -> Result:
@@ -161,19 +156,6 @@ def run_own(task: Task) -> Result:
         time = clock.run(step_of(running))
         running.step_times = (disturbed(time, rng),) if task.drafter == LEARNED else ()
     return Result(task, "", {engine.name: clock.seconds})
-
-
-def run_advise(task: Task) -> Result:
-    """Run the trial of `ssd-drafter advise` for an engine."""
-    from drafter_service.commands.advise.trials import Trial, needed_capacity, run_trial
-    from ssd.budget.roofline import roofline
-    from ssd.config import DrafterConfig
-
-    engine, traffic = ENGINES[task.number], traffic_of(task.trace, task.tokens)
-    capacity = needed_capacity(traffic, DrafterConfig.capacity)
-    trial = Trial("ssd", "tree", MAX_DRAFT, task.concurrency, capacity)
-    outcome = run_trial(traffic, roofline(engine.gpu, engine.model_size), trial, lambda _tokens: None)
-    return Result(task, "", {engine.name: outcome.replay.seconds})
 
 
 def step_of(running: Any) -> Step:
@@ -207,7 +189,7 @@ def print_ratios(console: Console, rows: Sequence[Row], peers: Sequence[str]) ->
     """Print the throughput of SSD divided by that of the others: geometric mean and least value for each engine."""
     names = [*dict.fromkeys(row["engine"] for row in rows), None]
     for own in OWN:
-        others = ["none", "fixed", *peers, ADVISE if own == KNOWN else KNOWN]
+        others = ["none", "fixed", *peers, *([KNOWN] if own != KNOWN else [])]
         lines = []
         for name in names:
             of_engine = [row for row in rows if name in (None, row["engine"])]

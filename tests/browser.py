@@ -51,6 +51,21 @@ for (const chart of document.querySelectorAll('svg:not(.spark)')) {
 return found;
 """
 """Script that returns the faults of the charts of a page: text on marks, colors without legend, axes without title."""
+OUTSIDE = """
+const most = document.documentElement.clientWidth + 0.5, found = [];
+for (const one of document.querySelectorAll('body *')) {
+  const box = one.getBoundingClientRect();
+  if (box.width && box.right > most && !one.closest('.scroll, svg')) found.push(one.tagName + ' ' + one.className);
+}
+for (const words of document.querySelectorAll('svg text')) {
+  const box = words.getBoundingClientRect(), plot = words.closest('svg').getBoundingClientRect();
+  if (box.width && (box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1))
+    found.push('text ' + words.textContent);
+}
+if (document.documentElement.scrollWidth > most) found.push("the page scrolls sideways");
+return found;
+"""
+"""What of a page is outside of the screen, or of a chart."""
 
 
 class Browser:
@@ -128,13 +143,17 @@ def browser():
         process.stdout.close()
 
 
-def chart_faults(page):
-    """Return what is wrong with the charts of a file, at two widths; nothing where there is no browser."""
+def page_faults(page):
+    """Return what is outside of the screen and wrong with the charts of a file, at two widths.
+
+    Nothing where there is no browser.
+    """
     if not (CHROMIUM and DRIVER):
         return []
     with browser() as tab:
         found = []
         for width in (400, 1400):
             tab.show(page, width)
-            found += tab.run(CHART_FAULTS)
+            tab.run("for (const one of document.querySelectorAll('details')) one.open = true;")
+            found += tab.run(OUTSIDE) + tab.run(CHART_FAULTS)
         return found

@@ -2,9 +2,10 @@
 
     python -m benchmarks.evidence [--traces build/traces] [--tables-only]
 
-After an interruption the same command continues with the next trace. Results go to
-`benchmarks/results/evidence.json`, and the tables made from them into README.md and docs/drafting.md.
-`python -m benchmarks.traces fetch all` makes the traces, `make peers` installs Arctic.
+If a trace is one of those that SSD's start values are learned from, they are learned again without it
+(`benchmarks.priors --without`), so the others must be there, too. After an interruption the same command continues with
+the next trace. Results go to `benchmarks/results/evidence.json`, and the tables made from them into README.md and
+docs/drafting.md. `python -m benchmarks.traces fetch all` makes the traces, `make peers` installs Arctic.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from benchmarks.evidence.results import FILE, PARTS, measure, read, write
 from benchmarks.evidence.tables import DOCUMENTS, updated
+from benchmarks.priors import teacher_names, teachers_in
 from benchmarks.support.command import new_parser
 
 TRACES = Path("build/traces")
@@ -30,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = sorted(options.traces.glob("*.npz"))
         if not paths:
             parser.error(f"{options.traces} has no traces; `python -m benchmarks.traces fetch all` makes them")
+        try:
+            teachers = teachers_in(options.traces) if {path.stem for path in paths} & {*teacher_names()} else {}
+        except ValueError as error:
+            parser.error(str(error))
         with Console(stderr=True).status("reading traces") as status:
-            document = measure(paths, PARTS, status.update)
+            document = measure(paths, teachers, PARTS, status.update)
         for name, reason in document["skipped"].items():
             print(f"skipped {name}: {reason}")
         write(document)

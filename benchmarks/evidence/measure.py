@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from benchmarks.support.drafters import Candidate, own_candidates
+from benchmarks.support.drafters import Candidate, own_candidates, starting_from
 from benchmarks.support.peers import PEERS, missing, peer_candidates
-from benchmarks.support.scores import Row, best_rows, row_of
+from benchmarks.support.scores import Row, best_rows, blocks, row_of
 from benchmarks.traces import Trace
 
 OUTPUT_TOKENS = 20_000
@@ -22,7 +23,7 @@ CONCURRENT = 16
 CONCURRENT_DRAFTERS = ("ssd", "arctic", "sglang-ngram", "suffix-automata")
 KEPT = (
     *("trace", "drafter", "setting", "shape", "k", "cost", "concurrency", "output_tokens"),
-    *("tokens_per_step", "drafted_per_step", "S", "ece"),
+    *("tokens_per_step", "drafted_per_step", "S", "ece", "blocks"),
 )
 """Columns of the results. Durations are left out: `benchmarks.index` measures them under the same conditions."""
 
@@ -34,8 +35,10 @@ def skipped() -> dict[str, str]:
     return {peer: reason for peer in PEERS if (reason := missing(peer))}
 
 
-def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
-    """Replay a trace and return rows by section; note: called before each replay with its description.
+def sections_of(trace: Trace, prior: Path, note: Callable[[str], None]) -> Sections:
+    """Replay a trace and return rows by section.
+
+    prior: file of SSD's start values. note: called before each replay with its description.
 
     `single`: the best setting of each drafter for each cost, one request at a time. `concurrent`: the same with
     `CONCURRENT` requests at once; other drafters in the settings that were best for single requests. `short`: drafts of
@@ -48,24 +51,25 @@ def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     def cold(candidate: Candidate, concurrency: int = 1) -> list[Row]:
         note(f"{trace.name} x{concurrency}: {candidate.drafter} {candidate.setting}")
         tally = replay(candidate, trace, concurrency)
-        return [row_of(trace.name, candidate, cost, concurrency, tally) for cost in _costs(candidate)]
+        counted = {"blocks": blocks(tally, trace.traffic().output_lengths)}
+        return [row_of(trace.name, candidate, cost, concurrency, tally) | counted for cost in _costs(candidate)]
 
     def known(candidate: Candidate) -> Row:
         note(f"{trace.name} again: {candidate.drafter} {candidate.setting}")
         return row_of(trace.name, candidate, SHORT_COST, 1, replay(candidate, trace, times=2))
 
-    candidates = all_candidates()
+    candidates = all_candidates(prior)
     rows = [row for candidate in candidates for row in cold(candidate)]
     single = best_rows(rows)
     chosen = {(row["drafter"], row["setting"]) for row in single if row["drafter"] in CONCURRENT_DRAFTERS}
     concurrent = [row for candidate in candidates if _key(candidate) in chosen for row in cold(candidate, CONCURRENT)]
-    own_short = list(own_candidates("ssd", [SHORT_K], ("path", "tree"), [SHORT_COST]))
+    own_short = _own(prior, SHORT_K, [SHORT_COST])
     rows += [row for candidate in own_short for row in cold(candidate)]
     short = best_rows([row for row in rows if row["k"] == SHORT_K and row["cost"] == SHORT_COST])
     by_setting = {_key(candidate): candidate for candidate in [*candidates, *own_short]}
     again = [known(by_setting[row["drafter"], row["setting"]]) for row in short]
     return {
-        name: [{column: row[column] for column in KEPT} for row in section]
+        name: [{column: row[column] for column in KEPT if column in row} for row in section]
         for name, section in {
             "single": single,
             "concurrent": best_rows(concurrent),
@@ -75,15 +79,19 @@ def sections_of(trace: Trace, note: Callable[[str], None]) -> Sections:
     }
 
 
-def all_candidates() -> list[Candidate]:
-    """Return all settings of all drafters that are installed."""
-    candidates = list(own_candidates("ssd", [OWN_K], ("path", "tree"), COSTS))
+def all_candidates(prior: Path) -> list[Candidate]:
+    """Return all settings of all drafters that are installed; prior: file of SSD's start values."""
+    candidates = _own(prior, OWN_K, COSTS)
     for name in ("classic", "ngram"):
         candidates += own_candidates(name, OTHER_KS, (), ())
     for name in PEERS:
         if not missing(name):
             candidates += peer_candidates(name, OTHER_KS)
     return candidates
+
+
+def _own(prior: Path, k: int, costs: Sequence[float]) -> list[Candidate]:
+    return [starting_from(candidate, prior) for candidate in own_candidates("ssd", [k], ("path", "tree"), costs)]
 
 
 def _costs(candidate: Candidate) -> Sequence[float]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.measure import OUTPUT_TOKENS, Sections, sections_of, skipped
+from benchmarks.priors import PRIOR, learn_all, write_left_out
 from benchmarks.support.command import RESULTS, ROOT, source_commit
 from benchmarks.traces import load_trace
 from drafter_service.observability.measuring.results import machine, versions
@@ -20,24 +21,29 @@ PACKAGES = ("ssd-drafter", "numpy", "numba", "arctic-inference", "transformers")
 Document = dict[str, Any]
 
 
-def measure(paths: Sequence[Path], parts: Path, note: Callable[[str], None]) -> Document:
+def measure(paths: Sequence[Path], teachers: Mapping[str, Path], parts: Path, note: Callable[[str], None]) -> Document:
     """Replay traces and return the document of results. Raises ValueError for a file that is not a trace.
 
-    parts: folder for the results of each trace; those of the same commit and versions are not measured again.
+    teachers: see `benchmarks.priors.teachers_in`; SSD starts in each of them from values that the others taught, and in
+    other traces from the shipped ones. parts: folder for the results of each trace; those of the same commit and
+    versions are not measured again.
     """
     made_with = {"commit": source_commit(), "versions": versions(PACKAGES), "output_tokens": OUTPUT_TOKENS}
     parts.mkdir(parents=True, exist_ok=True)
+    note("learning start values without each trace")
+    left_out = write_left_out(learn_all(teachers))
     sections: Sections = {}
     for path in paths:
         part = parts / f"{path.stem}.json"
         kept = json.loads(part.read_text()) if part.exists() else {}
         if kept.get("made_with") != made_with:
             trace = load_trace(path).first(OUTPUT_TOKENS)
-            kept = {"made_with": made_with, "sections": sections_of(trace, note)}
+            kept = {"made_with": made_with, "sections": sections_of(trace, left_out.get(path.stem, PRIOR), note)}
             part.write_text(json.dumps(kept))
         for name, rows in kept["sections"].items():
             sections.setdefault(name, []).extend(rows)
-    return {**machine(), **made_with, "skipped": skipped(), "sections": sections}
+    held_out = sorted(path.stem for path in paths if path.stem not in teachers)
+    return {**machine(), **made_with, "held_out": held_out, "skipped": skipped(), "sections": sections}
 
 
 def write(document: Document, path: Path = FILE) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.evidence.index_tables import index_table
+from benchmarks.evidence.intervals import SHARE, interval_of_ratio, interval_of_s
 from benchmarks.evidence.results import Document
 from benchmarks.support.command import ROOT
-from benchmarks.support.scores import Row
+from benchmarks.support.scores import BLOCKS, Row
 from drafter_service.observability.pages.tables import markdown_table
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
@@ -33,6 +34,7 @@ NAMES = {
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
+BRACKETS = f"In brackets: {SHARE:.0%} intervals, by a bootstrap over {BLOCKS} blocks of requests of each recording."
 
 
 def updated(text: str, document: Document) -> str:
@@ -47,18 +49,19 @@ def updated(text: str, document: Document) -> str:
 def summary(document: Document) -> str:
     """Return S at one cost as a mean over the recordings, for the README."""
     rows = _at(document["sections"]["single"], COST)
-    ours = _mean(rows, RECOMMENDED, "S")
-    lines = [
-        (
-            NAMES[name],
-            f"{(s := _mean(rows, name, 'S')):.2f}",
-            f"{ours / s:.2f}x",
-            f"{_mean(rows, name, 'tokens_per_step'):.2f}",
-        )
-        for name in _names(rows)
-    ]
-    head = ("drafter", f"S at a cost of {COST}", "SSD, trees / this", "tokens per step")
-    return markdown_table(head, lines) + "\n" + _made_with(document)
+    held_out = [row for row in rows if row["trace"] in document["held_out"]]
+    lines = []
+    for name in _names(rows):
+        theirs = _of(rows, name)
+        s = f"{_geometric([row['S'] for row in theirs]):.2f} ({_range(interval_of_s(theirs))})"
+        tokens = f"{_geometric([row['tokens_per_step'] for row in theirs]):.2f}"
+        lines.append((NAMES[name], s, _ratio(rows, name), _ratio(held_out, name) if held_out else "-", tokens))
+    count = len(document["held_out"])
+    head = (
+        *("drafter", f"S at a cost of {COST}", "SSD, trees / this", f"SSD, trees / this, {count} held out"),
+        "tokens per step",
+    )
+    return f"{markdown_table(head, lines)}\n{BRACKETS}\n{_made_with(document)}"
 
 
 def by_cost(document: Document) -> str:
@@ -70,6 +73,7 @@ def by_cost(document: Document) -> str:
             _costs(single),
             f"{max(row['concurrency'] for row in concurrent)} requests at once:\n",
             _costs(concurrent),
+            BRACKETS,
             _calibration(single),
             "",
             _made_with(document),
@@ -84,7 +88,7 @@ def by_trace(document: Document) -> str:
     def cell(row: Row) -> str:
         return f"{row['S']:.2f} ({row['tokens_per_step']:.2f}, {row['drafted_per_step']:.1f})"
 
-    return _matrix(rows, cell)
+    return _matrix(rows, cell, document["held_out"])
 
 
 def known(document: Document) -> str:
@@ -98,7 +102,7 @@ def known(document: Document) -> str:
             f" {again['tokens_per_step']:.2f} ({again['drafted_per_step']:.1f})"
         )
 
-    return _matrix(cold, cell)
+    return _matrix(cold, cell, document["held_out"])
 
 
 BLOCKS: dict[str, Callable[[Document], str]] = {
@@ -112,13 +116,25 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
 
 def _costs(rows: Sequence[Row]) -> str:
     costs = sorted({row["cost"] for row in rows})
-    ours = {row["trace"]: row["S"] for row in _at(rows, COST) if _name(row) == RECOMMENDED}
+    ours = {row["trace"]: row["S"] for row in _of(_at(rows, COST), RECOMMENDED)}
     lines = []
     for name in _names(rows):
-        means = [_mean(_at(rows, cost), name, "S") for cost in costs]
-        ratios = [ours[row["trace"]] / row["S"] for row in _at(rows, COST) if _name(row) == name]
-        lines.append((NAMES[name], *(f"{mean:.3f}" for mean in means), f"{_geometric(ratios):.2f} ({min(ratios):.2f})"))
-    return markdown_table(("S", *(f"c = {cost:g}" for cost in costs), f"SSD, trees / this, c = {COST}"), lines)
+        means = [_geometric([row["S"] for row in _of(_at(rows, cost), name)]) for cost in costs]
+        least = min(ours[row["trace"]] / row["S"] for row in _of(_at(rows, COST), name))
+        lines.append((NAMES[name], *(f"{mean:.3f}" for mean in means), _ratio(_at(rows, COST), name), f"{least:.2f}"))
+    head = ("S", *(f"c = {cost:g}" for cost in costs), f"SSD, trees / this, c = {COST}", "least of a recording")
+    return markdown_table(head, lines)
+
+
+def _ratio(rows: Sequence[Row], name: str) -> str:
+    """Return the geometric mean of S of the recommended drafter / S of another, with its interval."""
+    ours, theirs = _of(rows, RECOMMENDED), _of(rows, name)
+    mean = _geometric([row["S"] for row in ours]) / _geometric([row["S"] for row in theirs])
+    return f"{mean:.2f}" if name == RECOMMENDED else f"{mean:.2f} ({_range(interval_of_ratio(ours, theirs))})"
+
+
+def _range(interval: tuple[float, float]) -> str:
+    return "{:.2f} to {:.2f}".format(*interval)
 
 
 def _calibration(rows: Sequence[Row]) -> str:
@@ -139,18 +155,21 @@ def _made_with(document: Document) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if name != "ssd-drafter")
     count = len({row["trace"] for row in document["sections"]["single"]})
     left_out = "".join(f" Not replayed: {name} ({reason})." for name, reason in document["skipped"].items())
+    unseen = f"; nothing was learned from {' and '.join(document['held_out'])}" if document["held_out"] else ""
     return (
         f"`make evidence` on {document['date']}, commit {document['commit']}: {count} recordings,"
         f" {document['output_tokens']:,} output tokens each;\n{versions}.{left_out}\n"
+        f"SSD's start values were learned without the recording at hand{unseen}.\n"
     )
 
 
-def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    """Return a table of drafters by recordings."""
-    traces = sorted({row["trace"] for row in rows})
+def _matrix(rows: Sequence[Row], cell: Callable[[Row], str], held_out: Sequence[str]) -> str:
+    """Return a table of drafters by recordings, those that taught nothing last."""
+    traces = sorted({row["trace"] for row in rows}, key=lambda trace: (trace in held_out, trace))
+    heads = (f"{trace} (held out)" if trace in held_out else trace for trace in traces)
     cells = {(_name(row), row["trace"]): cell(row) for row in rows}
     lines = [(NAMES[name], *(cells[name, trace] for trace in traces)) for name in _names(rows)]
-    return markdown_table(("", *traces), lines)
+    return markdown_table(("", *heads), lines)
 
 
 def _at(rows: Sequence[Row], cost: float) -> list[Row]:
@@ -172,9 +191,9 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return [name for name in NAMES if name in present]
 
 
-def _mean(rows: Sequence[Row], name: str, column: str) -> float:
-    """Return a drafter's geometric mean over the recordings."""
-    return _geometric([row[column] for row in rows if _name(row) == name])
+def _of(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return a drafter's rows."""
+    return [row for row in rows if _name(row) == name]
 
 
 def _geometric(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafter_service.commands.advise.traffic import Traffic
@@ -56,6 +57,20 @@ def own_candidates(
                 for cost in costs:
                     build = functools.partial(ssd_drafter, k=k, shape=shape, cost=cost)
                     yield Candidate("ssd", f"{shape} k={k}", build, k, shape, cost)
+
+
+def starting_from(candidate: Candidate, prior: Path | None) -> Candidate:
+    """Return a setting of SSD whose tables start from a file of `benchmarks.priors`; None: from formulas."""
+
+    def build(traffic: Traffic) -> SuffixDrafter:
+        from ssd.kernels.learned import start_values
+
+        drafter = candidate.build(traffic)
+        for own, start in zip(drafter.corpus.learned.arrays, start_values(prior), strict=False):
+            own[:] = start
+        return drafter
+
+    return replace(candidate, build=build)
 
 
 def with_library(candidate: Candidate, library: Trace) -> Iterator[Candidate]:

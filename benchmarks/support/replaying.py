@@ -178,7 +178,8 @@ def _count(
 ) -> Tally:
     lengths, epochs = traffic.output_lengths, traffic.epochs()
     is_late = np.zeros(len(traffic), bool) if epochs is None else epochs >= LATE_EPOCH
-    tally, cold_until, drafted_s = Tally(), COLD_SHARE * int(lengths[requests].sum()), 0.0
+    tally = Tally(np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64))
+    cold_until, drafted_s = COLD_SHARE * int(lengths[requests].sum()), 0.0
     for running in _steps(traffic, requests, drafter, concurrency, max_draft):
         tally.add(running, drafter.path_probs(running.drafts), is_late, is_cold=tally.output_tokens < cold_until)
         tally.draft_s += [(drafter.draft_s - drafted_s) / len(running)] * len(running)

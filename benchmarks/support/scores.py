@@ -21,6 +21,8 @@ COLD_SHARE = 0.1
 
 BY_VERSION = "version"
 """Concurrency of synchronous rollouts: all requests of a version at once, then all of the next version."""
+BLOCKS = 20
+"""Number of parts of a replay that are counted apart, if it has as many requests."""
 LATE_EPOCH = 3
 """Epoch from which requests count for `tokens_per_step_late`: the number of earlier versions that had its group."""
 
@@ -31,6 +33,10 @@ Row = dict[str, Any]
 class Tally:
     """Counts of one replay."""
 
+    request_steps: np.ndarray
+    """int64 [R]: steps of each request."""
+    request_drafted: np.ndarray
+    """int64 [R]: draft tokens of each request."""
     output_tokens: int = 0
     prompt_tokens: int = 0
     steps: int = 0
@@ -55,6 +61,8 @@ class Tally:
 
     def add(self, running: Running, path_probs: list[float] | None, is_late: np.ndarray, *, is_cold: bool) -> None:
         """Count a step; path_probs: those of its draft tokens, None if the drafter has none. is_late: bool [R]."""
+        self.request_steps[running.requests] += 1
+        self.request_drafted[running.requests] += running.verified
         self.steps += len(running)
         self.output_tokens += int(running.committed.sum())
         late = is_late[running.requests]
@@ -99,6 +107,12 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
     bins = np.minimum((probs * BINS).astype(int), BINS - 1)
     gaps = np.bincount(bins, probs - agrees, BINS)
     return round(float(np.abs(gaps).sum() / len(probs)), 4)
+
+
+def blocks(tally: Tally, output_lengths: np.ndarray) -> list[list[int]]:
+    """Return output tokens, steps and draft tokens of groups of consecutive requests, at most `BLOCKS` numbers each."""
+    columns = (output_lengths, tally.request_steps, tally.request_drafted)
+    return [[int(part.sum()) for part in np.array_split(column, min(BLOCKS, len(column)))] for column in columns]
 
 
 def row_of(trace: str, candidate: Candidate, cost: float, concurrency: int | str, tally: Tally) -> Row:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,14 @@ SQL_SYSTEM = (
     " environment: every query you write is executed and its output and a reward are shown to you. Use SHOW TABLES and"
     " DESC to learn the schema. Answer with one query in a ```SQL block."
 )
+CODE_FORMATS = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
+    " inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the"
+    " inputs, runs the algorithm and writes output to STDOUT.",
+    "You will use the following starter code to write the solution to the problem and enclose your code within"
+    " delimiters.",
+)
+"""LiveCodeBench's instructions for problems without and with starter code."""
 
 
 class Message(NamedTuple):
@@ -141,6 +150,43 @@ def tree_of_thought(files: Mapping[str, str]) -> Iterator[Conversation]:
             yield Conversation([question, Message(ASSISTANT, output)], str(record["idx"]))
 
 
+def reflexion_react(files: Mapping[str, str]) -> Iterator[Conversation]:
+    """Yield the trials of Reflexion's ReAct agent; the files are the log, the prompts and the examples in them.
+
+    Thought and action of a step are one output. A question that was answered right is not tried again, but every later
+    trial lists it.
+    """
+    log, prompts, shots = files.values()
+    instruction, _, _ = _string_constant(prompts, "REACT_INSTRUCTION").partition("\nQuestion:")
+    system = Message("system", instruction.format(examples=_string_constant(shots, "WEBTHINK_SIMPLE6")))
+    answered: set[str] = set()
+    for number, trial in enumerate(log.split("\nBEGIN TRIAL ")[1:]):
+        before = frozenset(answered)
+        for entry in re.split(r"\n\n(?=Question: )", trial)[1:]:
+            question, *steps = re.split(r"\n(?=(?:Thought|Observation) \d+:)", entry.partition("\nCorrect answer:")[0])
+            task = question.partition("You have attempted")[0].partition("\n")[0].strip()
+            if task in before:
+                continue
+            if steps[-1].endswith(": Answer is CORRECT"):
+                answered.add(task)
+            messages = [Message(ASSISTANT if step.startswith("Thought") else "user", step) for step in steps]
+            yield Conversation([system, Message("user", question), *messages], task, number)
+
+
+def livecodebench(files: Mapping[str, str]) -> Iterator[Conversation]:
+    """Yield the answers to LiveCodeBench's problems, with its prompts."""
+    (text,) = files.values()
+    for record in json.loads(text):
+        starter = record["starter_code"]
+        prompt = (
+            f"### Question:\n{record['question_content']}\n\n### Format: {CODE_FORMATS[bool(starter)]}\n"
+            f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n"
+            "### Answer: (use the provided format with backticks)\n\n"
+        )
+        for output in record["output_list"]:
+            yield Conversation([Message("user", prompt), Message(ASSISTANT, output)], record["question_id"])
+
+
 def _string_constant(source: str, name: str) -> str:
     """Return the string that a Python file assigns to a name. The file is parsed, not executed."""
     for node in ast.parse(source).body:
@@ -157,8 +203,10 @@ def _json_lines(text: str) -> Iterator[dict[str, Any]]:
 FORMATS: dict[str, Format] = {
     "arena-hard": arena_hard,
     "intercode-sql": intercode_sql,
+    "livecodebench": livecodebench,
     "mint": mint,
     "reasoning-gym": reasoning_gym,
+    "reflexion-react": reflexion_react,
     "tau-bench": tau_bench,
     "tree-of-thought": tree_of_thought,
     "zero-eval": zero_eval,

@@ -54,6 +54,8 @@ class TraceSource:
     output_tokens: int
     digests: dict[str, str]
     """SHA-256 of each array; the arrays are in order of arrival."""
+    teaches: bool
+    """Whether the start values that are shipped were learned from it, see `benchmarks.priors`."""
 
     def differences(self, arrays: Arrays) -> list[str]:
         """Return in which respects arrays differ from the manifest; empty if they are the same."""
@@ -101,6 +103,7 @@ def _trace(entry: Mapping[str, Any]) -> TraceSource:
         limits=Limits(**entry.get("cut_from", {})),
         files={path: _remote(f"{base}/{path}", file) for path, file in entry["files"].items()},
         digests=entry["digests"],
+        teaches=entry.get("teaches", True),
     )
 
 

@@ -8,7 +8,7 @@ from benchmarks.cluster import page, soak_page
 from benchmarks.rollouts import page as rollouts_page
 from benchmarks.support.command import RESULTS
 from benchmarks.support.targets import at_least, at_most, conclude
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.markup import tags_of
 
 PAGES = {
@@ -28,7 +28,7 @@ def test_a_page_has_all_targets_and_readable_charts(name, tmp_path):
     shown = path.read_text()
     assert tags_of(shown)["svg"] >= 2
     assert all(f">{target['name']}<" in shown for target in document["targets"])
-    assert chart_faults(path) == []
+    assert page_faults(path) == []
 
 
 @pytest.mark.parametrize(("value", "code"), [(2.0, 0), (2.1, 1)])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from drafter_service.commands.advise import arctic
-from drafter_service.commands.advise.host_flags import PaddedSpeedup, vllm_flags
+from drafter_service.commands.advise.host_flags import NEAR_BEST, best_padded, longest_draft, vllm_choice, vllm_flags
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
 from drafter_service.commands.advise.replay import Replay
 from drafter_service.commands.advise.traffic import Traffic
-from drafter_service.commands.advise.trials import Outcome, Trial, needed_capacity
+from drafter_service.commands.advise.trials import Outcome, Speedup, Trial, concurrency_of, host_ms, needed_capacity
 from drafter_service.observability.report import units
 from ssd.budget.cost_profile import CostProfile
 from ssd.config import DrafterConfig, DraftShape
@@ -21,10 +21,8 @@ from ssd.config import DrafterConfig, DraftShape
 CONCURRENCIES = (1, 4, 16, 64, 256)
 """Requests at once for which the speed-up is predicted."""
 MAX_DRAFTS = (4, 8, 16)
-"""Maximum lengths of drafts that are compared with the default, and lengths that drafts are padded to."""
-SHAPES: tuple[DraftShape, ...] = ("path", "tree")
-NEAR_BEST = 0.99
-"""Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
+"""Maximum lengths of paths, and lengths that paths are padded to. A step of vLLM must have room for as many tokens of
+each sequence that it may run, so longer ones are not advised."""
 MIN_USEFUL_SPEEDUP = 1.05
 """Smallest predicted speed-up for which drafting is called worthwhile."""
 MIN_RELIABLE_TOKENS = 20_000
@@ -38,24 +36,6 @@ MAX_GROUPS = 12
 SOURCE_COVERAGE = 0.98
 """Share of the accepted tokens whose sources the recommended capacity keeps."""
 AGES = tuple(1 << power for power in range(12, 33))
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """Predicted speed-up over decoding without drafts."""
-
-    drafter: str
-    draft_shape: DraftShape
-    max_draft: int
-    concurrency: int
-    tokens_per_step: float
-    drafted_per_step: float
-    draft_ms: float
-    speedup: float
-    output_tokens: int
-    """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
-    is_padded: bool = False
-    """Whether the engine pads each draft to `max_draft`."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +58,10 @@ class Advice:
     vllm: str
     """Flags of vLLM; empty if drafting is not worthwhile."""
     best: Speedup
-    """Over the whole log."""
+    """Of the drafts that vLLM verifies with these flags, over the whole log."""
     speedups: Sequence[Speedup]
-    """For each drafter, shape and number of requests at once, over the first part of the log."""
+    """For each drafter, shape and number of requests at once, over the first part of the log; trees, too, which vLLM
+    does not verify."""
     lengths: Sequence[Speedup]
     """For several maximum lengths of drafts, and for the best length that all drafts are padded to with each number of
     requests at once, over the first part of the log."""
@@ -102,17 +83,11 @@ class Advice:
     """Sentences about anything unusual in the log."""
 
 
-def concurrency_of(traffic: Traffic, given: int | None) -> int:
-    """Return the number of requests at once for which to advise: the given one, that of the log, or 1."""
-    recorded = traffic.concurrency()
-    return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
-
-
 def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
     """Return the trials that compare settings on a part of the log. given: requests at once; None: as in the log."""
     main = concurrency_of(traffic, given)
     capacity = needed_capacity(traffic, DrafterConfig.capacity)
-    longest = DrafterConfig.max_draft
+    longest = {"path": MAX_DRAFTS[-1], "tree": DrafterConfig.max_draft}
 
     def trial(drafter: str, shape: DraftShape, max_draft: int, count: int, *, is_padded: bool = False) -> Trial:
         return Trial(drafter, shape, max_draft, count, capacity, is_padded)
@@ -120,22 +95,21 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     # Durations of larger steps are not known.
     counts = {main, *(count for count in CONCURRENCIES if count <= profile.max_sequences)}
     ascending = sorted(counts)
-    by_concurrency = [trial("ssd", shape, longest, count) for count in ascending for shape in SHAPES]
-    others = [trial(drafter, "path", longest, main) for drafter in ("ngram", "classic")]
+    shapes: tuple[DraftShape, ...] = ("path", "tree")
+    by_concurrency = [trial("ssd", shape, longest[shape], count) for count in ascending for shape in shapes]
+    others = [trial(drafter, "path", longest["path"], main) for drafter in ("ngram", "classic")]
     if arctic.is_installed():
-        others.append(trial("arctic", "tree", longest, main))
-    lengths = [trial("ssd", "path", length, main) for length in MAX_DRAFTS]
+        others.append(trial("arctic", "tree", longest["tree"], main))
+    lengths = [trial("ssd", "path", length, main) for length in MAX_DRAFTS[:-1]]
     padded = [trial("ssd", "path", length, count, is_padded=True) for count in ascending for length in MAX_DRAFTS]
     return by_concurrency + others + lengths + padded
 
 
 def plan_whole(traffic: Traffic, given: int | None, samples: Sequence[Outcome]) -> Trial:
-    """Return the trial over the whole log: with the settings that are best in the outcomes of `plan_samples`."""
-    main = concurrency_of(traffic, given)
-    alike = [one for one in map(_speedup, samples) if (one.drafter, one.concurrency) == ("ssd", main)]
-    shape = max((one for one in alike if not one.is_padded), key=lambda one: one.speedup).draft_shape
+    """Return the trial over the whole log, with the drafts that vLLM should verify by the outcomes of the samples."""
+    choice = vllm_choice(_paths(map(Speedup.of, samples)), concurrency_of(traffic, given))
     capacity = needed_capacity(traffic, DrafterConfig.capacity)
-    return Trial("ssd", shape, DrafterConfig.max_draft, given or 0, capacity, is_whole=True)
+    return Trial("ssd", "path", choice.max_draft, given or 0, capacity, choice.is_padded, is_whole=True)
 
 
 def advise(
@@ -147,24 +121,20 @@ def advise(
     given: int | None,
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
-    best = replace(_speedup(whole), concurrency=concurrency_of(traffic, given))
+    best = replace(Speedup.of(whole), concurrency=concurrency_of(traffic, given))
     assert whole.origins is not None
     kept = _kept(whole.origins)
-    compared = [_speedup(outcome) for outcome in samples]
-    paths = [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
-    padded = _best_padded(paths)
-    unpadded = [one for one in paths if not one.is_padded and one.concurrency == best.concurrency]
-    fastest = max(one.speedup for one in unpadded)
-    best_padded = [PaddedSpeedup(one.max_draft, one.concurrency, one.speedup) for one in padded]
+    compared = [Speedup.of(outcome) for outcome in samples]
+    paths = _paths(compared)
+    padded, shorter = best_padded(paths), [one for one in paths if one.max_draft < MAX_DRAFTS[-1]]
+    is_worthwhile = best.speedup >= MIN_USEFUL_SPEEDUP
     return Advice(
         verdict=_verdict(best, profile),
-        settings=DrafterConfig(capacity=_capacity(kept), draft_shape=best.draft_shape, max_draft=best.max_draft),
-        vllm=""
-        if best.speedup < MIN_USEFUL_SPEEDUP
-        else vllm_flags(fastest, _max_draft(unpadded), best_padded, best.concurrency),
+        settings=DrafterConfig(capacity=_capacity(kept), draft_shape="path", max_draft=longest_draft(best, padded)),
+        vllm=vllm_flags(best, padded) if is_worthwhile else "",
         best=best,
-        speedups=[one for one in compared if one.max_draft not in MAX_DRAFTS],
-        lengths=[*(one for one in unpadded if one.max_draft in MAX_DRAFTS), *padded],
+        speedups=[one for one in compared if not one.is_padded and one not in shorter],
+        lengths=[*(one for one in shorter if not one.is_padded), *padded],
         growth=_growth(whole.replay),
         groups=_prefix_groups(traffic, whole.replay),
         sizes=_size_groups(whole.replay),
@@ -172,42 +142,19 @@ def advise(
         tokens_per_hour=_tokens_per_hour(traffic),
         other_users=_share_from_other_owners(whole.origins, traffic.users),
         other_sessions=_share_from_other_owners(whole.origins, traffic.sessions),
-        notes=_notes(traffic, facts, whole.trial, profile, best.concurrency),
+        notes=[*_drafts_notes(best, compared), *_notes(traffic, facts, whole.trial, profile, best.concurrency)],
     )
 
 
-def _best_padded(paths: Sequence[Speedup]) -> list[Speedup]:
-    """Return the fastest of the padded drafts for each number of requests at once, ascending."""
-    padded = [one for one in paths if one.is_padded]
-    counts = sorted({one.concurrency for one in padded})
-    return [max((one for one in padded if one.concurrency == count), key=lambda one: one.speedup) for count in counts]
-
-
-def _max_draft(compared: Sequence[Speedup]) -> int:
-    """Return the smallest maximum length that is nearly as fast as the best one."""
-    fastest = max(one.speedup for one in compared)
-    return min(one.max_draft for one in compared if one.speedup >= NEAR_BEST * fastest)
-
-
-def _speedup(outcome: Outcome) -> Speedup:
-    trial, replay = outcome.trial, outcome.replay
-    return Speedup(
-        trial.drafter,
-        trial.draft_shape,
-        trial.max_draft,
-        trial.concurrency,
-        replay.tokens_per_step,
-        replay.drafted_per_step,
-        outcome.draft_ms,
-        outcome.speedup,
-        int(replay.output_lengths.sum()),
-        trial.is_padded,
-    )
+def _paths(compared: Iterable[Speedup]) -> list[Speedup]:
+    """Return the predictions for SSD's paths, padded ones included."""
+    return [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
 
 
 def _verdict(best: Speedup, profile: CostProfile) -> str:
     where = f"with {units.counted(best.concurrency, 'request')} at once on {profile.label}"
-    how = f"{best.tokens_per_step:.2f} tokens per step, {best.draft_shape} drafts"
+    form = "paths padded to" if best.is_padded else "paths of at most"
+    how = f"{best.tokens_per_step:.2f} tokens per step, {form} {best.max_draft} tokens, as vLLM verifies them"
     kind = "estimated" if profile.source == "roofline" else "predicted"
     worth = "not worthwhile" if best.speedup < MIN_USEFUL_SPEEDUP else "worthwhile"
     verdict = f"Drafting is {worth} for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
@@ -307,6 +254,24 @@ def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | No
     mine, theirs = owners[requests], owners[sources]
     is_foreign = (sources >= 0) & (mine >= 0) & (theirs >= 0) & (mine != theirs)
     return float(accepted[is_foreign].sum() / accepted.sum())
+
+
+def _drafts_notes(best: Speedup, compared: Sequence[Speedup]) -> list[str]:
+    """Return what the verdict on vLLM's drafts depends on, and what other hosts would gain."""
+    notes = [
+        f"a step with drafts includes {host_ms(best.concurrency):.1f} ms in which the device waits for the host, as "
+        "measured on one machine (docs/operations.md)"
+    ]
+    if best.speedup >= MIN_USEFUL_SPEEDUP:
+        notes.append("vLLM starts only if --max-num-batched-tokens exceeds num_speculative_tokens x --max-num-seqs")
+    alike = [one for one in compared if (one.drafter, one.concurrency) == ("ssd", best.concurrency)]
+    tree = max((one.speedup for one in alike if one.draft_shape == "tree"), default=0.0)
+    path = max(one.speedup for one in alike if one.draft_shape == "path")
+    if path < NEAR_BEST * tree:
+        notes.append(
+            f"hosts that verify trees, such as SGLang, would gain more: {tree:.2f}x where paths gain {path:.2f}x"
+        )
+    return notes
 
 
 def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:

@@ -1,43 +1,65 @@
-"""Flags with which vLLM runs the recommended drafts."""
+"""The drafts that vLLM should verify, and the flags with which it does."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from drafter_service.commands.advise.trials import Speedup
+
+NEAR_BEST = 0.99
+"""Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
 NEAR_PADDED = 0.95
 """Share of the synchronous speed-up from which asynchronous scheduling is preferred: it hides the host's own time."""
 PLUGIN = "drafter_service.plugins.vllm"
 
 
-class PaddedSpeedup(NamedTuple):
-    """Predicted speed-up where each draft is padded to one length."""
+def vllm_choice(paths: Sequence[Speedup], concurrency: int) -> Speedup:
+    """Return what vLLM should verify with a number of requests at once.
 
-    max_draft: int
-    concurrency: int
-    speedup: float
-
-
-def vllm_flags(speedup: float, max_draft: int, padded: Sequence[PaddedSpeedup], concurrency: int) -> str:
-    """Return flags of `vllm serve`; docs/hosts/vllm.md describes its two variants.
-
-    speedup: with drafts of any length up to `max_draft`, which synchronous scheduling verifies. padded: with the best
-    single length, which asynchronous scheduling pads all drafts to, for ascending numbers of requests at once.
-    concurrency: one of them, which is expected.
+    paths: predictions for paths with several maximum lengths, which synchronous scheduling verifies, and for paths that
+    are padded to one length, as asynchronous scheduling does.
     """
-    [expected] = [one for one in padded if one.concurrency == concurrency]
-    settings: dict[str, object] = {"method": "ngram", "num_speculative_tokens": max_draft}
+    at_once = [one for one in paths if one.concurrency == concurrency]
+    ragged = [one for one in at_once if not one.is_padded]
+    fastest = max(one.speedup for one in ragged)
+    padded = max((one for one in at_once if one.is_padded), key=lambda one: one.speedup)
+    if padded.speedup >= max(1, NEAR_PADDED * fastest):
+        return padded
+    return min((one for one in ragged if one.speedup >= NEAR_BEST * fastest), key=lambda one: one.max_draft)
+
+
+def best_padded(paths: Sequence[Speedup]) -> list[Speedup]:
+    """Return the fastest of the padded drafts for each number of requests at once, ascending."""
+    padded = [one for one in paths if one.is_padded]
+    counts = sorted({one.concurrency for one in padded})
+    return [max((one for one in padded if one.concurrency == count), key=lambda one: one.speedup) for count in counts]
+
+
+def longest_draft(choice: Speedup, padded: Sequence[Speedup]) -> int:
+    """Return the largest length of a draft; padded: see `best_padded`."""
+    return max(_lengths(padded).values()) if choice.is_padded else choice.max_draft
+
+
+def vllm_flags(choice: Speedup, padded: Sequence[Speedup]) -> str:
+    """Return flags of `vllm serve` for a choice; docs/hosts/vllm.md describes its two variants.
+
+    padded: see `best_padded`.
+    """
+    settings: dict[str, object] = {"method": "ngram", "num_speculative_tokens": longest_draft(choice, padded)}
     scheduling, scheduler = "--no-async-scheduling", "Scheduler"
-    if expected.speedup >= max(1, NEAR_PADDED * speedup):
+    if choice.is_padded:
         scheduling, scheduler = "--async-scheduling", "AsyncScheduler"
-        lengths = {one.concurrency: one.max_draft if one.speedup > 1 else 0 for one in padded}
-        settings["num_speculative_tokens"] = max(lengths.values())
-        settings["num_speculative_tokens_per_batch_size"] = ranges_of(lengths)
+        settings["num_speculative_tokens_per_batch_size"] = ranges_of(_lengths(padded))
     return (
         f"{scheduling} --scheduler-cls {PLUGIN}.{scheduler} --worker-cls {PLUGIN}.Worker "
         f"--speculative-config '{json.dumps(settings)}'"
     )
+
+
+def _lengths(padded: Sequence[Speedup]) -> dict[int, int]:
+    """Return the best length that drafts are padded to by number of requests at once; 0 where drafts do not pay."""
+    return {one.concurrency: one.max_draft if one.speedup > 1 else 0 for one in padded}
 
 
 def ranges_of(lengths: dict[int, int]) -> list[list[int]]:

@@ -38,8 +38,6 @@ class Replay:
     """int64 [R]: requests in the order in which they ended."""
     seconds: float
     """Duration of all steps, without drafting."""
-    calls: int
-    """Number of steps."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -62,7 +60,6 @@ class TimedDrafter:
         self.inner = inner
         self.draft_s = 0.0
         """Seconds in which drafts were made."""
-        self.calls = 0
 
     def start(self, sequence_id: int, prompt: np.ndarray, session: int, **options: Any) -> None:
         """Begin a sequence with its prompt, uint32 [P]; session: -1 for none. options: further ones of the drafter."""
@@ -76,7 +73,6 @@ class TimedDrafter:
         began = self.clock()
         drafts = self.inner.draft(progress)
         self.draft_s += self.clock() - began
-        self.calls += 1
         return drafts
 
     def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
@@ -164,28 +160,6 @@ def steps_of(
             running.drop_ended()
 
 
-def plain_seconds(traffic: Traffic, curve: StepCurve, concurrency: int | np.ndarray) -> float:
-    """Return the duration of all steps of a replay without drafts."""
-    arrivals, lengths = Arrivals(traffic, traffic.in_order(), concurrency), traffic.output_lengths.tolist()
-    ends: list[tuple[int, int]] = []
-    """Heap of the running requests, as pairs of the step after which each ends and the request."""
-    step, seconds = 0, 0.0
-    while True:
-        for request in arrivals.beginning(len(ends)):
-            heapq.heappush(ends, (step + lengths[request], request))
-        if not ends:
-            return seconds
-        seconds += (ends[0][0] - step) * float(curve.seconds(len(ends), len(ends)))
-        step = ends[0][0]
-        while ends and ends[0][0] == step:
-            arrivals.end(heapq.heappop(ends)[1])
-
-
-def step_seconds(running: Running, curve: StepCurve) -> float:
-    """Return the duration of the last step."""
-    return float(curve.seconds(curve.step_tokens(running.verified), len(running)))
-
-
 def replay(
     traffic: Traffic,
     drafter: TimedDrafter,
@@ -199,15 +173,15 @@ def replay(
     """Replay all requests, see `steps_of`; `watch` is called with the number of output tokens of each that ended."""
     lengths = traffic.output_lengths
     steps, drafted, order = np.zeros(len(traffic), np.int64), np.zeros(len(traffic), np.int64), list[int]()
-    seconds, calls = 0.0, 0
+    seconds = 0.0
     for running in steps_of(traffic, traffic.in_order(), drafter, concurrency=concurrency, max_draft=max_draft):
         if tracer is not None:
             for accepted in running.accepted_paths():
                 tracer.accept(*accepted)
-        seconds, calls = seconds + step_seconds(running, curve), calls + 1
+        seconds += float(curve.seconds(curve.step_tokens(running.verified), len(running)))
         steps[running.requests] += 1
         drafted[running.requests] += running.verified
         for request in running.requests[running.ended].tolist():
             order.append(request)
             watch(int(lengths[request]))
-    return Replay(steps, drafted, lengths, np.array(order), seconds, calls)
+    return Replay(steps, drafted, lengths, np.array(order), seconds)

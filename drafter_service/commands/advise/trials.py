@@ -17,12 +17,12 @@ import numpy as np
 
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from drafter_service.commands.advise.provenance import Origins, Tracer
-from drafter_service.commands.advise.replay import Replay, TimedDrafter, plain_seconds, replay
+from drafter_service.commands.advise.replay import Replay, TimedDrafter, replay
 from drafter_service.commands.advise.traffic import Traffic
 from ssd.base import CorpusDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.budget.cost_profile import CostProfile
-from ssd.budget.curve import StepCurve
+from ssd.budget.curve import PaddingOf, StepCurve, usual_knots
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
@@ -39,6 +39,9 @@ SAMPLE_TOKENS = 100_000
 """Output tokens of a trial that compares settings; only the last trial replays the whole log."""
 INLINE_TOKENS = 500_000
 """Logs up to this size are replayed in this process, because starting others takes longer."""
+HOST_MS, HOST_MS_PER_SEQUENCE = 1.4, 0.057
+"""Time for which the device waits for the host in a step with drafts: to read results, draft, schedule and launch.
+Without drafts the host works while the device does. Fitted to serving on an H200 (docs/operations.md)."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,42 @@ class Outcome:
 
     trial: Trial
     replay: Replay
-    draft_ms: float
-    """Mean processor time in which the drafter answers a step, for all its sequences together."""
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
     origins: Origins | None = None
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Predicted speed-up over decoding without drafts."""
+
+    drafter: str
+    draft_shape: DraftShape
+    max_draft: int
+    concurrency: int
+    tokens_per_step: float
+    drafted_per_step: float
+    speedup: float
+    output_tokens: int
+    """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
+    is_padded: bool = False
+    """Whether the engine pads each draft to `max_draft`."""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Speedup:
+        """Return the prediction of a trial."""
+        trial, replay = outcome.trial, outcome.replay
+        return cls(
+            trial.drafter,
+            trial.draft_shape,
+            trial.max_draft,
+            trial.concurrency,
+            replay.tokens_per_step,
+            replay.drafted_per_step,
+            outcome.speedup,
+            int(replay.output_lengths.sum()),
+            trial.is_padded,
+        )
 
 
 class TracedDrafter(TimedDrafter):
@@ -94,23 +128,52 @@ def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Calla
     """Run one trial on an engine with the steps of a profile; `watch` is called with numbers of replayed tokens."""
     if not trial.is_whole:
         traffic = traffic.first(SAMPLE_TOKENS)
-    curve = StepCurve.from_profile(profile, Padding(lengths=(trial.max_draft,)) if trial.is_padded else NO_PADDING)
+    recorded = traffic.concurrency()
+    concurrency = trial.concurrency or (1 if recorded is None else recorded)
+    load = concurrency_of(traffic, trial.concurrency)
+    curve = curve_at(profile, load, Padding(lengths=(trial.max_draft,)) if trial.is_padded else NO_PADDING)
     inner, tracer = _drafter_of(trial, curve), None
     if trial.is_whole and isinstance(inner, CorpusDrafter):
         tracer = Tracer(traffic, inner.corpus)
     drafter = TracedDrafter(inner, tracer)
-    recorded = traffic.concurrency()
-    concurrency = trial.concurrency or (1 if recorded is None else recorded)
     result = replay(
         traffic, drafter, curve, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch
     )
     inner.close()
     # Drafts do not change the time of prompts, nor how many of them a prefix cache has.
     prompts = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
-    plain = plain_seconds(traffic, curve, concurrency)
+    plain_step = float(StepCurve.from_profile(profile).seconds(load, load))
+    plain = int(traffic.output_lengths.sum()) * plain_step / load
     speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
-    draft_ms = 1e3 * drafter.draft_s / max(1, drafter.calls)
-    return Outcome(trial, result, draft_ms, speedup, None if tracer is None else tracer.origins)
+    return Outcome(trial, result, speedup, None if tracer is None else tracer.origins)
+
+
+def concurrency_of(traffic: Traffic, given: int | None) -> int:
+    """Return the number of requests at once for which to advise: the given one, that of the log, or 1."""
+    recorded = traffic.concurrency()
+    return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
+
+
+def host_ms(sequences: int) -> float:
+    """Return the milliseconds for which the device waits for the host in a step with drafts."""
+    return HOST_MS + HOST_MS_PER_SEQUENCE * sequences
+
+
+def curve_at(profile: CostProfile, load: int, padding: PaddingOf = NO_PADDING) -> StepCurve:
+    """Return the curve of an engine that always runs `load` sequences, by which steps of fewer are counted, too.
+
+    A step of b sequences counts as b / load of a step of `load` sequences that draft as much each, the wait for the
+    host included. So the beginning and the end of a log, when few requests run, do not count as if the engine were
+    empty, and no speed-up exceeds the tokens per step.
+    """
+    full, knots = StepCurve.from_profile(profile), usual_knots()
+
+    def share(sequences: int) -> np.ndarray:
+        part = sequences / load
+        seconds: np.ndarray = part * (full.seconds(knots / part, load) + host_ms(load) / 1e3)
+        return seconds
+
+    return StepCurve(knots, share, padding)
 
 
 def _drafter_of(trial: Trial, curve: StepCurve) -> Drafter:

@@ -228,7 +228,7 @@ def test_unknown_traces_are_refused(manifest_path, capsys):
 
 def test_the_manifest_is_complete(tmp_path):
     manifest = load_manifest()
-    assert len(manifest.traces) == 7
+    assert len(manifest.traces) == 9
     for name, source in manifest.traces.items():
         assert source.format in FORMATS
         assert source.vocabulary in VOCABULARIES

@@ -89,6 +89,83 @@ def test_samples_of_reasoning_gym_have_the_checkpoint_as_their_stage():
     assert {conversation.task for conversation in found} == {"q"}
 
 
+REACT_LOG = """
+########################################
+BEGIN TRIAL 1
+------------- BEGIN CORRECT AGENTS -------------
+
+Question: Who?
+Thought 1: Look.
+
+Then answer.
+Action 1: Search[x]
+Observation 1: x is
+Thought of nothing.
+Thought 2: Known.
+Action 2: Finish[x]
+Observation 2: Answer is CORRECT
+Correct answer: x
+
+------------- BEGIN INCORRECT AGENTS -----------
+
+Question: Why?
+Thought 1: Guess.
+Action 1: Finish[y]
+Observation 1: Answer is INCORRECT
+Correct answer: z
+
+########################################
+BEGIN TRIAL 2
+------------- BEGIN CORRECT AGENTS -------------
+
+Question: Who?
+Thought 1: Look.
+Action 1: Finish[x]
+Observation 1: Answer is CORRECT
+Correct answer: x
+
+Question: Why?You have attempted to answer following question before and failed.
+Reflections:
+- Do not guess.
+Thought 1: Think.
+Action 1: Finish[z]
+Observation 1: Answer is CORRECT
+Correct answer: z
+"""
+
+
+def test_reflexion_tries_a_question_until_it_is_answered():
+    prompts = 'REACT_INSTRUCTION = """Solve it.\n{examples}\n(END)\nQuestion: {question}{scratchpad}"""'
+    files = {"log.txt": REACT_LOG, "prompts.py": prompts, "shots.py": 'WEBTHINK_SIMPLE6 = "Question: a"'}
+    who, why, again = conversations("reflexion-react", files)
+    assert who.messages == [
+        ("system", "Solve it.\nQuestion: a\n(END)"),
+        ("user", "Question: Who?"),
+        ("assistant", "Thought 1: Look.\n\nThen answer.\nAction 1: Search[x]"),
+        ("user", "Observation 1: x is\nThought of nothing."),
+        ("assistant", "Thought 2: Known.\nAction 2: Finish[x]"),
+        ("user", "Observation 2: Answer is CORRECT"),
+    ]
+    assert [(one.task, one.stage) for one in (who, why, again)] == [
+        ("Question: Who?", 0),
+        ("Question: Why?", 0),
+        ("Question: Why?", 1),
+    ]
+    assert again.messages[1].text.endswith("Reflections:\n- Do not guess.")
+
+
+@pytest.mark.parametrize(
+    ("starter", "expected"),
+    [("", "delimiters as follows. Ensure"), ("class Solution:", "```python\nclass Solution:\n```")],
+)
+def test_prompts_of_livecodebench_have_the_starter_code_if_there_is_some(starter, expected):
+    record = {"question_content": "Add.", "starter_code": starter, "output_list": ["a", "b"], "question_id": "7"}
+    first, second = conversations("livecodebench", {"f": json.dumps([record])})
+    assert (first.task, second.messages[1]) == ("7", ("assistant", "b"))
+    assert first.messages[0].text.startswith("### Question:\nAdd.\n\n### Format: ")
+    assert expected in first.messages[0].text
+
+
 def test_other_formats():
     answer = {"session_id": "s", "model_input": "<|begin_of_text|>q", "output": ["a"]}
     assert conversations("zero-eval", {"f": json.dumps([answer])})[0].messages == [

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,7 +15,7 @@ from drafter_service.commands.advise.trials import run_trials
 from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
 from ssd.budget.cost_profile import CostProfile
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.ingest.loads import model_folder
 
@@ -53,6 +54,25 @@ def test_verdicts_on_enough_text_have_no_caveat(tmp_path, monkeypatch):
     for most, is_reliable in ((80, True), (81, False)):
         monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
         assert ("not reliable" not in advice_of(traffic, tmp_path).verdict) == is_reliable
+
+
+def test_the_headline_is_for_paths_where_trees_would_gain_more(tmp_path):
+    """Each word of an output is followed by one of two, which a path cannot both draft."""
+    rng = np.random.default_rng(0)
+    requests = []
+    for _ in range(60):
+        words, last = [], 0
+        for _ in range(20):
+            last = 1 + (2 * last + int(rng.integers(2))) % 30
+            words += [100 * last + offset for offset in range(4)]
+        requests.append(([7, 8, 9], words))
+    advice = advice_of(traffic_of(requests), tmp_path)
+    [tree] = [one for one in advice.speedups if (one.draft_shape, one.concurrency) == ("tree", 1)]
+    assert (advice.best.draft_shape, advice.settings.draft_shape) == ("path", "path")
+    assert advice.best.speedup < tree.speedup
+    assert any(f"such as SGLang, would gain more: {tree.speedup:.2f}x" in note for note in advice.notes)
+    assert any("device waits for the host" in note for note in advice.notes)
+    assert any("vLLM starts only if --max-num-batched-tokens" in note for note in advice.notes)
 
 
 def test_random_outputs_do_not_pay(tmp_path):
@@ -110,13 +130,16 @@ def test_the_command_writes_a_page_and_settings_that_the_service_takes(tmp_path,
     assert "with 3 requests at once" in " ".join(result.output.split())
     assert "another user's text" in result.output
     assert "another session's text" in result.output
-    assert load_settings(settings).drafting.draft_shape in ("path", "tree")
+    drafting = load_settings(settings).drafting
+    assert (drafting.draft_shape, drafting.max_draft) == ("path", 16)
     assert load_settings(settings).steps.cost_profile == profile
-    assert "vLLM: --no-async-scheduling --scheduler-cls" in result.stdout
+    assert "vLLM: --async-scheduling --scheduler-cls" in result.stdout
+    assert '"num_speculative_tokens": 16' in result.stdout
+    assert "paths padded to 16 tokens, as vLLM verifies them" in " ".join(result.stdout.split())
     text = page.read_text()
     assert "tokens per step" in text
     assert "While the corpus grows" in text
-    assert chart_faults(page) == []
+    assert page_faults(page) == []
     assert re.findall("wrote (.*)", result.stderr) == [str(page), str(settings)]
     rows = re.findall(r"^ *(?:ssd|ngram|classic|arctic) .*", result.stdout, re.MULTILINE)
     settings_of = [tuple(row.split()[:4]) for row in rows]

@@ -16,7 +16,7 @@ from engine.commands.compare.results import Comparison, Result
 from engine.engine import Engine
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
-from tests.browser import chart_faults
+from tests.browser import page_faults
 from tests.markup import tags_of
 
 FIELDS = {
@@ -109,7 +109,7 @@ def test_every_figure_is_reported(compare, tmp_path):
 def test_the_page_is_self_contained(compare, tmp_path):
     compare(tmp_path, "--requests", 1, "--temperature", 0)
     page = (tmp_path / "compare.html").read_text()
-    assert chart_faults(tmp_path / "compare.html") == []
+    assert page_faults(tmp_path / "compare.html") == []
     assert tags_of(page)["td"] >= 3 * 8
 
 
