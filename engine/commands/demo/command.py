@@ -167,10 +167,9 @@ def _print_summary(summary: Summary, console: Console) -> None:
     console.print(
         console_table(COLUMNS, *table_rows(summary), title="by tenth of the workload, and by kind of request")
     )
-    for name, part in (("requests", summary.last_tenth), ("new ones among them", summary.last_tenth_new)):
-        if part is not None:
-            rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"
-            console.print(f"last tenth, {part.requests} {name}: {rates}")
+    for part, name in ((summary.whole, "requests"), (summary.kinds["new"], "new ones among them")):
+        rates = f"[bold]{part.speedup:.2f}x[/] tokens/s, {part.tokens_per_step:.2f} tokens per step"
+        console.print(f"{part.requests} {name}: {rates}")
     console.print(f"share of loops in the output: {summary.loop_share:.0%}")
     console.print(
         "outputs: [bold green]identical[/], token by token"

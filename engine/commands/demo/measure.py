@@ -87,8 +87,8 @@ class Part:
     """Totals and rates of some requests."""
 
     requests: int
-    repeat_share: float
-    """Fraction of the requests that repeat an earlier one, exactly or nearly."""
+    new: int
+    """Number of these requests that do not repeat an earlier one, exactly or nearly."""
     corpus_tokens: int
     """Tokens remembered before the last of these requests."""
     output_tokens: int
@@ -108,7 +108,7 @@ class Part:
         drafted_s = sum(m.drafted_s for m in measurements)
         return cls(
             requests=len(measurements),
-            repeat_share=sum(m.kind != "new" for m in measurements) / len(measurements),
+            new=sum(m.kind == "new" for m in measurements),
             corpus_tokens=measurements[-1].corpus_tokens,
             output_tokens=output,
             tokens_per_step=output / sum(m.steps for m in measurements),
@@ -131,15 +131,8 @@ class Summary:
     whole: Part
     kinds: dict[Kind, Part]
     """All requests by their kind."""
-    last_tenth_new: Part | None
-    """The new requests of the last tenth; None if it has none."""
     loop_share: float
     """Fraction of output tokens that are part of a loop, which any drafter would predict."""
-
-    @property
-    def last_tenth(self) -> Part:
-        """The tenth with the largest corpus."""
-        return self.tenths[-1]
 
 
 def summarize(measurements: Sequence[Measurement]) -> Summary:
@@ -150,13 +143,11 @@ def summarize(measurements: Sequence[Measurement]) -> Summary:
     by_kind: dict[Kind, list[Measurement]] = {}
     for measurement in sorted(measurements, key=lambda m: KINDS.index(m.kind)):
         by_kind.setdefault(measurement.kind, []).append(measurement)
-    new = [m for m in tenths[-1] if m.kind == "new"]
     return Summary(
         identical=all(m.identical for m in measurements),
         differing=tuple(index for index, m in enumerate(measurements) if not m.identical),
         tenths=tuple(Part.of(tenth) for tenth in tenths),
         whole=Part.of(measurements),
         kinds={kind: Part.of(of_kind) for kind, of_kind in by_kind.items()},
-        last_tenth_new=Part.of(new) if new else None,
         loop_share=sum(m.loop_tokens for m in measurements) / sum(m.output_tokens for m in measurements),
     )

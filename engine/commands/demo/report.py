@@ -22,8 +22,9 @@ LINES = (("without drafts", "plain_tokens_per_s", "gray"), ("with drafts", "draf
 """Label, field of `Part` and color of the lines of the plot."""
 COLUMNS = (
     "",
+    "requests",
+    "new",
     "corpus tokens",
-    "repeats",
     "tokens per step",
     "tokens/s without",
     "tokens/s with",
@@ -37,14 +38,9 @@ def write_report(
 ) -> None:
     """Write run.json and run.html into `out`."""
     versions = made_with()
-    last, new = summary.last_tenth, summary.last_tenth_new
     document = {
         "identical": summary.identical,
         "differing_requests": summary.differing,
-        "speedup_last_tenth": last.speedup,
-        "tokens_per_step_last_tenth": last.tokens_per_step,
-        "speedup_last_tenth_new": new.speedup if new else None,
-        "tokens_per_step_last_tenth_new": new.tokens_per_step if new else None,
         "loop_share": summary.loop_share,
         "whole": asdict(summary.whole),
         "kinds": {kind: asdict(part) for kind, part in summary.kinds.items()},
@@ -59,14 +55,18 @@ def write_report(
 
 def table_rows(summary: Summary) -> list[list[tuple[str, ...]]]:
     """Return groups of rows with `COLUMNS`: by tenth, by kind of request, and the whole workload."""
-    tenths = [(str(number), f"{part.corpus_tokens:,}", *_cells(part)) for number, part in enumerate(summary.tenths, 1)]
-    kinds = [(kind.removesuffix(" repeat"), "", *_cells(part)) for kind, part in summary.kinds.items()]
-    return [tenths, kinds, [("all", "", *_cells(summary.whole))]]
+    tenths = [
+        (str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)
+    ]
+    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in summary.kinds.items()]
+    return [tenths, kinds, [("all", *_cells(summary.whole))]]
 
 
-def _cells(part: Part) -> tuple[str, ...]:
+def _cells(part: Part, corpus_tokens: str = "") -> tuple[str, ...]:
     return (
-        f"{part.repeat_share:.0%}",
+        f"{part.requests:,}",
+        f"{part.new:,}",
+        corpus_tokens,
         f"{part.tokens_per_step:.2f}",
         f"{part.plain_tokens_per_s:,.0f}",
         f"{part.drafted_tokens_per_s:,.0f}",
@@ -77,21 +77,18 @@ def _cells(part: Part) -> tuple[str, ...]:
 
 def render_page(summary: Summary, measurements: Sequence[Measurement], facts: Mapping[str, object]) -> str:
     """Return the page; facts: names and values that are shown at its foot."""
-    last, new = summary.last_tenth, summary.last_tenth_new
-    in_last, in_all = f"{last.requests} requests", f"{summary.whole.requests} requests"
+    whole, new = summary.whole, summary.kinds["new"]
+    in_all, in_new = f"all {whole.requests} requests", f"{new.requests} requests"
     cards = [
-        pages.card("speed-up in the last tenth", f"{last.speedup:.2f}x", in_last, kind="green"),
-        pages.card(
-            "speed-up of new requests in it",
-            f"{new.speedup:.2f}x" if new else "none",
-            f"{new.requests if new else 0} requests",
-        ),
-        pages.card("tokens per step in the last tenth", f"{last.tokens_per_step:.2f}", in_last),
+        pages.card("speed-up", f"{whole.speedup:.2f}x", in_all, kind="green"),
+        pages.card("speed-up of new requests", f"{new.speedup:.2f}x", in_new),
+        pages.card("tokens per step", f"{whole.tokens_per_step:.2f}", in_all),
+        pages.card("tokens per step of new requests", f"{new.tokens_per_step:.2f}", in_new),
         pages.card("outputs with and without drafts", "identical" if summary.identical else "DIFFERENT", in_all),
         pages.card("share of loops in the output", f"{summary.loop_share:.0%}", in_all),
     ]
     main = pages.cards(cards) + _plot(summary.tenths, measurements) + html_table(COLUMNS, *table_rows(summary))
-    lead = f"{summary.whole.requests} requests, one at a time, each run without drafts and with them."
+    lead = f"{whole.requests} requests, one at a time, each run without drafts and with them."
     return pages.page("Tokens per second as the corpus grows", main, pages.facts(facts), lead=lead)
 
 

@@ -39,13 +39,14 @@ def test_the_summary_adds_up_measurements():
     summary = summarize(measurements)
     assert summary.identical
     assert len(summary.tenths) == 10
-    assert summary.last_tenth.requests == 2
-    assert summary.last_tenth.speedup == pytest.approx(2.0 / 0.75)
-    assert summary.last_tenth.tokens_per_step == pytest.approx(200 / 60)
-    assert summary.last_tenth_new.speedup == pytest.approx(2.0)
+    last = summary.tenths[-1]
+    assert (last.requests, last.new) == (2, 1)
+    assert last.speedup == pytest.approx(2.0 / 0.75)
+    assert last.tokens_per_step == pytest.approx(200 / 60)
+    assert summary.whole.speedup == pytest.approx(20 / (19 * 0.5 + 0.25))
+    assert summary.kinds["new"].speedup == pytest.approx(2.0)
     assert summary.whole.acceptance == pytest.approx(50 / 80)
     assert summary.loop_share == pytest.approx(0.2)
-    assert summary.last_tenth.repeat_share == pytest.approx(0.5)
     assert {kind: part.requests for kind, part in summary.kinds.items()} == {"new": 19, "exact repeat": 1}
 
 
@@ -110,9 +111,11 @@ def test_sampled_outputs_are_identical_and_run_json_has_every_figure(demo):
     assert code == 0
     assert run["settings"]["temperature"] == 0.5
     assert run["identical"] is True
-    for figure in ("speedup_last_tenth", "tokens_per_step_last_tenth", "loop_share"):
-        assert run[figure] >= 0
-    assert {"speedup_last_tenth_new", "tokens_per_step_last_tenth_new", "versions", "settings"} <= set(run)
+    for part in (run["whole"], run["kinds"]["new"]):
+        assert part["speedup"] > 0
+        assert part["tokens_per_step"] >= 1
+    assert run["loop_share"] >= 0
+    assert {"versions", "settings"} <= set(run)
     assert len(run["requests"]) == len(run["tenths"]) == 10
     assert {kind: part["requests"] for kind, part in run["kinds"].items()} == {
         "new": 4,
