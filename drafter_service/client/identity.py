@@ -57,11 +57,8 @@ def fingerprint(path: Path) -> str:
 
 def vocabulary_fingerprint(tokens: Iterable[bytes]) -> str:
     """Return the SHA-256, in hex, of the texts of a vocabulary by token id; "" without tokens."""
-    digest = hashlib.sha256()
-    size = 0
-    for size, token in enumerate(tokens, 1):
-        digest.update(b"%d:%b" % (len(token), token))
-    return digest.hexdigest() if size else ""
+    content = b"".join(b"%d:%b" % (len(token), token) for token in tokens)
+    return hashlib.sha256(content).hexdigest() if content else ""
 
 
 def _name(folder: Path) -> str:

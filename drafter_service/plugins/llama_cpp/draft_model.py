@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.client.identity import vocabulary_fingerprint
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.session import DraftCounters, HostSession
-from drafter_service.client.identity import vocabulary_fingerprint
 from drafter_service.plugins.settings import identity_of, name_and_version, read_settings
 from drafter_service.plugins.step_clock import StepClock
 
@@ -141,6 +141,4 @@ def _fingerprint(llama: Any) -> str:
             "with the model's tokenizer.json and config.json"
         )
         return ""
-    return vocabulary_fingerprint(
-        llama_cpp.llama_vocab_get_text(vocabulary, token) for token in range(llama.n_vocab())
-    )
+    return vocabulary_fingerprint(llama_cpp.llama_vocab_get_text(vocabulary, token) for token in range(llama.n_vocab()))

@@ -44,6 +44,7 @@ def write_report(
         "loop_share": summary.loop_share,
         "whole": asdict(summary.whole),
         "kinds": {kind: asdict(part) for kind, part in summary.kinds.items()},
+        "tasks": {task: asdict(part) for task, part in summary.tasks.items()},
         "tenths": [asdict(part) for part in summary.tenths],
         "settings": dict(settings),
         "versions": versions,
@@ -54,11 +55,10 @@ def write_report(
 
 
 def table_rows(summary: Summary) -> list[list[tuple[str, ...]]]:
-    """Return groups of rows with `COLUMNS`: by tenth, by kind of request, and the whole workload."""
-    tenths = [
-        (str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)
-    ]
-    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in summary.kinds.items()]
+    """Return groups of rows with `COLUMNS`: by tenth, by kind of request or task, and the whole workload."""
+    tenths = [(str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)]
+    by_kind: Mapping[str, Part] = summary.tasks or summary.kinds  # All tasks are new.
+    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in by_kind.items()]
     return [tenths, kinds, [("all", *_cells(summary.whole))]]
 
 

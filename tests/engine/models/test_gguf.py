@@ -1,6 +1,7 @@
 """Models from GGUF files: the same weights, tokens and prompts as from the folders that they were written from."""
 
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def naive_pieces(text):
     """Merge the two neighbors that make the piece with the best score, the first of several, until there are none."""
     pieces = list(text)
     while True:
-        merged = [(PIECES.index(a + b), at) for at, (a, b) in enumerate(zip(pieces, pieces[1:])) if a + b in PIECES]
+        merged = [(PIECES.index(a + b), at) for at, (a, b) in enumerate(pairwise(pieces)) if a + b in PIECES]
         if not merged:
             return pieces
         _, at = min(merged)
@@ -206,7 +207,9 @@ def test_a_file_drafts_for_a_folder_with_its_tokens(tmp_path, model_folder):
     make_folder(tmp_path / "small", hidden_size=32)
     check_draft_model(written(tmp_path / "small", tmp_path / "small.gguf"), model_folder)
     tokens = sorted(Tokenizer(model_folder).tokens().items())
-    other = written(tmp_path / "small", tmp_path / "other.gguf", tokens=[text for _, text in tokens[:50:-1] + tokens[:51]])
+    other = written(
+        tmp_path / "small", tmp_path / "other.gguf", tokens=[text for _, text in tokens[:50:-1] + tokens[:51]]
+    )
     with pytest.raises(UserError, match="has another tokenizer than the target: token 0 is "):
         check_draft_model(other, model_folder)
 
@@ -236,7 +239,10 @@ REFUSALS = {
     "more layers than weights": (setting("llama.block_count", 3), "lacks model.layers.2"),
     "fewer layers than weights": (setting("llama.block_count", 1), "which the metadata does not describe"),
     "values of another width": (setting("llama.attention.value_length", 8), "not as wide as keys"),
-    "an unknown scaling": (setting("llama.rope.scaling.type", "longrope"), "model.gguf requires rope scaling 'longrope'"),
+    "an unknown scaling": (
+        setting("llama.rope.scaling.type", "longrope"),
+        "model.gguf requires rope scaling 'longrope'",
+    ),
     "unknown rope factors": (other_factors, "scales rotary frequencies in a way"),
     "one of several parts": (setting("split.count", 3), "one of 3 parts; join them"),
     "an unknown tensor": (
@@ -261,7 +267,7 @@ def test_what_does_not_fit_is_refused_with_its_reason(tmp_path, model_folder, ex
 def test_a_file_that_is_cut_short_is_refused(tmp_path, model_folder, size):
     file = written(model_folder, tmp_path / "model.gguf")
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(UserError, match="model.gguf is damaged or cut short"):
+    with pytest.raises(UserError, match=r"model\.gguf is damaged or cut short"):
         load_model(file)
 
 
