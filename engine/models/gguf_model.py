@@ -36,7 +36,7 @@ PARTS = {
 """Names of the parts of a layer, in a GGUF file and in a folder."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, float32 [head_dim / 2]."""
-LLAMA3_RANGE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_RANGE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """What all models with `ROPE_FACTORS` were scaled with. A GGUF file has only the result, which is compared."""
 
 
@@ -95,7 +95,7 @@ def _scaling(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> dict[s
     """Return the scaling of rotary frequencies as fields of `rope_parameters`. Raises UserError."""
     if ROPE_FACTORS in file.tensors:
         factors = torch.from_numpy(np.array(file.tensors[ROPE_FACTORS].data, np.float32))
-        fields = {"factor": float(factors.max()), **LLAMA3_RANGE}
+        fields: dict[str, Any] = {"factor": float(factors.max()), **LLAMA3_RANGE}
         plain = Rope(values.get("rope.freq_base", 10_000.0)).frequencies(head_dim)
         if factors.shape != plain.shape or not torch.allclose(
             plain / factors, Llama3(**fields).scale(plain, 0.0), rtol=1e-4

@@ -57,8 +57,8 @@ def write_report(
 def table_rows(summary: Summary) -> list[list[tuple[str, ...]]]:
     """Return groups of rows with `COLUMNS`: by tenth, by kind of request or task, and the whole workload."""
     tenths = [(str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)]
-    by_kind: Mapping[str, Part] = summary.tasks or summary.kinds  # All tasks are new.
-    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in by_kind.items()]
+    by_kind = summary.tasks.items() or summary.kinds.items()  # All tasks are new.
+    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in by_kind]
     return [tenths, kinds, [("all", *_cells(summary.whole))]]
 
 

@@ -13,6 +13,7 @@ from benchmarks.support.gguf_model import in_rotary_order, write_gguf
 from drafter_service.client.chat_template import load_chat_template
 from drafter_service.client.gguf_tokenizer import SPLITTINGS
 from drafter_service.client.identity import model_identity, vocabulary_fingerprint
+from drafter_service.plugins.settings import identity_of
 from engine.commands.prompts import read_texts
 from engine.models.draft_model import check_draft_model
 from engine.models.gguf_model import GgufTensors
@@ -198,6 +199,7 @@ def test_ends_templates_and_identity_come_from_the_metadata(tmp_path, model_fold
     identity, tokens = model_identity(file), Tokenizer(model_folder).tokens()
     assert (identity.name, identity.vocab_size) == ("tiny.Q8", len(tokens))
     assert identity.tokenizer == vocabulary_fingerprint(tokens[token].encode() for token in sorted(tokens))
+    assert identity_of(str(file), 0, pytest.fail) == identity
     without_suffix = tmp_path / "sha256-0f3a"
     shutil.copy(file, without_suffix)
     assert load_config(without_suffix) == load_config(file)
