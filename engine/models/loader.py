@@ -1,4 +1,4 @@
-"""Load models from Hugging Face folders, and save them."""
+"""Load models from Hugging Face folders and GGUF files, and save them as folders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from drafter_service.client.gguf import is_gguf
 from engine.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, checkpoint_parts, weight_rows
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.families import config_from_hf
 from engine.models.files import read_json
 from engine.models.generation import GENERATION_FILE, load_generation_defaults
+from engine.models.gguf_model import config_fields
 from engine.models.heads.mtp_names import mtp_tensors
 from engine.models.quantized.config import Quantization, read_quantization
 from engine.models.quantized.linear import keep_quantized
@@ -32,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """Return a decoder with the weights of `folder`, ready to run.
+    """Return a decoder with the weights of `folder`, or of a GGUF file, ready to run.
 
     Raises UserError for a missing or damaged file, for a config that does not match the weights, and for a model that
     cannot run in `dtype` on `device`.
@@ -63,17 +65,18 @@ def refuse_unsupported(config: ModelConfig, dtype: torch.dtype, device: str) -> 
 
 def model_checkpoint(folder: Path) -> Checkpoint:
     """Return the weight files of the model in `folder`. Raises UserError."""
-    return Checkpoint(folder, quantization=load_quantization(folder))
+    config_file = "the metadata" if is_gguf(folder) else CONFIG_FILE
+    return Checkpoint(folder, quantization=load_quantization(folder), config_file=config_file)
 
 
 def load_quantization(folder: Path) -> Quantization | None:
     """Return the quantization of the model in `folder`; None if its weights are floats. Raises UserError."""
-    return read_quantization(read_json(folder / CONFIG_FILE))
+    return read_quantization(read_fields(folder))
 
 
 def is_redundant_in(folder: Path, config: ModelConfig) -> Callable[[str], bool]:
     """Return whether the files in `folder` may have a tensor of a name that the decoder does not read."""
-    is_mtp = mtp_tensors(read_json(folder / CONFIG_FILE))
+    is_mtp = mtp_tensors(read_fields(folder))
     return lambda name: is_mtp(name) or (name.startswith("lm_head.") and config.tie_embeddings)
 
 
@@ -103,11 +106,24 @@ class _NoInitialization(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def read_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of the `config.json` in `folder`, or those that a GGUF file describes. Raises UserError."""
+    if is_gguf(folder):
+        return config_fields(folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"there is no model folder {folder}; give a Hugging Face folder with {CONFIG_FILE}, or a GGUF file"
+        )
+    return read_json(folder / CONFIG_FILE)
+
+
 def load_config(folder: Path) -> ModelConfig:
     """Return the shape of the model in `folder`. Raises UserError."""
-    if not folder.is_dir():
-        raise UserError(f"there is no model folder {folder}; give a Hugging Face folder with {CONFIG_FILE}")
-    config = config_from_hf(read_json(folder / CONFIG_FILE))
+    fields = read_fields(folder)
+    try:
+        config = config_from_hf(fields)
+    except UserError as problem:
+        raise UserError(str(problem).replace(CONFIG_FILE, str(folder), 1) if is_gguf(folder) else problem) from None
     # Chat models often name the token that ends a turn only in this file.
     more = load_generation_defaults(folder).eos_token_ids
     try:

@@ -1,4 +1,4 @@
-"""Convert text to token ids and back with the tokenizer.json of a model folder."""
+"""Convert text to token ids and back with the tokenizer.json of a model folder, or with that of a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HubTokenizer
 
+from drafter_service.client.gguf import is_gguf
+from drafter_service.client.gguf_tokenizer import load_gguf_tokenizer
 from ssd.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -26,19 +28,13 @@ class Tokenizer:
     """Tokenizer of one model."""
 
     def __init__(self, folder: Path, shown: Collection[str] = ()) -> None:
-        """Load the tokenizer of a model folder. shown: special tokens that decoded texts include.
+        """Load the tokenizer of a model folder or GGUF file. shown: special tokens that decoded texts include.
 
-        Raises UserError if the folder has no usable tokenizer.json.
+        Raises UserError if there is no usable tokenizer.
         """
-        path = folder / TOKENIZER_FILE
-        if not path.exists():
-            raise UserError(f"{folder} has no {TOKENIZER_FILE}; download or copy it again")
-        try:
-            self._tokenizer = HubTokenizer.from_file(str(path))
-            if any(token.special and token.content in shown for token in self._added().values()):
-                self._tokenizer = HubTokenizer.from_str(_without_special(self._tokenizer.to_str(), shown))
-        except Exception as problem:  # The library raises plain exceptions.
-            raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
+        self._tokenizer = load_gguf_tokenizer(folder) if is_gguf(folder) else _from_file(folder)
+        if any(token.special and token.content in shown for token in self._added().values()):
+            self._tokenizer = HubTokenizer.from_str(_without_special(self._tokenizer.to_str(), shown))
         # Files can contain settings from training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -125,6 +121,16 @@ class Tokenizer:
 
     def _added(self) -> dict[int, AddedToken]:
         return self._tokenizer.get_added_tokens_decoder()
+
+
+def _from_file(folder: Path) -> HubTokenizer:
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise UserError(f"{folder} has no {TOKENIZER_FILE}; download or copy it again")
+    try:
+        return HubTokenizer.from_file(str(path))
+    except Exception as problem:  # The library raises plain exceptions.
+        raise UserError(f"{path} cannot be read ({problem}); download or copy it again") from None
 
 
 def _without_special(settings: str, shown: Collection[str]) -> str:

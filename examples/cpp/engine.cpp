@@ -3,7 +3,8 @@
 //   c++ -std=c++17 -O2 -o engine engine.cpp
 //   ./engine /tmp/ssd-drafter.sock 8
 //
-// Arguments: path of the service's socket, and how often to run the prompts.
+// Arguments: path of the service's socket, how often to run the prompts, and if wanted the milliseconds that a step
+// waits for its drafts, 20 by default.
 
 #include <algorithm>
 #include <cstdio>
@@ -63,11 +64,12 @@ size_t run(ssd::Drafter& drafter, const std::vector<ssd::Tokens>& prompts) {
 }
 
 int main(int count, char** arguments) {
-  if (count != 3) {
-    std::fprintf(stderr, "usage: %s SOCKET TIMES\n", arguments[0]);
+  if (count != 3 && count != 4) {
+    std::fprintf(stderr, "usage: %s SOCKET TIMES [DEADLINE_MS]\n", arguments[0]);
     return 2;
   }
-  ssd::Drafter drafter(arguments[1], "toy", "", VOCAB_SIZE, std::chrono::milliseconds(20));
+  const std::chrono::milliseconds deadline(count == 4 ? std::atoi(arguments[3]) : 20);
+  ssd::Drafter drafter(arguments[1], "toy", "", VOCAB_SIZE, deadline);
   const std::vector<ssd::Tokens> prompts{{1, 2, 3}, {4, 5}};
   for (int time = 1; time <= std::atoi(arguments[2]); ++time)
     std::printf("run %d: %zu steps for %zu tokens\n", time, run(drafter, prompts), MAX_TOKENS);

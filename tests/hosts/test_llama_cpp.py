@@ -12,8 +12,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from drafter_service.client.identity import model_identity
 from drafter_service.plugins.llama_cpp import SsdDraftModel
-from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED
+from drafter_service.plugins.llama_cpp.draft_model import LOG, TESTED, model_of
 from tests.drafter_service.plugins.equal_steps import use_equal_steps
 from tests.servers import served
 
@@ -106,6 +107,10 @@ def report(address):
 
 def test_the_host_is_a_tested_version():
     assert llama_cpp.__version__ in TESTED
+
+
+def test_the_corpus_of_a_file_is_that_of_other_engines(llama, model_file):
+    assert model_of(llama, None) == model_identity(model_file)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

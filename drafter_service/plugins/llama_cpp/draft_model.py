@@ -6,7 +6,6 @@ ends. So a text that cannot follow from the last text and its draft begins a new
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter_service.client.identity import vocabulary_fingerprint
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.plugins.log import HostLog
 from drafter_service.plugins.options import HostLimits
@@ -127,11 +127,11 @@ def model_of(llama: Any, folder: Path | None) -> ModelIdentity:
     name = Path(llama.model_path).stem
     if folder is not None:
         return identity_of(name, llama.n_vocab(), LOG.warning, folder=folder)
-    return ModelIdentity(name=name, tokenizer=vocabulary_fingerprint(llama), vocab_size=llama.n_vocab())
+    return ModelIdentity(name=name, tokenizer=_fingerprint(llama), vocab_size=llama.n_vocab())
 
 
-def vocabulary_fingerprint(llama: Any) -> str:
-    """Return the SHA-256 of the tokens of a model's vocabulary, in hex; "" if its GGUF file has none."""
+def _fingerprint(llama: Any) -> str:
+    """Return the fingerprint of a model's vocabulary; "" if its GGUF file has none."""
     import llama_cpp
 
     vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
@@ -141,5 +141,4 @@ def vocabulary_fingerprint(llama: Any) -> str:
             "with the model's tokenizer.json and config.json"
         )
         return ""
-    tokens = [llama_cpp.llama_vocab_get_text(vocabulary, token) for token in range(llama.n_vocab())]
-    return hashlib.sha256(b"".join(b"%d:%b" % (len(token), token) for token in tokens)).hexdigest()
+    return vocabulary_fingerprint(llama_cpp.llama_vocab_get_text(vocabulary, token) for token in range(llama.n_vocab()))

@@ -12,30 +12,34 @@ from rich.console import Console
 from rich.markup import escape
 
 from drafter_service.client import DrafterClient
+from drafter_service.client.chat_template import load_chat_template
 from drafter_service.observability.measuring.results import prepare
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.demo.measure import Measurement, Part, Summary, measure, summarize
 from engine.commands.demo.outputs import find_lengths
 from engine.commands.demo.report import COLUMNS, JSON_FILE, PAGE_FILE, table_rows, write_report
+from engine.commands.demo.tasks import make_tasks
 from engine.commands.demo.workload import EXACT_SHARE, NEAR_SHARE, WorkItem, make_workload, most_requests
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
 from engine.engine import build_engine
+from engine.models.chat import ChatPrompts
 from engine.models.decoder import Decoder
 from engine.models.hub import find_model
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from ssd.errors import UserError
 
 PROBE_REQUESTS = 8
+PROBE_TASKS = 2
 MIN_REQUESTS, MAX_REQUESTS = 120, 300
 """Bounds of the number of requests: fewer make a tenth of the workload too small, more show nothing new."""
 WORKLOAD_S = 150.0
@@ -70,9 +74,16 @@ class EnginePair:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self.samples: dict[str, str] = {}
+        """The first output of each kind of task."""
 
     def requests(self, items: Sequence[WorkItem]) -> list[Request]:
-        """Return the requests of `items`, each with `max_tokens` set to where its output ends."""
+        """Return the requests of `items`, each with `max_tokens` set to where its output ends.
+
+        A chat model ends the outputs of tasks itself.
+        """
+        if items[0].task:
+            return [self._request(item) for item in items]
         # Exact repeats have the same output.
         unique = {(item.prompt, item.seed): self._request(item) for item in items}
         # The drafter only speeds this up; the timed engines have their own caches and drafters.
@@ -85,9 +96,8 @@ class EnginePair:
         }
         return [ended[item.prompt, item.seed] for item in items]
 
-    def probe(self, prompts: Sequence[str]) -> float:
+    def probe(self, items: Sequence[WorkItem]) -> float:
         """Return the mean seconds per request, including the search for its end; also warms up both engines."""
-        items = [WorkItem("new", prompt, seed=0) for prompt in prompts]
         began = time.perf_counter()
         # Keep these requests out of the corpus and of the prefix cache of later requests.
         requests = [replace(request, learn=False, salt="probe") for request in self.requests(items)]
@@ -99,8 +109,9 @@ class EnginePair:
         recent: list[Measurement] = []
         with LongProgress(console, len(items)) as progress:
 
-            def observe(measurement: Measurement) -> None:
+            def observe(measurement: Measurement, completion: Completion) -> None:
                 recent.append(measurement)
+                self.samples.setdefault(measurement.task, self._tokenizer.decode(completion.content))
                 part = Part.of(recent[-max(10, len(items) // 10) :])
                 rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
                 progress.advance(1, f"{rates}, {part.speedup:.2f}x")
@@ -111,7 +122,9 @@ class EnginePair:
             return measure(items, requests, self.plain, self.drafting, learned_prompt_tokens, observe)
 
     def _request(self, item: WorkItem) -> Request:
-        return Request(self._tokenizer.encode(item.prompt), replace(self._sampling, seed=item.seed))
+        # The chat template has rendered the special tokens of tasks.
+        prompt = self._tokenizer.encode(item.prompt, add_special_tokens=not item.task)
+        return Request(prompt, replace(self._sampling, seed=item.seed))
 
 
 def demonstrate(options: DemoOptions) -> bool:
@@ -122,19 +135,19 @@ def demonstrate(options: DemoOptions) -> bool:
     prepare(options.out, (JSON_FILE, PAGE_FILE))
     console = Console()
     folder = find_model(options.model)
-    prompts = read_texts(folder / PROMPTS_FILE)
-    if options.requests is not None:
-        make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
-    model = pack(load_model(folder))
     tokenizer = Tokenizer(folder)
+    prompts, tasks = _read_workload(folder, tokenizer, options)
+    model = pack(load_model(folder))
     sampling = SamplingParams(options.max_tokens, options.temperature)
     with running_sidecar(*SIDECAR_OPTIONS) as sidecar:
         pair = EnginePair(model, tokenizer, sampling, DrafterClient(sidecar.address, deadline_s=STEP_DEADLINE_S))
         with closing(pair.drafting):
-            seconds = pair.probe(prompts[:PROBE_REQUESTS])
-            count = options.requests or choose_requests(seconds, len(prompts))
-            console.print(_introduction(folder.name, count, seconds, options.requests is None))
-            items = make_workload(prompts, count, options.seed)
+            probes = [WorkItem("new", prompt, seed=0) for prompt in prompts[:PROBE_REQUESTS]]
+            seconds = pair.probe(probes or tasks[:PROBE_TASKS])
+            count = len(tasks) or options.requests or choose_requests(seconds, len(prompts))
+            introduce = _introduce_tasks if tasks else _introduction
+            console.print(introduce(folder.name, count, seconds, options.requests is None))
+            items = tasks or make_workload(prompts, count, options.seed)
             with console.status("finding where each output ends (not timed)"):
                 requests = pair.requests(items)
             measurements = pair.run(items, requests, console)
@@ -143,8 +156,25 @@ def demonstrate(options: DemoOptions) -> bool:
     settings: dict[str, object] = {**asdict(options), "model": folder.name, "requests": count, "late_steps": late_steps}
     write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)
     _print_summary(summary, console)
+    for task in summary.tasks:
+        console.print(f"[bold]the first output of {task}:[/]\n{escape(pair.samples[task])}")
     console.print(f"wrote {options.out / JSON_FILE} and {options.out / PAGE_FILE}", markup=False)
     return summary.identical
+
+
+def _read_workload(folder: Path, tokenizer: Tokenizer, options: DemoOptions) -> tuple[list[str], list[WorkItem]]:
+    """Return prompts of functions to complete, or tasks for a chat model whose folder has no such prompts.
+
+    Raises UserError if the model can do neither, and for too few prompts.
+    """
+    if (folder / PROMPTS_FILE).exists():
+        prompts = read_texts(folder / PROMPTS_FILE)
+        if options.requests is not None:
+            make_workload(prompts, options.requests, options.seed)  # Fails here if there are too few prompts.
+        return prompts, []
+    if load_chat_template(folder) is None:
+        raise UserError(f"{folder} has neither a {PROMPTS_FILE}, with functions to complete, nor a chat template")
+    return [], make_tasks(ChatPrompts(folder, tokenizer), options.seed)[: options.requests]
 
 
 def choose_requests(seconds: float, prompts: int) -> int:
@@ -160,6 +190,15 @@ def _introduction(model: str, count: int, seconds: float, is_chosen: bool) -> st
         f"They go to [bold]{escape(model)}[/] one at a time: {EXACT_SHARE:.0%} exact repeats, {NEAR_SHARE:.0%} near "
         "repeats, the rest new. Each is run both without drafts and with a sidecar that starts empty.\n"
         "An output ends at the end of its function, before a repeated line, or within an overlong line."
+    )
+
+
+def _introduce_tasks(model: str, count: int, seconds: float, _: bool) -> str:
+    return (
+        f"{count} tasks go to [bold]{escape(model)}[/] one at a time: edits of code, quotes from a text, answers in "
+        "JSON and turns of an agent, none of which repeats. Each is run both without drafts and with a sidecar that "
+        f"starts empty. The first {PROBE_TASKS} took {seconds:.1f} s each, so the run takes about "
+        f"{count * seconds / 60:.1f} minutes."
     )
 
 

@@ -36,6 +36,8 @@ class Measurement:
     identical: bool
     loop_tokens: int
     """Output tokens that are part of a loop."""
+    task: str = ""
+    """As in `WorkItem`."""
 
 
 def measure(
@@ -44,7 +46,7 @@ def measure(
     plain: Engine,
     drafting: Engine,
     learned_prompt_tokens: int,
-    observe: Callable[[Measurement], None] = lambda _: None,
+    observe: Callable[[Measurement, Completion], None] = lambda *_: None,
 ) -> list[Measurement]:
     """Run every item's request with both engines in alternation.
 
@@ -67,12 +69,13 @@ def measure(
             accepted=completion.accepted,
             identical=bool(np.array_equal(expected.tokens, completion.tokens)),
             loop_tokens=count_loop_tokens(completion.tokens),
+            task=item.task,
         )
         if request.learn:
             separator = 1
             corpus_tokens += min(len(request.prompt), learned_prompt_tokens) + len(completion.tokens) + separator
         measurements.append(measurement)
-        observe(measurement)
+        observe(measurement, completion)
     return measurements
 
 
@@ -131,6 +134,8 @@ class Summary:
     whole: Part
     kinds: dict[Kind, Part]
     """All requests by their kind."""
+    tasks: dict[str, Part]
+    """Those with a task, by its kind."""
     loop_share: float
     """Fraction of output tokens that are part of a loop, which any drafter would predict."""
 
@@ -143,11 +148,16 @@ def summarize(measurements: Sequence[Measurement]) -> Summary:
     by_kind: dict[Kind, list[Measurement]] = {}
     for measurement in sorted(measurements, key=lambda m: KINDS.index(m.kind)):
         by_kind.setdefault(measurement.kind, []).append(measurement)
+    by_task: dict[str, list[Measurement]] = {}
+    for measurement in sorted(measurements, key=lambda m: m.task):
+        if measurement.task:
+            by_task.setdefault(measurement.task, []).append(measurement)
     return Summary(
         identical=all(m.identical for m in measurements),
         differing=tuple(index for index, m in enumerate(measurements) if not m.identical),
         tenths=tuple(Part.of(tenth) for tenth in tenths),
         whole=Part.of(measurements),
         kinds={kind: Part.of(of_kind) for kind, of_kind in by_kind.items()},
+        tasks={task: Part.of(of_task) for task, of_task in by_task.items()},
         loop_share=sum(m.loop_tokens for m in measurements) / sum(m.output_tokens for m in measurements),
     )

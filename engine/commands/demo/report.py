@@ -44,6 +44,7 @@ def write_report(
         "loop_share": summary.loop_share,
         "whole": asdict(summary.whole),
         "kinds": {kind: asdict(part) for kind, part in summary.kinds.items()},
+        "tasks": {task: asdict(part) for task, part in summary.tasks.items()},
         "tenths": [asdict(part) for part in summary.tenths],
         "settings": dict(settings),
         "versions": versions,
@@ -54,9 +55,10 @@ def write_report(
 
 
 def table_rows(summary: Summary) -> list[list[tuple[str, ...]]]:
-    """Return groups of rows with `COLUMNS`: by tenth, by kind of request, and the whole workload."""
+    """Return groups of rows with `COLUMNS`: by tenth, by kind of request or task, and the whole workload."""
     tenths = [(str(number), *_cells(part, f"{part.corpus_tokens:,}")) for number, part in enumerate(summary.tenths, 1)]
-    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in summary.kinds.items()]
+    by_kind = summary.tasks.items() or summary.kinds.items()  # All tasks are new.
+    kinds = [(kind.removesuffix(" repeat"), *_cells(part)) for kind, part in by_kind]
     return [tenths, kinds, [("all", *_cells(summary.whole))]]
 
 

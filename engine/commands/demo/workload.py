@@ -34,6 +34,8 @@ class WorkItem:
     prompt: str
     seed: int
     """Seed for sampling, different for all new requests; a repeat has the seed of the original."""
+    task: str = ""
+    """Kind of a chat's task, see `engine.commands.demo.tasks`; empty for a function to complete."""
 
 
 def make_workload(prompts: Sequence[str], count: int, seed: int) -> list[WorkItem]:

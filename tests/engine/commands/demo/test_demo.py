@@ -77,9 +77,13 @@ def model_with_prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def short_run():
-    """Probe with one request, and refresh the corpus at once: the run is shorter than the default interval."""
+    """Probe with one request, and refresh the corpus at once: the run is shorter than the default interval.
+
+    Drafts come in time on busy machines, too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "PROBE_REQUESTS", 1)
+        patch.setattr(command, "STEP_DEADLINE_S", 30.0)
         patch.setattr(
             command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--set", "drafting.refresh_interval_s=0.001")
         )
