@@ -137,11 +137,11 @@ def test_held_text_is_unchanged_while_newer_text_is_merged():
     fill(corpus, some_requests(1500))
     settle(corpus)
     state = corpus.state()
-    text, order = state.ring.read(state.oldest, state.head), state.base.positions.copy()
+    text, order = state.ring.read(state.oldest, state.head), state.positions.copy()
     for number in range(20):
         before = corpus.indexed
         fill(corpus, some_requests(1, seed=number, size=1000))
         assert corpus.indexed > before
     assert corpus.is_merging or corpus.times.base_merges > 0
     assert np.array_equal(state.ring.read(state.oldest, state.head), text)
-    assert np.array_equal(state.base.positions, order)
+    assert np.array_equal(state.positions, order)

@@ -19,7 +19,7 @@ def test_a_suffix_array_is_waited_for_until_there_are_no_references():
     assert read.positions.tolist() == [3, 1]
     del read
     assert tier.wait_until_unread(0)
-    assert tier.wait_until_unread()
+    tier.wait_for_readers()
 
 
 @pytest.mark.parametrize("change", [Tier.next_buffer, Tier.release, lambda tier: tier.replace(empty_suffix_array())])
@@ -66,7 +66,7 @@ def waits_while_a_reference_ends(moment):
 
     def wait():
         sys.settrace(trace)
-        tier.wait_until_unread()
+        tier.wait_for_readers()
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
