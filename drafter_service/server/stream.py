@@ -23,6 +23,7 @@ from drafter_service.server.requests import (
     read_model,
     read_padding,
 )
+from drafter_service.server.retries import LoadError
 from drafter_service.server.session import Session, error_response
 from drafter_service.server.step_socket import Answer, Send
 from drafter_service.settings.tree import Limits
@@ -37,6 +38,7 @@ REFUSALS = {
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
     MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
+    LoadError: grpc.StatusCode.UNAVAILABLE,
 }
 """gRPC status codes of the exceptions that end a stream or a call."""
 

@@ -34,7 +34,7 @@ async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
         for name, last in (("a", 4), ("b", 5), ("c", 6)):
             await learned(namespaces, name, [1, 2, 3, last])
         assert sorted(namespaces.loaded) == ["b", "c"]
-        assert namespaces.names() == ["a", "b", "c"]
+        assert await namespaces.names() == ["a", "b", "c"]
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
         assert sorted(namespaces.loaded) == ["a", "c"]
         assert draft_of(await learned(namespaces, "b"), [1, 2, 3], 1) == [5]
