@@ -18,7 +18,7 @@ from drafter_service.replication.events import Dropped
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
 from drafter_service.server.retries import LoadError, Retries
 from drafter_service.server.store import NAME, Description, Store, Stored
-from drafter_service.server.threads import finished, in_thread
+from drafter_service.server.threads import DiskThreads, finished
 from drafter_service.settings.tree import ServiceConfig
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
@@ -93,6 +93,7 @@ class Namespaces:
             for library in libraries:
                 self._readers[library].append(reader)
         self.failed_saves = 0
+        self._disk = DiskThreads()
         self._reserved: dict[str, int] = {}
         self._loading, self._saving = Locks(), Locks()
         """Locks by name, kept while they are held or waited for."""
@@ -118,7 +119,7 @@ class Namespaces:
         """Call a short function of the store in a thread. Raises LoadError if it fails, or takes too long."""
         late = LoadError("the snapshot folder", f"it does not answer within {DISK_LIMIT_S:.0f} s")
         try:
-            return await finished(in_thread(read, *arguments), DISK_LIMIT_S, late)
+            return await finished(self._disk.run(read, *arguments), DISK_LIMIT_S, late)
         except (OSError, RuntimeError) as problem:
             raise (problem if problem is late else LoadError("the snapshot folder", problem)) from None
 
@@ -206,7 +207,7 @@ class Namespaces:
                 raise ClosedError(f"namespace {namespace.name!r} was dropped")
             version, stats, description = namespace.version, namespace.stats, namespace.describe()
             try:
-                size = await in_thread(_write, store, namespace, stats, description)
+                size = await self._disk.run(_write, store, namespace, stats, description)
             except (SnapshotError, OSError, MemoryError, RuntimeError) as problem:
                 reason = str(problem) or type(problem).__name__
                 self.failed_saves += 1
@@ -264,8 +265,8 @@ class Namespaces:
             await self._unload(namespace)
             if self.store is not None:
                 try:
-                    await in_thread(self.store.delete, name)
-                except OSError as problem:
+                    await self._disk.run(self.store.delete, name)
+                except (OSError, RuntimeError) as problem:
                     raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
             self.retries.forget(name)
             return True
@@ -298,7 +299,7 @@ class Namespaces:
             if name in self.loaded:
                 return self.loaded[name]
             try:
-                is_stored = self.store is not None and await in_thread(self.store.has, name)
+                is_stored = self.store is not None and await self._disk.run(self.store.has, name)
                 if not (is_stored or name in self._config.namespaces.configured or self._config.namespaces.create):
                     raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
                 drafting = self.drafting(name)
@@ -307,7 +308,7 @@ class Namespaces:
                     stored = Stored(None, None)
                     if is_stored:
                         assert self.store is not None
-                        stored = await in_thread(self.store.read, name, drafting.capacity, drafting.match_depth)
+                        stored = await self._disk.run(self.store.read, name, drafting.capacity, drafting.match_depth)
                     namespace = self._opened(name, model, stored)
                 except BaseException:
                     del self._reserved[name]

@@ -79,7 +79,7 @@ class Store:
             os.unlink(probe)
             self._is_locked = False
             self.set_aside: dict[str, list[str]] = {}
-            """By namespace the names of the files that were set aside, as of the last call of a method that saw them."""
+            """By namespace the names of the files that were set aside, as of the last listing."""
             self.names()
         except OSError as problem:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None

@@ -11,7 +11,29 @@ from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 
+MAX_THREADS = 64
+"""Number of threads of `DiskThreads`. A service has a few unless its disk does not answer."""
+
 T = TypeVar("T")
+
+
+class DiskThreads:
+    """Calls of the file system, each in a thread of its own. Used by one event loop."""
+
+    def __init__(self) -> None:
+        self._pending = 0
+
+    def run(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """Do as `in_thread`. Raises RuntimeError, too, if `MAX_THREADS` earlier calls have not returned."""
+        if self._pending >= MAX_THREADS:
+            raise RuntimeError(f"{MAX_THREADS} calls of the file system have not returned")
+        result = in_thread(function, *arguments)
+        self._pending += 1
+        result.add_done_callback(self._ended)
+        return result
+
+    def _ended(self, _: asyncio.Future[T]) -> None:
+        self._pending -= 1
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:

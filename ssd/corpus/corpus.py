@@ -191,10 +191,12 @@ class Corpus:
     ) -> bool:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
-        Returns False, and counts the request in `times.dropped`, if too many tokens wait for a maintainer that does not
-        progress; without a maintainer this refreshes instead. request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by
-        the clock; None: now. Raises ValueError for another dtype or shape, for the separator's id, for a tag of more
-        than 16 bits, and for a time that is not finite, and UserError as `maintain`.
+        request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by the clock;
+        None: now. Returns False, and counts the request in `times.dropped`, if too many tokens wait for a maintainer
+        that does not progress; without a maintainer, this refreshes instead.
+
+        Raises ValueError for another dtype or shape, for the separator's id, for a tag of more than 16 bits, and for a
+        time that is not finite, and UserError as `maintain`.
         """
         self._check_process()
         check_tokens(tokens)
