@@ -418,3 +418,15 @@ def test_only_valid_certificates_connect(tmp_path):
         assert code_of(engine) == "UNAVAILABLE"
         pair.replace_by(good)
         assert code_of(engine) is None
+
+
+# Random faults.
+
+
+def test_nothing_that_was_saved_is_lost_to_random_faults():
+    faults = 1000 if IS_SOAK else 14
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        command = [sys.executable, "-m", "tests.drafter_service.random_faults", folder, str(faults), "2"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * faults + 300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "lost 0" in ended.stdout
