@@ -23,7 +23,6 @@ import grpc
 
 from drafter_service.server.namespaces import max_bytes
 from ssd.corpus.snapshot import load
-from tests.drafter_service.faulty_sidecar import DISK_LIMIT_S
 from tests.drafter_service.raw import batch, connected, counted, drafted, eventually, start, texts
 
 CAPACITY = 100_000
@@ -121,6 +120,12 @@ class Sidecar:
         assert self.process.wait(CALL_LIMIT_S) == 0, self._log.read_text()[-2000:]
 
 
+def require_expected(problem):
+    """Raise AssertionError if an exception of gRPC is none that a fault may cause."""
+    if problem.code() not in EXPECTED:
+        raise AssertionError(f"a call ended with {problem.code()}: {problem.details()}")
+
+
 class Load:
     """Random calls, and the texts that must be in the snapshot of each namespace."""
 
@@ -141,7 +146,7 @@ class Load:
         try:
             response = self.sidecar.caller.call(method, **fields)
         except grpc.RpcError as problem:
-            assert problem.code() in EXPECTED, f"{method} ended with {problem.code()}: {problem.details()}"
+            require_expected(problem)
             response = None
         taken = time.monotonic() - began
         assert taken < CALL_LIMIT_S, f"{method} took {taken:.1f} s"
@@ -191,7 +196,7 @@ class Load:
             try:
                 self._stream = self.sidecar.caller.stream(NAMESPACES[0])
             except grpc.RpcError as problem:
-                assert problem.code() in EXPECTED
+                require_expected(problem)
                 return
         began = time.monotonic()
         drafted(self._stream.exchange(starts=[start(self._first, [1, 2])], batch=batch({self._first: [3]})))
