@@ -54,7 +54,11 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
     def settle(method: Callable[..., None], value: object) -> None:
         with suppress(RuntimeError):  # The event loop is closed.
-            loop.call_soon_threadsafe(lambda: result.done() or method(value))
+            loop.call_soon_threadsafe(unless_cancelled, method, value)
+
+    def unless_cancelled(method: Callable[..., None], value: object) -> None:
+        if not result.done():
+            method(value)
 
     Thread(target=run, name=f"ssd-{function.__name__.strip('_')}", daemon=True).start()
     return result

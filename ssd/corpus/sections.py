@@ -16,6 +16,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -193,7 +194,7 @@ def _entries(path: Path, header: bytes, actual_size: int) -> list[_Entry]:
     return [_Entry(name.rstrip(b"\0"), dtype.rstrip(b"\0"), *rest) for name, dtype, *rest in entries]
 
 
-def _read_section(path: Path, file: BinaryIO, entry: _Entry, file_size: int) -> np.ndarray:
+def _read_section(path: Path, file: BufferedReader, entry: _Entry, file_size: int) -> np.ndarray:
     size = entry.size + -entry.size % BLOCK
     dtype = entry.dtype.decode("ascii", "replace")
     is_sound = entry.name.isascii() and dtype in _DTYPES and entry.begin >= BLOCK and entry.begin + size <= file_size
