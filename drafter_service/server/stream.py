@@ -32,7 +32,7 @@ from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
-REFUSALS = {
+REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -106,7 +106,7 @@ class DraftStreams:
                     stream.is_answering = False
                     if stream.is_over:
                         stream.task.cancel()
-        except (*REFUSALS, ProtocolError) as refused:
+        except tuple([*REFUSALS, ProtocolError]) as refused:
             self.refused += 1
             logger.warning("stream refused", reason=str(refused))
             await context.abort(REFUSALS.get(type(refused), grpc.StatusCode.FAILED_PRECONDITION), str(refused))
