@@ -32,6 +32,10 @@ from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
+class ProtocolError(ValueError):
+    """The client uses another version of the protocol."""
+
+
 REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,12 +43,9 @@ REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
     LoadError: grpc.StatusCode.UNAVAILABLE,
+    ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """gRPC status codes of the exceptions that end a stream or a call."""
-
-
-class ProtocolError(ValueError):
-    """The client uses another version of the protocol."""
 
 
 class StreamRights:
@@ -106,10 +107,10 @@ class DraftStreams:
                     stream.is_answering = False
                     if stream.is_over:
                         stream.task.cancel()
-        except tuple([*REFUSALS, ProtocolError]) as refused:
+        except tuple(REFUSALS) as refused:
             self.refused += 1
             logger.warning("stream refused", reason=str(refused))
-            await context.abort(REFUSALS.get(type(refused), grpc.StatusCode.FAILED_PRECONDITION), str(refused))
+            await context.abort(REFUSALS[type(refused)], str(refused))
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
