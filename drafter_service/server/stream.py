@@ -32,6 +32,7 @@ from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
+
 class ProtocolError(ValueError):
     """The client uses another version of the protocol."""
 
