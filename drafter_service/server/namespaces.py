@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -36,6 +36,7 @@ MIN_BYTES = 25_000_000
 
 DISK_LIMIT_S, DISK_BYTES_PER_S = 30.0, 20e6
 """A caller waits for a file for the first plus its size at this rate, in seconds. Disks that answer are faster."""
+
 Locks = WeakValueDictionary[str, asyncio.Lock]
 T = TypeVar("T")
 
@@ -234,8 +235,12 @@ class Namespaces:
         """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`."""
         for namespace in list(self.loaded.values()) if self.store else []:
             if namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s:
-                with suppress(SnapshotError, ClosedError):
+                try:
                     await self._save_and_unload(namespace)
+                except StalledError:
+                    return
+                except (SnapshotError, ClosedError):
+                    continue
 
     async def drop(self, name: str) -> bool:
         """Delete a namespace, with its files that were set aside; return whether it existed.
@@ -292,7 +297,7 @@ class Namespaces:
             loading = self._loads[name] = self._start(self._load(name, model))
             loading.add_done_callback(lambda _: self._loads.pop(name))
         limit_s = _limit_s(max_bytes(self.drafting(name).capacity))
-        await finished(loading, limit_s, LoadError(f"namespace {name!r}", f"still reading after {limit_s:.0f} s"))
+        await finished(loading, limit_s, LoadError(f"namespace {name!r}", f"it takes longer than {limit_s:.0f} s"))
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
         async with _lock(self._loading, name):
@@ -371,6 +376,9 @@ class Namespaces:
         async with _lock(self._loading, namespace.name):
             is_unused = namespace.is_idle and namespace.last_used == last_used
             if is_unused and self.loaded.get(namespace.name) is namespace:
+                if _lock(self._saving, namespace.name).locked():
+                    # The thread that writes it would keep its memory without a reservation.
+                    raise StalledError(f"namespace {namespace.name!r} is still being written")
                 logger.info("namespace unloaded", namespace=namespace.name)
                 await self._unload(namespace)
 

@@ -13,7 +13,9 @@ import grpc
 import pytest
 
 from drafter_service.server import namespaces as module
+from drafter_service.server import threads
 from drafter_service.server.retries import LONGEST_RETRY_S, MAX_FAILURES, LoadError, Retries
+from drafter_service.server.threads import DiskThreads
 from ssd.corpus import sections, snapshot
 from tests.drafter_service.guarded import Clock, run
 from tests.drafter_service.raw import connected, counted, eventually
@@ -203,7 +205,7 @@ def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(t
         await saved(tmp_path)
         async with opened(tmp_path) as namespaces:
             for _ in range(3):
-                with pytest.raises(LoadError, match="still reading after"):
+                with pytest.raises(LoadError, match="it takes longer than"):
                     await learned(namespaces, "a")
             with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
                 await namespaces.drop("a")
@@ -244,3 +246,20 @@ def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_addre
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
         eventually(lambda: caller.opened("a"))
         assert caller.probe("a", counted(100)[:8], limit=1) == [108]
+
+
+def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(threads, "MAX_THREADS", 3)
+
+    @run
+    async def test():
+        disk = DiskThreads()
+        hanging = [disk.run(go_on.wait, 60) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="3 calls of the file system have not returned"):
+            disk.run(go_on.wait)
+        go_on.set()
+        await asyncio.gather(*hanging)
+        assert await disk.run(str, 5) == "5"
+
+    test()
