@@ -119,6 +119,14 @@ class Sidecar:
         self.process.terminate()
         assert self.process.wait(CALL_LIMIT_S) == 0, self._log.read_text()[-2000:]
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+        self._stack.close()
+
 
 def require_expected(problem):
     """Raise AssertionError if an exception of gRPC is none that a fault may cause."""
@@ -267,9 +275,8 @@ def inject(load_, kind, share, rng):
 
 def main(folder, faults, seed):
     rng, injected = random.Random(seed), Counter()
-    sidecar = Sidecar(Path(folder))
-    load_ = Load(sidecar, rng)
-    try:
+    with Sidecar(Path(folder)) as sidecar:
+        load_ = Load(sidecar, rng)
         for number in range(faults):
             is_kill = rng.random() < KILLS or number == faults // 2
             kind = "kill" if is_kill else rng.choice(ERRORS + OTHERS)
@@ -288,8 +295,6 @@ def main(folder, faults, seed):
             eventually(lambda name=name: load_.save(name) or not load_.learned[name], CALL_LIMIT_S)
         sidecar.stop()
         check(load_)
-    finally:
-        sidecar.process.kill()
     saved = sum(map(len, load_.saved.values()))
     print(f"faults {dict(injected)}; calls answered {sum(n for (_, ok), n in load_.ended.items() if ok)}, ", end="")
     print(f"refused {sum(n for (_, ok), n in load_.ended.items() if not ok)}; saved texts {saved}, lost 0; ", end="")
