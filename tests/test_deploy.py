@@ -217,6 +217,14 @@ CASES = {
         [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 20} 1x20")],
         [series("ssd_drafter_failed_saves_total", f"0x{MINUTES - 60} 1x60")],
     ),
+    "SsdDrafterNamespaceNotLoaded": (
+        [series("ssd_drafter_failed_loads_total", f"0x{MINUTES - 20} 1x20")],
+        [series("ssd_drafter_failed_loads_total", f"0x{MINUTES - 60} 1x60")],
+    ),
+    "SsdDrafterSnapshotDamaged": (
+        [series("ssd_drafter_set_aside_files", f"1x{MINUTES}")],
+        [series("ssd_drafter_set_aside_files", f"0x{MINUTES}")],
+    ),
     "SsdDrafterMemoryNearLimit": tuple(
         [
             series("ssd_drafter_unevictable_memory_bytes", f"{bound}x{MINUTES}"),

@@ -70,13 +70,16 @@ def namespaces(link: Link) -> None:
     with link.stub() as (stub, metadata):
         found = stub.ListNamespaces(pb.ListNamespacesRequest(), metadata=metadata).namespaces
     table = Table("namespace", "model", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("tokens", "capacity", "memory", "streams", "idle"):
+    for name in ("tokens", "capacity", "memory", "streams", "idle", "set aside"):
         table.add_column(name, justify="right")
     for row in found:
         loaded = (f"{row.tokens:,}", f"{row.capacity:,}", f"{row.memory_bytes / 1e6:,.0f} MB", f"{row.streams}")
         idle = f"{row.idle_s:,.0f} s" if row.is_loaded else "on disk"
         model = Text(printable(row.model.name))  # Clients choose this name.
-        table.add_row(row.name, model, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle)
+        set_aside = f"{len(row.set_aside_files)} damaged" if row.set_aside_files else ""
+        table.add_row(
+            row.name, model, *(loaded if row.is_loaded else ("", f"{row.capacity:,}", "", "")), idle, set_aside
+        )
     Console(width=TABLE_WIDTH).print(table if found else "no namespaces yet")
 
 
@@ -103,6 +106,11 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
     with link.stub() as (stub, metadata):
         answer = stub.Forget(message, metadata=metadata)
     click.echo("forgotten" + (", and the snapshot saved again" if answer.snapshot_saved else ""))
+    if answer.set_aside_files:
+        click.echo(
+            f"damaged files that were set aside may still contain the text: {', '.join(answer.set_aside_files)}; "
+            f"to delete them: ssd-drafter drop {namespace} --set-aside"
+        )
 
 
 @click.command()
@@ -126,17 +134,21 @@ def snapshot(namespace: str, link: Link) -> None:
 
 @click.command()
 @click.argument("namespace")
+@click.option("--set-aside", is_flag=True, help="Delete only its damaged files that were set aside.")
 @click.option("--yes", is_flag=True, help="Delete without asking.")
 @connection_options
-def drop(namespace: str, yes: bool, link: Link) -> None:
+def drop(namespace: str, set_aside: bool, yes: bool, link: Link) -> None:
     """Delete a namespace and its snapshot.
 
-    Deletes corpus, learned probabilities and statistics.
+    Deletes corpus, learned probabilities and statistics, and its damaged files that were set aside.
     """
+    files = f"the damaged files of {namespace} that were set aside"
     if not yes:
-        click.confirm(f"Delete the namespace {namespace}, all that it has learned, and its snapshot?", abort=True)
+        what = files if set_aside else f"the namespace {namespace}, all that it has learned, its snapshot, and {files}"
+        click.confirm(f"Delete {what}?", abort=True)
     from drafter_service.stubs import drafter_pb2 as pb
 
+    request = pb.DropNamespaceRequest(namespace=namespace, set_aside_only=set_aside)
     with link.stub() as (stub, metadata):
-        stub.DropNamespace(pb.DropNamespaceRequest(namespace=namespace), metadata=metadata)
-    click.echo(f"dropped {namespace}")
+        deleted = stub.DropNamespace(request, metadata=metadata).set_aside_files
+    click.echo(f"deleted {', '.join(deleted) or 'nothing'}" if set_aside else f"dropped {namespace}")

@@ -111,11 +111,19 @@ class OfflineSink:
         if not path.absolute().parent.is_dir():
             raise UserError(f"--snapshot: there is no folder {path.absolute().parent}; create it first")
         try:
-            if path.exists():
-                self._corpus, self._stats, _ = snapshot.load(path, capacity)
-            else:
+            path.stat()
+            is_new = False
+        except FileNotFoundError:
+            is_new = True
+        except OSError as problem:
+            # It is not known to be absent, so it must not be replaced.
+            raise UserError(f"--snapshot: {path} cannot be read: {problem.strerror}") from None
+        try:
+            if is_new:
                 capacity = DrafterConfig.capacity if capacity is None else capacity
                 self._corpus, self._stats = Corpus(capacity, DrafterConfig.match_depth), Stats()
+            else:
+                self._corpus, self._stats, _ = snapshot.load(path, capacity)
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self._known = set(self._corpus.request_times())

@@ -210,6 +210,10 @@ class ServiceFacts:
     """Requests and streams that were refused."""
     failed_saves: int = 0
     """Snapshots that could not be saved."""
+    failed_loads: int = 0
+    """Times that a stored namespace could not be loaded."""
+    set_aside: Mapping[str, list[str]] = field(default_factory=dict)
+    """Names of the damaged files that were set aside, by namespace."""
     memory_limit: int = 0
     """Maximum memory of all namespaces, in bytes."""
     unevictable_bytes: int = 0

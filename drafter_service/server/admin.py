@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -56,7 +56,7 @@ class Admin:
                 raise WireError("nothing to forget is given: use request_id, older_than_s or everything")
             if what == "older_than_s" and not 0 <= request.older_than_s < math.inf:
                 raise WireError(f"older_than_s is {request.older_than_s}; it is an age in seconds, 0 or more")
-            self._check_exists(request.namespace)
+            await self._check_exists(request.namespace)
             async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
                 if what == "request_id":
                     namespace.forget(request.request_id)
@@ -67,24 +67,29 @@ class Admin:
                 await namespace.refresh()
                 store = self._namespaces.store
                 if store is not None:
-                    await self._namespaces.save(namespace)
-                    # The renamed corpus may contain the text to forget.
-                    store.remove_refused(namespace.name)
-                return pb.ForgetResponse(snapshot_saved=store is not None)
+                    try:
+                        await self._namespaces.save(namespace)
+                    except SnapshotError as problem:
+                        raise SnapshotError(
+                            f"the text is forgotten in memory, but {problem}; until that is saved again, the text is "
+                            "still on disk"
+                        ) from None
+                set_aside = store.set_aside.get(namespace.name, []) if store is not None else []
+                return pb.ForgetResponse(snapshot_saved=store is not None, set_aside_files=set_aside)
 
     async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
         """Return the statistics of namespaces."""
         from drafter_service.observability.report.build import build_report
 
         async with _call(self._access, context) as authorized:
-            names = self._chosen(authorized, request.namespace, Right.READ)
+            names = await self._chosen(authorized, request.namespace, Right.READ)
             report = await asyncio.to_thread(build_report, self._facts(names))
             return pb.ReportResponse(json=report.model_dump_json())
 
     async def snapshot(self, request: pb.SnapshotRequest, context: grpc.aio.ServicerContext) -> pb.SnapshotResponse:
         """Save namespaces now."""
         async with _call(self._access, context) as authorized:
-            names = self._chosen(authorized, request.namespace, Right.ADMIN)
+            names = await self._chosen(authorized, request.namespace, Right.ADMIN)
             response = pb.SnapshotResponse()
             for name in sorted(names & self._namespaces.loaded.keys()):
                 async with self._namespaces.use(name, ModelIdentity()) as namespace:
@@ -97,43 +102,58 @@ class Admin:
     ) -> pb.ListNamespacesResponse:
         """List the namespaces that the caller may read."""
         async with _call(self._access, context) as authorized:
-            names = self._chosen(authorized, "", Right.READ)
-            return pb.ListNamespacesResponse(namespaces=[self._described(name) for name in sorted(names)])
+            found = await self._namespaces.names()
+            names = [name for name in found if authorized.caller.may(Right.READ, name)]
+            models = await self._models(names)
+            return pb.ListNamespacesResponse(namespaces=[self._described(name, models.get(name)) for name in names])
 
     async def drop_namespace(
         self, request: pb.DropNamespaceRequest, context: grpc.aio.ServicerContext
     ) -> pb.DropNamespaceResponse:
-        """Delete a namespace."""
+        """Delete a namespace, or only its files that were set aside."""
         async with _call(self._access, context) as authorized:
             authorized.require(Right.ADMIN, request.namespace)
-            self._check_exists(request.namespace)
-            # The namespace is loaded first, so that the event is written to the shared log.
-            async with self._namespaces.use(request.namespace, ModelIdentity()):
-                pass
-            await self._namespaces.drop(request.namespace)
-            return pb.DropNamespaceResponse()
+            await self._check_exists(request.namespace)
+            store = self._namespaces.store
+            set_aside = store.set_aside.get(request.namespace, []) if store is not None else []
+            if not request.set_aside_only:
+                await self._namespaces.drop(request.namespace)
+            elif store is not None:
+                set_aside = await self._namespaces.read_store(store.remove_set_aside, request.namespace)
+            return pb.DropNamespaceResponse(set_aside_files=set_aside)
 
-    def _chosen(self, authorized: AuthorizedCall, namespace: str, right: Right) -> set[str]:
-        """Return the namespaces that a request names. Raises PermissionDeniedError before anything is looked up."""
+    async def _chosen(self, authorized: AuthorizedCall, namespace: str, right: Right) -> set[str]:
+        """Return the namespaces that a request names, or all in memory or with files that were set aside.
+
+        Raises PermissionDeniedError before anything is looked up, NamespaceError and LoadError.
+        """
         if not namespace:
-            return {name for name in self._namespaces.names() if authorized.caller.may(right, name)}
+            store = self._namespaces.store
+            known = {*self._namespaces.loaded, *(store.set_aside if store is not None else ())}
+            return {name for name in known if authorized.caller.may(right, name)}
         authorized.require(right, namespace)
-        self._check_exists(namespace)
+        await self._check_exists(namespace)
         return {namespace}
 
-    def _check_exists(self, name: str) -> None:
-        if name not in self._namespaces.names():
+    async def _check_exists(self, name: str) -> None:
+        if not await self._namespaces.exists(name):
             raise NamespaceError(f"there is no namespace {name[:200]!r}")
 
-    def _described(self, name: str) -> pb.Namespace:
+    async def _models(self, names: Iterable[str]) -> dict[str, ModelIdentity | None]:
+        """Return the models of those namespaces that are on disk; None for unknown ones."""
+        store = self._namespaces.store
+        if store is None:
+            return {}
+        stored = [name for name in names if name not in self._namespaces.loaded]
+        return await self._namespaces.read_store(lambda: {name: store.model(name) for name in stored})
+
+    def _described(self, name: str, model: ModelIdentity | None) -> pb.Namespace:
+        """Return the row of a namespace; model: that of its files, if it is not loaded."""
         namespace, store = self._namespaces.loaded.get(name), self._namespaces.store
-        if namespace is None:
-            stored = store.describe(name) if store is not None else None
-            model = stored.model if stored is not None else None
-            config = self._namespaces.drafting(name)
-        else:
-            model, config = namespace.model, namespace.config
-        message = pb.Namespace(name=name, capacity=config.capacity)
+        model = namespace.model if namespace is not None else model
+        message = pb.Namespace(name=name, capacity=self._namespaces.drafting(name).capacity)
+        if store is not None:
+            message.set_aside_files.extend(store.set_aside.get(name, []))
         if model is not None:
             message.model.CopyFrom(pb.Model(**vars(model)))
         if namespace is not None:

@@ -22,6 +22,7 @@ from drafter_service.observability.report.schema import ClientTotals, CorpusRepo
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.engines import Engines
 from drafter_service.server.shadow import TimeBudget
+from drafter_service.server.store import Description
 from drafter_service.settings.tree import Limits
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import StepCurve
@@ -128,6 +129,24 @@ class Namespace:
         corpus.times.on_refresh = self.merge_latency.record
         corpus.maintain(config.refresh_interval_s)
 
+    def describe(self) -> Description:
+        """Return a copy of the data that is stored beside the corpus, for another thread to write."""
+        return Description(
+            name=self.name,
+            model=self.model,
+            clients=self.clients.model_copy(),
+            duplicates=self.duplicates,
+            log_position=self.log_position() if self.log_position else self.restored_position,
+            history=[tuple(sample) for sample in self.history.samples],
+        )
+
+    def restore(self, stored: Description) -> None:
+        """Continue with what `describe` returned."""
+        self.model, self.clients, self.duplicates = stored.model, stored.clients, stored.duplicates
+        self.restored_position = stored.log_position
+        for sample in stored.samples():
+            self.history.record(sample)
+
     def read_from(self, libraries: Sequence[Namespace]) -> None:
         """Draft from these namespaces, too, and from no others. Raises IdentityError for another tokenizer."""
         for library in libraries:
@@ -207,23 +226,23 @@ class Namespace:
     def learn(
         self, tokens: np.ndarray, request_id: str | None, tag: int = NO_TAG, *, logged_at: float | None = None
     ) -> bool:
-        """Learn a finished text, uint32 [n], unless its name was learned before; return whether it was new.
+        """Learn a finished text, uint32 [n]; return False if its name was learned before, or it is dropped.
 
         tag: that of a rollout, see `Rollout.tag`. logged_at: time at which a text from the shared log finished.
         """
         if self.has_learned(request_id):
             self.duplicates += 1
             return False
-        if request_id is not None:
+        is_learned = self.corpus.append(tokens, request_id, tag, time=logged_at)
+        if request_id is not None and is_learned:
             self._learned[hash_of(request_id)] = self.corpus.clock() if logged_at is None else logged_at
             if len(self._learned) > MAX_NAMES:
                 for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
-        self.corpus.append(tokens, request_id, tag, time=logged_at)
         if logged_at is None:
             # By the name, readers of the log distinguish one text that is read twice from two equal texts.
             self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time(), tag))
-        return True
+        return is_learned
 
     async def wait_for_room(self) -> None:
         """Return once at most `max_waiting` learned tokens are not draftable yet, which bounds memory.
@@ -322,6 +341,8 @@ class Namespace:
                 base_merges=times.base_merges,
                 full_builds=times.full_builds,
                 forgotten_requests=times.forgotten,
+                dropped_requests=times.dropped,
+                live_gaps=times.live_gaps,
             ),
             memory_bytes=self.memory_bytes,
             libraries=tuple(self.libraries),

@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import structlog
 
-from drafter_service.observability.facts import History, ModelIdentity
+from drafter_service.observability.facts import ModelIdentity
 from drafter_service.replication.events import Dropped
 from drafter_service.server.namespace import ClosedError, IdentityError, Namespace
-from drafter_service.server.store import NAME, Description, Store
+from drafter_service.server.retries import LoadError, Retries
+from drafter_service.server.store import NAME, Description, Store, Stored
+from drafter_service.server.threads import DiskThreads, finished
 from drafter_service.settings.tree import ServiceConfig
 from ssd.config import DrafterConfig
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.sections import SnapshotError
-from ssd.corpus.snapshot import Loaded
 from ssd.errors import UserError
 from ssd.stats import Stats
 
@@ -33,7 +34,11 @@ BYTES_PER_TOKEN = 15
 MIN_BYTES = 25_000_000
 """Memory of a namespace besides its tokens, in bytes: learned probabilities, running text, buffers."""
 
+DISK_LIMIT_S, DISK_BYTES_PER_S = 30.0, 20e6
+"""A caller waits for a file for the first plus its size at this rate, in seconds. Disks that answer are faster."""
+
 Locks = WeakValueDictionary[str, asyncio.Lock]
+T = TypeVar("T")
 
 
 class NamespaceError(ValueError):
@@ -42,6 +47,10 @@ class NamespaceError(ValueError):
 
 class MemoryLimitError(RuntimeError):
     """The memory limit does not allow another namespace."""
+
+
+class StalledError(SnapshotError):
+    """A snapshot is being written, and did not end in time. The file system may not answer."""
 
 
 class Saved(NamedTuple):
@@ -85,14 +94,35 @@ class Namespaces:
             for library in libraries:
                 self._readers[library].append(reader)
         self.failed_saves = 0
+        self._disk = DiskThreads()
         self._reserved: dict[str, int] = {}
         self._loading, self._saving = Locks(), Locks()
         """Locks by name, kept while they are held or waited for."""
-        self._saves: set[asyncio.Task[Saved]] = set()
+        self._loads: dict[str, asyncio.Task[Namespace]] = {}
+        self._next_saves: dict[Namespace, asyncio.Task[Saved]] = {}
+        """Saves that have not begun to read the namespace."""
+        self.retries = Retries()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that go on if their callers are cancelled, since threads cannot be."""
 
-    def names(self) -> list[str]:
-        """Return the names of all namespaces, including those on disk."""
-        return sorted({*self.loaded, *(self.store.names() if self.store else [])})
+    async def names(self) -> list[str]:
+        """Return the names of all namespaces, including those on disk. Raises LoadError."""
+        stored = await self.read_store(self.store.names) if self.store else []
+        return sorted({*self.loaded, *stored})
+
+    async def exists(self, name: str) -> bool:
+        """Return whether a namespace is loaded or on disk. Raises LoadError."""
+        if name in self.loaded or self.store is None or not NAME.fullmatch(name):
+            return name in self.loaded
+        return await self.read_store(self.store.has, name)
+
+    async def read_store(self, read: Callable[..., T], *arguments: object) -> T:
+        """Call a short function of the store in a thread. Raises LoadError if it fails, or takes too long."""
+        late = LoadError("the snapshot folder", f"it does not answer within {DISK_LIMIT_S:.0f} s")
+        try:
+            return await finished(self._disk.run(read, *arguments), DISK_LIMIT_S, late)
+        except (OSError, RuntimeError) as problem:
+            raise (problem if problem is late else LoadError("the snapshot folder", problem)) from None
 
     @property
     def unevictable_bytes(self) -> int:
@@ -104,16 +134,18 @@ class Namespaces:
     async def use(self, name: str, model: ModelIdentity) -> AsyncIterator[Namespace]:
         """Create or restore a namespace if it is not loaded, and keep it loaded within the block.
 
-        Raises NamespaceError, MemoryLimitError, and IdentityError for a model that differs from the namespace's.
+        Raises NamespaceError, MemoryLimitError, LoadError, and IdentityError for a model that differs from the
+        namespace's.
         """
         if not NAME.fullmatch(name):
             raise NamespaceError(
                 f"a namespace cannot be called {name[:200]!r}; use 1 to 128 letters, digits, '_', '.', '@' and '-'"
             )
-        async with _lock(self._loading, name):
-            namespace = self.loaded.get(name) or await self._load(name, model)
-            namespace.adopt(model)
-            namespace.active_calls += 1
+        while (namespace := self.loaded.get(name)) is None:
+            # It may be unloaded again before this continues.
+            await self._load_once(name, model)
+        namespace.adopt(model)
+        namespace.active_calls += 1
         try:
             for reader in (name, *self._readers[name]):
                 self._connect(reader)
@@ -150,64 +182,104 @@ class Namespaces:
     async def save(self, namespace: Namespace) -> Saved:
         """Write a namespace to its folder, even if the caller is cancelled during the write.
 
-        Raises ClosedError, and SnapshotError, after which the old files remain.
+        Raises ClosedError, and SnapshotError, after which the old files remain; after StalledError they may be replaced
+        later.
         """
         if self.store is None:
             raise SnapshotError("there is no snapshot folder; start the service with --snapshot-folder")
-        # The lock must be held while the thread writes, so that an earlier save does not replace a later one.
-        saving = asyncio.create_task(self._save(self.store, namespace))
-        self._saves.add(saving)
-        saving.add_done_callback(self._saves.discard)
-        return await asyncio.shield(saving)
+        saving = self._next_saves.get(namespace)
+        if saving is None:
+            saving = self._next_saves[namespace] = self._start(self._save(self.store, namespace))
+        limit_s = _limit_s(namespace.memory_bytes)
+        late = StalledError(f"namespace {namespace.name!r} is still being written after {limit_s:.0f} s")
+        try:
+            return await finished(saving, limit_s, late)
+        except StalledError as problem:
+            self.failed_saves += 1
+            logger.error("snapshot not saved", namespace=namespace.name, reason=str(problem))
+            raise
 
     async def _save(self, store: Store, namespace: Namespace) -> Saved:
         began = time.monotonic()
+        # The lock must be held while the thread writes, so that an earlier save does not replace a later one.
         async with _lock(self._saving, namespace.name):
+            del self._next_saves[namespace]
             if namespace.is_closed:
                 raise ClosedError(f"namespace {namespace.name!r} was dropped")
-            version, stats, description = namespace.version, namespace.stats, _describe(namespace)
+            version, stats, description = namespace.version, namespace.stats, namespace.describe()
             try:
-                size = await asyncio.to_thread(_write, store, namespace, stats, description)
-            except (SnapshotError, OSError) as problem:
+                size = await self._disk.run(_write, store, namespace, stats, description)
+            except (SnapshotError, OSError, MemoryError, RuntimeError) as problem:
+                reason = str(problem) or type(problem).__name__
                 self.failed_saves += 1
-                logger.error("snapshot not saved", namespace=namespace.name, reason=str(problem))
-                raise SnapshotError(str(problem)) from None
+                logger.error("snapshot not saved", namespace=namespace.name, reason=reason)
+                raise SnapshotError(reason) from None
             namespace.saved_version = version
         return Saved(namespace.name, size, time.monotonic() - began)
 
     async def save_changed(self) -> None:
-        """Save all namespaces with changes; a failure is logged, and the next call tries again."""
+        """Save all namespaces with changes; a failure is logged, and the next call tries again.
+
+        After one that stalls the others are left for the next call, since they are in the same folder.
+        """
         for namespace in list(self.loaded.values()) if self.store else []:
             if namespace.is_changed:
-                with suppress(SnapshotError, ClosedError):
+                try:
                     await self.save(namespace)
+                except StalledError:
+                    return
+                except (SnapshotError, ClosedError):
+                    continue
 
     async def unload_idle(self, idle_s: float) -> None:
         """Save and unload the namespaces that were not used for `idle_s` seconds; failures as in `save_changed`."""
         for namespace in list(self.loaded.values()) if self.store else []:
             if namespace.is_idle and time.monotonic() - namespace.last_used >= idle_s:
-                with suppress(SnapshotError):
+                try:
                     await self._save_and_unload(namespace)
+                except StalledError:
+                    return
+                except (SnapshotError, ClosedError):
+                    continue
 
     async def drop(self, name: str) -> bool:
-        """Delete a namespace; return whether it existed. Raises SnapshotError if files could not be deleted."""
-        async with _lock(self._loading, name), _lock(self._saving, name):
-            namespace = self.loaded.get(name)
-            if namespace is not None:
-                namespace.publish(Dropped(time.time()))
-                for stream in list(namespace.streams):
-                    stream.end()
-                await self._unload(namespace)
-            if self.store is None or not self.store.has(name):
-                return namespace is not None
+        """Delete a namespace, with its files that were set aside; return whether it existed.
+
+        It need not be readable. Raises LoadError, and SnapshotError if files could not be deleted.
+        """
+        if not await self.exists(name):
+            return False
+        late = SnapshotError(f"files of namespace {name!r} are not deleted yet; the file system does not answer")
+        return await finished(self._start(self._drop(name)), 2 * DISK_LIMIT_S, late)
+
+    async def _drop(self, name: str) -> bool:
+        async with AsyncExitStack() as stack:
             try:
-                await asyncio.to_thread(self.store.delete, name)
-            except OSError as problem:
-                raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
+                async with asyncio.timeout(DISK_LIMIT_S):
+                    for locks in (self._loading, self._saving):
+                        await stack.enter_async_context(_lock(locks, name))
+            except TimeoutError:
+                raise SnapshotError(
+                    f"files of namespace {name!r} are being read or written, so nothing was deleted; try again"
+                ) from None
+            # An empty one, if it is not loaded, so that replicas are told.
+            namespace = self.loaded.get(name) or self._opened(name, ModelIdentity(), Stored(None, None))
+            namespace.publish(Dropped(time.time()))
+            for stream in list(namespace.streams):
+                stream.end()
+            await self._unload(namespace)
+            if self.store is not None:
+                try:
+                    await self._disk.run(self.store.delete, name)
+                except (OSError, RuntimeError) as problem:
+                    raise SnapshotError(f"files of namespace {name!r} cannot be deleted: {problem}") from None
+            self.retries.forget(name)
             return True
 
     async def close(self) -> None:
         """Save all changes and unload all namespaces."""
+        for loading in self._loads.values():
+            loading.cancel()
         await self.save_changed()
         for namespace in list(self.loaded.values()):
             await self._unload(namespace)
@@ -217,48 +289,66 @@ class Namespaces:
         capacity = self._config.namespaces.capacities.get(name, self._config.drafting.capacity)
         return replace(self._config.drafting, capacity=capacity)
 
+    async def _load_once(self, name: str, model: ModelIdentity) -> None:
+        """Load a namespace, or wait for the load in progress, which goes on if this caller is cancelled."""
+        self.retries.check(name)
+        loading = self._loads.get(name)
+        if loading is None:
+            loading = self._loads[name] = self._start(self._load(name, model))
+            loading.add_done_callback(lambda _: self._loads.pop(name))
+        limit_s = _limit_s(max_bytes(self.drafting(name).capacity))
+        await finished(loading, limit_s, LoadError(f"namespace {name!r}", f"it takes longer than {limit_s:.0f} s"))
+
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
-        is_known = name in self._config.namespaces.configured or (self.store is not None and self.store.has(name))
-        if not is_known and not self._config.namespaces.create:
-            raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
-        stored = self.store.describe(name) if self.store else None
+        async with _lock(self._loading, name):
+            if name in self.loaded:
+                return self.loaded[name]
+            try:
+                is_stored = self.store is not None and await self._disk.run(self.store.has, name)
+                if not (is_stored or name in self._config.namespaces.configured or self._config.namespaces.create):
+                    raise NamespaceError(f"there is no namespace {name!r}, and clients may not create any")
+                drafting = self.drafting(name)
+                await self._reserve(name, max_bytes(drafting.capacity))
+                try:
+                    stored = Stored(None, None)
+                    if is_stored:
+                        assert self.store is not None
+                        stored = await self._disk.run(self.store.read, name, drafting.capacity, drafting.match_depth)
+                    namespace = self._opened(name, model, stored)
+                except BaseException:
+                    del self._reserved[name]
+                    raise
+            except (NamespaceError, MemoryLimitError):
+                raise
+            except (OSError, MemoryError, RuntimeError, SnapshotError) as problem:
+                raise self.retries.add(name, problem) from None
+            is_restored = stored.loaded is not None
+            logger.info("namespace loaded", namespace=name, tokens=namespace.corpus.tokens, restored=is_restored)
+            return namespace
+
+    def _opened(self, name: str, model: ModelIdentity, stored: Stored) -> Namespace:
+        """Return a new namespace with its stored parts, after adding it to those that are loaded."""
+        description, loaded = stored
         drafting = self.drafting(name)
-        await self._reserve(name, max_bytes(drafting.capacity))
-        try:
-            loaded = await asyncio.to_thread(self._restore, name, drafting)
-            corpus = loaded.corpus if loaded else Corpus.from_config(drafting)
-            stats = loaded.stats if loaded else None
-            waiting = self._config.limits.waiting_tokens
-            namespace = Namespace(
-                name, model, drafting, corpus, stats=stats, max_waiting=waiting, profile=self._profile
-            )
-        except BaseException:
-            del self._reserved[name]
-            raise
-        if stored is not None:
-            _restore_description(stored, namespace)
+        namespace = Namespace(
+            name,
+            model,
+            drafting,
+            loaded.corpus if loaded else Corpus.from_config(drafting),
+            stats=loaded.stats if loaded else None,
+            max_waiting=self._config.limits.waiting_tokens,
+            profile=self._profile,
+        )
+        if description is not None:
+            namespace.restore(description)
         if loaded is None:
             # Without its corpus the namespace has to read the whole log.
             namespace.restored_position = None
+        self.retries.forget(name)
         self.loaded[name] = namespace
         namespace.record_sample(time.time())
         self._on_loaded(namespace)
-        logger.info("namespace loaded", namespace=name, tokens=namespace.corpus.tokens, restored=loaded is not None)
         return namespace
-
-    def _restore(self, name: str, drafting: DrafterConfig) -> Loaded | None:
-        """Load the stored corpus; one that cannot be used is renamed and logged."""
-        if self.store is None or not self.store.corpus_path(name).exists():
-            return None
-        try:
-            return snapshot.load(self.store.corpus_path(name), drafting.capacity, drafting.match_depth)
-        except SnapshotError as problem:
-            logger.error("snapshot refused", namespace=name, reason=str(problem))
-            try:
-                logger.info("snapshot renamed", namespace=name, path=self.store.move_refused(name))
-            except OSError as stuck:
-                logger.error("snapshot not renamed", namespace=name, reason=str(stuck))
-            return None
 
     async def _reserve(self, name: str, size: int) -> None:
         """Reserve memory, by unloading idle namespaces if needed, the longest idle first. Raises MemoryLimitError."""
@@ -272,15 +362,23 @@ class Namespaces:
                 )
             try:
                 await self._save_and_unload(min(idle, key=lambda namespace: namespace.last_used))
+            except ClosedError:
+                continue
             except SnapshotError as problem:
                 raise MemoryLimitError(f"no idle namespace can be saved to make room: {problem}") from None
         self._reserved[name] = size
 
     async def _save_and_unload(self, namespace: Namespace) -> None:
+        """Save a namespace, and unload it unless it was used meanwhile. Raises SnapshotError, and ClosedError."""
+        last_used = namespace.last_used
+        if namespace.is_changed:
+            await self.save(namespace)
         async with _lock(self._loading, namespace.name):
-            if namespace.is_idle and self.loaded.get(namespace.name) is namespace:
-                if namespace.is_changed:
-                    await self.save(namespace)
+            is_unused = namespace.is_idle and namespace.last_used == last_used
+            if is_unused and self.loaded.get(namespace.name) is namespace:
+                if _lock(self._saving, namespace.name).locked():
+                    # The thread that writes it would keep its memory without a reservation.
+                    raise StalledError(f"namespace {namespace.name!r} is still being written")
                 logger.info("namespace unloaded", namespace=namespace.name)
                 await self._unload(namespace)
 
@@ -294,7 +392,19 @@ class Namespaces:
             # This waits for a merge, which may take seconds.
             await asyncio.to_thread(namespace.corpus.close)
         finally:
-            del self._reserved[namespace.name]
+            self._reserved.pop(namespace.name, None)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Return a task for an operation that goes on if its caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _limit_s(size: int) -> float:
+    """Return how long a caller waits for a file of `size` bytes, in seconds."""
+    return DISK_LIMIT_S + size / DISK_BYTES_PER_S
 
 
 def _lock(locks: Locks, name: str) -> asyncio.Lock:
@@ -304,26 +414,6 @@ def _lock(locks: Locks, name: str) -> asyncio.Lock:
 def max_bytes(capacity: int) -> int:
     """Return the maximum memory of a namespace that remembers `capacity` tokens, in bytes."""
     return MIN_BYTES + BYTES_PER_TOKEN * capacity
-
-
-def _describe(namespace: Namespace) -> Description:
-    """Return a copy of the data that is stored beside a corpus, for another thread to write."""
-    return Description(
-        name=namespace.name,
-        model=namespace.model,
-        clients=namespace.clients.model_copy(),
-        duplicates=namespace.duplicates,
-        log_position=namespace.log_position() if namespace.log_position else namespace.restored_position,
-        history=[tuple(sample) for sample in namespace.history.samples],
-    )
-
-
-def _restore_description(stored: Description, namespace: Namespace) -> None:
-    namespace.model, namespace.clients, namespace.duplicates = stored.model, stored.clients, stored.duplicates
-    namespace.restored_position = stored.log_position
-    namespace.history = History()
-    for sample in stored.samples():
-        namespace.history.record(sample)
 
 
 def _write(store: Store, namespace: Namespace, stats: Stats, description: Description) -> int:

@@ -25,8 +25,8 @@ from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
+from drafter_service.server.retries import LoadError
 from drafter_service.server.step_socket import StepSocket
-from drafter_service.server.store import exclusive_use
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
@@ -67,11 +67,15 @@ class DrafterServer:
             raise
 
     async def _start(self) -> None:
-        self._locks.enter_context(exclusive_use(self._config.snapshots.folder))
+        store = self.namespaces.store
+        if store is not None:
+            self._locks.enter_context(store.exclusive_use())
         for name in self._config.namespaces.configured:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):
                     pass
+            except LoadError:
+                continue  # It was logged, and is loaded when it is used.
             except (NamespaceError, MemoryLimitError) as problem:
                 raise UserError(f"namespaces: {problem}") from None
         await self._replication.start()
@@ -105,6 +109,8 @@ class DrafterServer:
         chosen = [
             namespace for name, namespace in sorted(self.namespaces.loaded.items()) if names is None or name in names
         ]
+        store = self.namespaces.store
+        set_aside = store.set_aside if store is not None else {}
         return ServiceFacts(
             version=own_version(),
             started_at=self._started_at,
@@ -113,6 +119,8 @@ class DrafterServer:
             namespaces=tuple(namespace.facts() for namespace in chosen),
             refused=self._streams.refused,
             failed_saves=self.namespaces.failed_saves,
+            failed_loads=self.namespaces.retries.failed,
+            set_aside={name: files for name, files in set_aside.items() if names is None or name in names},
             memory_limit=self._config.namespaces.memory_limit,
             unevictable_bytes=self.namespaces.unevictable_bytes,
             log=self._replication.facts(),

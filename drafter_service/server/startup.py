@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from drafter_service.replication.redis_stream import connect
 from drafter_service.server.listener import Listener
+from drafter_service.server.threads import in_thread
 from drafter_service.settings.tree import ServiceConfig
 
 if TYPE_CHECKING:  # It imports numba.
@@ -60,29 +59,18 @@ def _stop_event() -> asyncio.Event:
 
 async def _load_server(listener: Listener, notify: Callable[[str], None]) -> ModuleType:
     """Import the module of the server, and with it all kernels, in a thread that does not outlive the process."""
-    loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[ModuleType] = loop.create_future()
 
-    def load() -> None:
-        try:
-            from ssd.kernels.progress import ProgressLines, watched_compilation
+    def load_kernels() -> ModuleType:
+        from ssd.kernels.progress import ProgressLines, watched_compilation
 
-            lines = ProgressLines(notify)
+        lines = ProgressLines(notify)
 
-            def report(percent: int) -> None:
-                listener.state = f"compiling kernels, {percent} %"
-                lines(percent)
+        def report(percent: int) -> None:
+            listener.state = f"compiling kernels, {percent} %"
+            lines(percent)
 
-            with watched_compilation(report):
-                from drafter_service.server import server
-        except BaseException as problem:
-            settle(loaded.set_exception, problem)
-        else:
-            settle(loaded.set_result, server)
+        with watched_compilation(report):
+            from drafter_service.server import server
+        return server
 
-    def settle(method: Callable[..., None], result: object) -> None:
-        with suppress(RuntimeError):  # The event loop is closed after an interrupt.
-            loop.call_soon_threadsafe(method, result)
-
-    Thread(target=load, name="ssd-kernels", daemon=True).start()
-    return await loaded
+    return await in_thread(load_kernels)

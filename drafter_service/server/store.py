@@ -1,25 +1,38 @@
-"""Namespaces on disk: a folder each, with the corpus and its description. Every file is replaced atomically."""
+"""Namespaces on disk: a folder each, with the corpus and its description. Every file is replaced atomically.
+
+A file whose contents are proven damaged is set aside: renamed, and never removed but by an explicit command. Any other
+error leaves all files as they are. Methods may block for as long as the file system does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+import structlog
 from pydantic import BaseModel, ValidationError
 
 from drafter_service.observability.facts import ModelIdentity, Sample
 from drafter_service.observability.report.schema import ClientTotals
+from ssd.corpus import snapshot
+from ssd.corpus.sections import DamagedError
+from ssd.corpus.snapshot import Loaded
 from ssd.errors import UserError
+
+logger = structlog.get_logger(__name__)
 
 CORPUS = "corpus.ssd"
 DESCRIPTION = "namespace.json"
-REFUSED = "corpus.refused"
+SET_ASIDE = re.compile(r"(corpus|namespace)\.refused(\.\d+)?")
+"""Pattern of the names of files that were set aside."""
 LOCK = ".lock"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 """Pattern of valid names of namespaces; each is also the name of a folder."""
@@ -43,21 +56,14 @@ class Description(BaseModel):
         return [Sample(row[0], *map(int, row[1:])) for row in self.history]
 
 
-@contextlib.contextmanager
-def exclusive_use(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of snapshots, so that two services do not overwrite each other's files.
+class Stored(NamedTuple):
+    """The stored parts of a namespace; None for one that was never saved, or is set aside."""
 
-    Raises UserError if another service uses it.
-    """
-    if folder is None:
-        yield
-        return
-    with (folder / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"snapshots.folder: another service uses {folder}; give each its own folder") from None
-        yield
+    description: Description | None
+    loaded: Loaded | None
+
+
+T = TypeVar("T")
 
 
 class Store:
@@ -71,26 +77,74 @@ class Store:
             descriptor, probe = tempfile.mkstemp(dir=folder)
             os.close(descriptor)
             os.unlink(probe)
+            self._is_locked = False
+            self.set_aside: dict[str, list[str]] = {}
+            """By namespace the names of the files that were set aside, as of the last listing."""
+            self.names()
         except OSError as problem:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
 
+    @contextlib.contextmanager
+    def exclusive_use(self) -> Iterator[None]:
+        """Lock the folder, so that two services do not overwrite each other's files.
+
+        Raises UserError if another service uses it.
+        """
+        try:
+            lock = (self.folder / LOCK).open("w")
+        except OSError as problem:
+            raise UserError(f"snapshots.folder: cannot write to {self.folder}: {problem.strerror}") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"snapshots.folder: another service uses {self.folder}; give each its own folder"
+                ) from None
+            self._is_locked = True
+            yield
+            self._is_locked = False
+
     def names(self) -> list[str]:
-        """Return the names of the stored namespaces."""
-        return sorted({path.parent.name for file in (CORPUS, DESCRIPTION) for path in self.folder.glob(f"*/{file}")})
+        """Return the names of the stored namespaces, sorted. Raises OSError."""
+        found, set_aside = [], {}
+        for name in filter(NAME.fullmatch, os.listdir(self.folder)):
+            try:
+                files = os.listdir(self.folder / name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except PermissionError:
+                files = [CORPUS]
+            set_aside[name] = sorted(filter(SET_ASIDE.fullmatch, files))
+            if set_aside[name] or {CORPUS, DESCRIPTION}.intersection(files):
+                found.append(name)
+        self.set_aside = {name: files for name, files in set_aside.items() if files}
+        return sorted(found)
 
     def has(self, name: str) -> bool:
-        """Return whether a namespace is stored."""
-        return any((self.folder / name / file).exists() for file in (CORPUS, DESCRIPTION))
+        """Return whether a namespace is stored. Raises OSError."""
+        return name in self.set_aside or any(self._exists(self.folder / name / file) for file in (CORPUS, DESCRIPTION))
 
     def corpus_path(self, name: str) -> Path:
         """Return the path of the snapshot of a namespace's corpus, which need not exist."""
         return self.folder / name / CORPUS
 
-    def describe(self, name: str) -> Description | None:
-        """Return the stored description of a namespace; None without a readable one."""
+    def read(self, name: str, capacity: int, depth: int) -> Stored:
+        """Return the stored parts of a namespace; capacity and depth as in `snapshot.load`.
+
+        A part that is proven damaged is set aside and logged. Raises OSError, MemoryError and SnapshotError for what
+        cannot be read now, with all files as they were.
+        """
+        return Stored(
+            self._sound(name, DESCRIPTION, _read_description),
+            self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth)),
+        )
+
+    def model(self, name: str) -> ModelIdentity | None:
+        """Return the model of a stored namespace; None without a readable description."""
         try:
-            return Description.model_validate_json((self.folder / name / DESCRIPTION).read_bytes())
-        except (OSError, ValidationError):
+            return _read_description(self.folder / name / DESCRIPTION).model
+        except (OSError, DamagedError):
             return None
 
     def make_folder(self, name: str) -> None:
@@ -101,18 +155,60 @@ class Store:
         """Replace the description atomically. Raises OSError, after which the old file remains."""
         _write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
-    def move_refused(self, name: str) -> Path:
-        """Rename an unusable corpus, so that it can be examined; return its new path."""
-        return self.corpus_path(name).replace(self.folder / name / REFUSED)
-
-    def remove_refused(self, name: str) -> None:
-        """Remove the renamed corpus, if there is one. Raises OSError."""
-        (self.folder / name / REFUSED).unlink(missing_ok=True)
+    def remove_set_aside(self, name: str) -> list[str]:
+        """Remove the files of a namespace that were set aside; return their names. Raises OSError."""
+        self.names()
+        files = self.set_aside.get(name, [])
+        for file in files:
+            (self.folder / name / file).unlink(missing_ok=True)
+        self.set_aside.pop(name, None)
+        return files
 
     def delete(self, name: str) -> None:
-        """Remove a namespace. Raises OSError if files cannot be removed."""
+        """Remove a namespace, with what was set aside of it. Raises OSError if files cannot be removed."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
+        self.set_aside.pop(name, None)
+
+    def _sound(self, name: str, file: str, read: Callable[[Path], T]) -> T | None:
+        """Return the contents of a file; None if it does not exist, or is proven damaged and was set aside."""
+        path = self.folder / name / file
+        if not self._exists(path):
+            return None
+        try:
+            return read(path)
+        except DamagedError as problem:
+            reason = str(problem)
+        kept = self._set_aside(path)
+        self.set_aside[name] = [*self.set_aside.get(name, []), kept.name]
+        logger.error("snapshot refused", namespace=name, reason=reason, set_aside=str(kept))
+        return None
+
+    def _set_aside(self, path: Path) -> Path:
+        """Rename a file, never to the name of another one; return its new path. Raises OSError."""
+        first = path.with_suffix(".refused")
+        others = (first.with_name(f"{first.name}.{number}") for number in itertools.count(2))
+        unused = next(each for each in itertools.chain([first], others) if not self._exists(each))
+        return path.rename(unused)
+
+    def _exists(self, path: Path) -> bool:
+        """Return whether a file exists. Raises OSError if that is not known."""
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if self._is_locked:
+                # Without the lock file this is another folder, such as the mount point of a disk that is gone.
+                (self.folder / LOCK).stat()
+            return False
+        return True
+
+
+def _read_description(path: Path) -> Description:
+    """Return a description. Raises OSError, and DamagedError for a file that is none."""
+    try:
+        return Description.model_validate_json(path.read_bytes())
+    except ValidationError:
+        raise DamagedError(f"{path}: is not the description of a namespace") from None
 
 
 def _write_atomically(path: Path, text: str) -> None:

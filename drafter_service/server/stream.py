@@ -23,6 +23,7 @@ from drafter_service.server.requests import (
     read_model,
     read_padding,
 )
+from drafter_service.server.retries import LoadError
 from drafter_service.server.session import Session, error_response
 from drafter_service.server.step_socket import Answer, Send
 from drafter_service.settings.tree import Limits
@@ -31,18 +32,21 @@ from drafter_service.transport.wire import PROTOCOL, SHAPES, WireError
 
 logger = structlog.get_logger(__name__)
 
-REFUSALS = {
+
+class ProtocolError(ValueError):
+    """The client uses another version of the protocol."""
+
+
+REFUSALS: dict[type[Exception], grpc.StatusCode] = {
     NamespaceError: grpc.StatusCode.INVALID_ARGUMENT,
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     IdentityError: grpc.StatusCode.FAILED_PRECONDITION,
     MemoryLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ClosedError: grpc.StatusCode.ABORTED,
+    LoadError: grpc.StatusCode.UNAVAILABLE,
+    ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """gRPC status codes of the exceptions that end a stream or a call."""
-
-
-class ProtocolError(ValueError):
-    """The client uses another version of the protocol."""
 
 
 class StreamRights:
@@ -104,10 +108,10 @@ class DraftStreams:
                     stream.is_answering = False
                     if stream.is_over:
                         stream.task.cancel()
-        except (*REFUSALS, ProtocolError) as refused:
+        except tuple(REFUSALS) as refused:
             self.refused += 1
             logger.warning("stream refused", reason=str(refused))
-            await context.abort(REFUSALS.get(type(refused), grpc.StatusCode.FAILED_PRECONDITION), str(refused))
+            await context.abort(REFUSALS[type(refused)], str(refused))
         except asyncio.CancelledError:
             if not self._stopping:
                 raise

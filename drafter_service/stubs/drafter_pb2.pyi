@@ -253,10 +253,12 @@ class ForgetRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., request_id: _Optional[str] = ..., older_than_s: _Optional[float] = ..., everything: bool = ...) -> None: ...
 
 class ForgetResponse(_message.Message):
-    __slots__ = ("snapshot_saved",)
+    __slots__ = ("snapshot_saved", "set_aside_files")
     SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FILES_FIELD_NUMBER: _ClassVar[int]
     snapshot_saved: bool
-    def __init__(self, snapshot_saved: bool = ...) -> None: ...
+    set_aside_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, snapshot_saved: bool = ..., set_aside_files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("namespace",)
@@ -303,7 +305,7 @@ class ListNamespacesResponse(_message.Message):
     def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s")
+    __slots__ = ("name", "model", "is_loaded", "tokens", "capacity", "memory_bytes", "streams", "idle_s", "set_aside_files")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     IS_LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +314,7 @@ class Namespace(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FILES_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: Model
     is_loaded: bool
@@ -320,14 +323,19 @@ class Namespace(_message.Message):
     memory_bytes: int
     streams: int
     idle_s: float
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    set_aside_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., is_loaded: bool = ..., tokens: _Optional[int] = ..., capacity: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., streams: _Optional[int] = ..., idle_s: _Optional[float] = ..., set_aside_files: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DropNamespaceRequest(_message.Message):
-    __slots__ = ("namespace",)
+    __slots__ = ("namespace", "set_aside_only")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_ONLY_FIELD_NUMBER: _ClassVar[int]
     namespace: str
-    def __init__(self, namespace: _Optional[str] = ...) -> None: ...
+    set_aside_only: bool
+    def __init__(self, namespace: _Optional[str] = ..., set_aside_only: bool = ...) -> None: ...
 
 class DropNamespaceResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("set_aside_files",)
+    SET_ASIDE_FILES_FIELD_NUMBER: _ClassVar[int]
+    set_aside_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, set_aside_files: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -123,7 +123,8 @@ class DrafterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropNamespace(self, request, context):
-        """Deletes a namespace: its corpus, learned probabilities, statistics and snapshot. Its streams end.
+        """Deletes a namespace: its corpus, learned probabilities, statistics, snapshot, and its damaged files that were set
+        aside. Its streams end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

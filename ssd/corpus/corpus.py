@@ -39,6 +39,11 @@ delayed new text by 0.2 s."""
 RETRY_S = 1.0
 """Time after which the maintainer repeats a refresh that failed, in seconds; until then, it applies no changes."""
 
+MIN_WAITING = 1 << 20
+"""Number of tokens, or the capacity if that is more, that may wait for the next refresh."""
+MAX_LIVE_CHANGES = 1 << 14
+"""Number of changes of the live tier that may wait for the next refresh: some megabytes, seconds of many engines."""
+
 
 class Corpus:
     """All remembered tokens and their index. Any thread may use it."""
@@ -63,6 +68,8 @@ class Corpus:
         """Commands that the index has not executed yet; they stay here if it fails."""
         self._owners = itertools.count()
         self._live_changes: deque[Callable[[LiveTier], None]] = deque()
+        self._has_live_gap = False
+        """Whether changes were left out; then the live tier forgets all running requests with the next refresh."""
         self._running = 0
         self._appended = self._indexed = 0
         self._read = 0
@@ -170,18 +177,26 @@ class Corpus:
         return self._index.is_merging
 
     @property
+    def erasures(self) -> int:
+        """Number of times that finished text was erased because it was forgotten."""
+        return self._index.ring.erasures
+
+    @property
     def times(self) -> MergeTimes:
         """Counts of the maintainer's work."""
         return self._index.times
 
     def append(
         self, tokens: np.ndarray, request_id: str | None = None, tag: int = 0, *, time: float | None = None
-    ) -> None:
+    ) -> bool:
         """Remember a copy of one request, uint32 [N]; the next refresh adds it to the index.
 
-        request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by
-        the clock; None: now. Raises ValueError for another dtype or shape, for the separator's id, for a tag of more
-        than 16 bits, and for a time that is not finite, and UserError as `maintain`.
+        request_id: a name to forget it by. tag: of a rollout, see `Rollout.tag`. time: when it finished, by the clock;
+        None: now. Returns False, and counts the request in `times.dropped`, if too many tokens wait for a maintainer
+        that does not progress; without a maintainer, this refreshes instead.
+
+        Raises ValueError for another dtype or shape, for the separator's id, for a tag of more than 16 bits, and for a
+        time that is not finite, and UserError as `maintain`.
         """
         self._check_process()
         check_tokens(tokens)
@@ -190,9 +205,21 @@ class Corpus:
         if not 0 <= tag < 1 << 16:
             raise ValueError(f"tag must have 16 bits, not be {tag}")
         if len(tokens):
+            if self.waiting > max(self.capacity, MIN_WAITING) and not self._make_room():
+                return False
             with self._count_lock:
                 self._appended += len(tokens)
             self._put(Text(tokens.copy(), hash_of(request_id), self.clock() if time is None else time, tag))
+        return True
+
+    def _make_room(self) -> bool:
+        """Refresh if nothing else does; return whether another request can be appended."""
+        if self._maintainer is None:
+            self.refresh()
+            return True
+        with self._count_lock:
+            self.times.dropped += 1
+        return False
 
     def forget(self, request_id: str) -> None:
         """Forget what was appended under a request id; after the next `refresh` no draft or new snapshot contains it.
@@ -221,7 +248,7 @@ class Corpus:
         with self._count_lock:
             self._running += 1
         if prefix is not None:
-            own_prefix = prefix.copy()
+            own_prefix = prefix[-self.depth :].copy()
             self._change_live(lambda live: live.start(owner, own_prefix, tag))
         return owner
 
@@ -253,7 +280,7 @@ class Corpus:
         """
         self._check_process()
         with self._refresh_lock:
-            has_changes = self._live_changes or self._inbox or self._forgets or self._waiting
+            has_changes = self._live_changes or self._has_live_gap or self._inbox or self._forgets or self._waiting
             if not (has_changes or self._index.is_merging or self._has_failed):
                 return
             began = time.perf_counter()
@@ -272,7 +299,7 @@ class Corpus:
             self.times.on_refresh(time.perf_counter() - began)
 
     def state(self) -> State:
-        """Return the index's finished requests. Nothing in it is overwritten while the state is held."""
+        """Return the index's finished requests; see `State` for how long it can be read."""
         with self._refresh_lock:
             return self._index.state()
 
@@ -296,7 +323,10 @@ class Corpus:
         self._maintainer.start()
 
     def close(self) -> None:
-        """Stop the background thread; wait for its current refresh. Does nothing in a forked child."""
+        """Stop the background thread; wait for its current refresh. Does nothing in a forked child.
+
+        A refresh waits at most `ssd.corpus.tier.READERS_LIMIT_S` for readers.
+        """
         if self._maintainer is None or self._is_fork:
             return
         self._stopping.set()
@@ -327,7 +357,10 @@ class Corpus:
 
     def _change_live(self, change: Callable[[LiveTier], None]) -> None:
         # The maintainer is woken at once, so that the queue stays short.
-        self._live_changes.append(change)
+        if len(self._live_changes) < MAX_LIVE_CHANGES and not self._has_live_gap:
+            self._live_changes.append(change)
+        else:
+            self._has_live_gap = True
         self._wake.set()
 
     def _refresh_until_stopped(self, interval_s: float) -> None:
@@ -362,6 +395,10 @@ class Corpus:
     def _apply_live_changes(self) -> None:
         for _ in range(len(self._live_changes)):
             self._live_changes.popleft()(self._index.live)
+        if self._has_live_gap:
+            self.times.live_gaps += 1
+            self._index.live.finish_all()
+            self._has_live_gap = False
 
     def _read_inbox(self) -> None:
         """Move queued texts and commands to `_waiting` and `_forgets`; remove waiting texts that are forgotten."""

@@ -52,16 +52,25 @@ class MergeTimes:
     """Sorts of the whole corpus."""
     forgotten: int = 0
     """Requests that were forgotten, or pieces of long ones."""
+    dropped: int = 0
+    """Requests that were not learned because too many were waiting."""
+    live_gaps: int = 0
+    """Times that outputs of running requests were left out because too many changes were waiting."""
     on_refresh: Callable[[float], object] = lambda _: None
     """Function that is called with the duration of each refresh that changed something, in seconds."""
 
 
+class ReplacedError(Exception):
+    """Text of a state was overwritten or forgotten since."""
+
+
 @dataclass(frozen=True, eq=False)
 class State:
-    """The contents of an index, apart from running requests. Nothing in it is overwritten while it is held."""
+    """The contents of an index, apart from running requests. Changes of the index do not wait for its readers."""
 
-    base: SuffixArray
-    """Suffix array of the positions before `covered`, without those whose keys begin before `oldest`."""
+    positions: np.ndarray
+    """uint32 [N]: suffix array of the positions before `covered`, without those whose keys begin before `oldest`. It
+    stays unchanged while this array is held."""
     ring: Ring
     oldest: int
     covered: int
@@ -69,6 +78,18 @@ class State:
     """The text is at positions `oldest` to `head` - 1."""
     rows: np.ndarray
     """Rows of the `RequestLog`, a copy; the first may begin before `oldest`."""
+    erasures: int
+    """Those of the ring when the state was taken."""
+
+    def read(self, first: int, end: int) -> np.ndarray:
+        """Return a copy of the tokens at positions `first` to `end` - 1, uint32.
+
+        Raises ReplacedError if newer text may be among them, or any text was forgotten since.
+        """
+        tokens = self.ring.read(first, end)
+        if self.ring.overwritten > first or self.ring.erasures != self.erasures:
+            raise ReplacedError
+        return tokens
 
 
 class Index:
@@ -108,8 +129,8 @@ class Index:
 
     def state(self) -> State:
         """Return the current contents."""
-        rows = self.log.rows.copy()
-        return State(self._base.newest, self.ring, self._oldest, self._covered, self.ring.head, rows)
+        rows, ring = self.log.rows.copy(), self.ring
+        return State(self._base.keep(), ring, self._oldest, self._covered, ring.head, rows, ring.erasures)
 
     def add(self, waiting: deque[Text]) -> None:
         """Add all waiting texts to the index, and remove them from the queue."""
@@ -127,8 +148,7 @@ class Index:
 
     def step(self) -> None:
         """Do a slice of the merge in progress, and publish a view of all changes since the last step."""
-        if self._merge is not None and self._merge.step():
-            self._adopt()
+        self._step_merge()
         self.publish()
         if self._is_removing and self._base.wait_until_unread(READERS_WAIT_S):
             self._remove_old()
@@ -261,6 +281,7 @@ class Index:
         if oldest > self._oldest:
             self._start_merge(oldest)
             self._finish_merge()
+        self._recent.wait_for_readers()  # What is replaced below must not fail once the text is in the base tier.
         ring, first, into = self.ring, self._readable_from(oldest), self._base.next_buffer().address
         with self._written(texts):
             size = usable_positions(ring.address, first % ring.capacity, ring.head - first, ring.capacity, into)
@@ -292,13 +313,17 @@ class Index:
     def _finish_merge(self) -> None:
         """Finish the merge in progress, if there is one. Waits until the removed text has no readers."""
         while self._merge is not None:
-            if self._merge.step():
-                self._adopt()
+            self._step_merge()
         if self._is_removing:
             self._remove_old()
 
-    def _adopt(self) -> None:
-        """Publish the result of the merge."""
+    def _step_merge(self) -> None:
+        """Do a slice of the merge in progress, if there is one, and publish the result of the last one."""
+        if self._merge is None:
+            return
+        self._other_recent.wait_for_readers()  # What is replaced below must not fail once the merge is complete.
+        if not self._merge.step():
+            return
         self._merge, self._frozen = None, empty_suffix_array()
         self._other_recent.replace(empty_suffix_array())
         self._oldest, self._covered = self._merged

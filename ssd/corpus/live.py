@@ -97,6 +97,11 @@ class LiveTier:
         if output is not None:
             self._freed += output.blocks
 
+    def finish_all(self) -> None:
+        """End all requests; the rest of their outputs is ignored."""
+        for owner in list(self._running):
+            self.finish(owner)
+
     def merge(self) -> bool:
         """Update the suffix array; return whether it changed."""
         if not self._new and not self._freed:

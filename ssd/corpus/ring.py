@@ -94,6 +94,10 @@ class Ring:
         """The next position to be written."""
         self.oldest = 0
         """The first position that is remembered."""
+        self.overwritten = 0
+        """Text before this position may have been overwritten."""
+        self.erasures = 0
+        """Number of calls of `erase`."""
         self._buffer = Buffer(capacity + 2 * PAD)
         self.slots = self._buffer.array[PAD : PAD + capacity]
         """uint32 [capacity]."""
@@ -116,6 +120,8 @@ class Ring:
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, uint32 [N], N at most `free`."""
+        # Before the slots are written, so that a reader without a lock can check afterwards what it has read.
+        self.overwritten = max(self.overwritten, self.head + len(tokens) - self.capacity)
         before, behind = self.slots_of(self.head, self.head + len(tokens))
         size = before.stop - before.start
         self.slots[before] = tokens[:size]
@@ -132,6 +138,7 @@ class Ring:
 
     def erase(self, position: int, end: int) -> None:
         """Overwrite positions `position` to `end` - 1 with separators. There must be no readers."""
+        self.erasures += 1  # As in `write`.
         before, behind = self.slots_of(position, end)
         self.slots[before] = SEPARATOR
         self.slots[behind] = SEPARATOR

@@ -1,4 +1,4 @@
-"""A file of named arrays: written to a temporary file and renamed, checksummed, and memory-mapped on reading.
+"""A file of named arrays: written to a temporary file and renamed, and checked by checksums when it is read.
 
 The file has a header of one block, then the sections, each in separate blocks, all little-endian. The header has the
 magic, the version, the file's size, an entry for each section, and in its last four bytes the CRC-32 of the bytes
@@ -8,13 +8,15 @@ before them; an entry has the CRC-32 of its section's blocks. This module does n
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,8 +27,8 @@ from ssd.errors import UserError
 MAGIC = b"SSDSNAP\n"
 VERSION = 1
 BLOCK = 4096
-CHECKED_AT_ONCE = 1 << 22
-"""Number of bytes whose checksum is computed at a time."""
+READ_AT_ONCE = 1 << 22
+"""Number of bytes that are read, and whose checksum is computed, at a time."""
 
 _START = struct.Struct("<8sIIQ")
 """Magic, version, sections, size of the file."""
@@ -39,6 +41,10 @@ MAX_SECTIONS = (BLOCK - _START.size - _CRC.size) // _ENTRY.size
 
 class SnapshotError(UserError):
     """A snapshot cannot be written or used; the message says why and what to do."""
+
+
+class DamagedError(SnapshotError):
+    """A file was read, and its contents are not a whole snapshot. Reading it again would give the same."""
 
 
 class Section(NamedTuple):
@@ -58,14 +64,15 @@ class _Entry(NamedTuple):
     crc: int
 
 
-def write_sections(path: Path, sections: Iterable[Section]) -> int:
+def write_sections(path: Path, sections: Iterable[Section], check: Callable[[], None] = lambda: None) -> int:
     """Write a file and rename it to `path` once it is safe on disk; return its size in bytes.
 
-    Until then an existing file stays unchanged. Raises SnapshotError if writing fails.
+    Until then an existing file stays unchanged. check: called before the renaming, which does not happen if it raises
+    an exception. Raises SnapshotError if writing fails.
     """
     try:
         _remove_leftovers(path)
-        size = _write_and_rename(path, sections)
+        size = _write_and_rename(path, sections, check)
         _sync_folder(path.parent)
         return size
     except OSError as error:
@@ -75,26 +82,31 @@ def write_sections(path: Path, sections: Iterable[Section]) -> int:
 
 
 def read_sections(path: Path) -> dict[str, np.ndarray]:
-    """Return all arrays of a file by name, read-only and memory-mapped, after checking all checksums.
+    """Return all arrays of a file by name, read-only, after checking all checksums.
 
-    Raises SnapshotError for a file that is missing, of another format or version, cut off or damaged.
+    The file is not mapped: an error of the disk at a mapped page would end the process. Raises DamagedError for a file
+    of another format, cut off or damaged, and SnapshotError for one of another version or that cannot be read now.
     """
     try:
-        data = np.asarray(np.memmap(path, np.uint8, "r"))
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            entries = _entries(path, file.read(BLOCK), size)
+            return {entry.name.decode(errors="replace"): _read_section(path, file, entry, size) for entry in entries}
     except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError:
-        raise SnapshotError(f"{path}: is empty; use another snapshot") from None
-    return {entry.name.decode(errors="replace"): _section(path, data, entry) for entry in _entries(path, data)}
+        problem = error.strerror
+    except MemoryError:
+        problem = os.strerror(errno.ENOMEM)
+    raise SnapshotError(f"{path}: cannot be read: {problem}")
 
 
-def _write_and_rename(path: Path, sections: Iterable[Section]) -> int:
+def _write_and_rename(path: Path, sections: Iterable[Section], check: Callable[[], None]) -> int:
     written, file = _new_part(path)
     try:
         with file:
             size = _write(file, sections)
             file.flush()
             os.fsync(file.fileno())
+            check()
             # The lock is still held: `_remove_leftovers` of another process removes unlocked parts.
             os.replace(written, path)
     except BaseException:
@@ -157,13 +169,15 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _entries(path: Path, data: np.ndarray) -> list[_Entry]:
-    """Return the entries of a checked header."""
-    header = data[:BLOCK].tobytes()
+def _entries(path: Path, header: bytes, actual_size: int) -> list[_Entry]:
+    """Return the entries of a checked header. actual_size: of the file, in bytes."""
+    if not actual_size:
+        raise _damaged(path, "is empty")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
-        raise SnapshotError(f"{path}: is not a snapshot; give the path of one")
-    if len(header) < BLOCK:
+        raise DamagedError(f"{path}: is not a snapshot; give the path of one")
+    if actual_size < BLOCK:
         raise _damaged(path, "is cut off")
+    _check_complete(header, BLOCK)
     _, version, count, size = _START.unpack_from(header)
     if version != VERSION:
         raise SnapshotError(
@@ -171,27 +185,38 @@ def _entries(path: Path, data: np.ndarray) -> list[_Entry]:
         )
     if zlib.crc32(header[: -_CRC.size]) != _CRC.unpack_from(header, BLOCK - _CRC.size)[0]:
         raise _damaged(path, "its header is damaged")
-    if size != len(data):
-        raise _damaged(path, f"is cut off: {len(data):,} bytes of {size:,}" if len(data) < size else "is too long")
+    if size != actual_size:
+        is_short = actual_size < size
+        raise _damaged(path, f"is cut off: {actual_size:,} bytes of {size:,}" if is_short else "is too long")
     if count > MAX_SECTIONS:
         raise _damaged(path, "its header is damaged")
     entries = [_ENTRY.unpack_from(header, _START.size + index * _ENTRY.size) for index in range(count)]
     return [_Entry(name.rstrip(b"\0"), dtype.rstrip(b"\0"), *rest) for name, dtype, *rest in entries]
 
 
-def _section(path: Path, data: np.ndarray, entry: _Entry) -> np.ndarray:
-    end = entry.begin + entry.size + -entry.size % BLOCK
+def _read_section(path: Path, file: BufferedReader, entry: _Entry, file_size: int) -> np.ndarray:
+    size = entry.size + -entry.size % BLOCK
     dtype = entry.dtype.decode("ascii", "replace")
-    is_sound = entry.name.isascii() and dtype in _DTYPES and entry.begin >= BLOCK and end <= len(data)
+    is_sound = entry.name.isascii() and dtype in _DTYPES and entry.begin >= BLOCK and entry.begin + size <= file_size
     if not is_sound or entry.begin % BLOCK or entry.size % np.dtype(dtype).itemsize:
         raise _damaged(path, "its header is damaged")
-    crc = 0
-    for first in range(entry.begin, end, CHECKED_AT_ONCE):
-        crc = zlib.crc32(data[first : min(end, first + CHECKED_AT_ONCE)].data, crc)
+    data, crc = np.empty(size, np.uint8), 0
+    file.seek(entry.begin)
+    for first in range(0, size, READ_AT_ONCE):
+        part = data[first : first + READ_AT_ONCE].data
+        _check_complete(part[: file.readinto(part)], len(part))
+        crc = zlib.crc32(part, crc)
     if crc != entry.crc:
         raise _damaged(path, f"the section {entry.name.decode()} is damaged")
-    return data[entry.begin : entry.begin + entry.size].view(dtype)
+    data.flags.writeable = False
+    return data[: entry.size].view(dtype)
 
 
-def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"{path}: {what}; use another snapshot")
+def _check_complete(data: bytes | memoryview, size: int) -> None:
+    """Raise OSError if fewer bytes were read than the file had when it was opened."""
+    if len(data) < size:
+        raise OSError(errno.EIO, "it became shorter while it was read")
+
+
+def _damaged(path: Path, what: str) -> DamagedError:
+    return DamagedError(f"{path}: {what}; use another snapshot")

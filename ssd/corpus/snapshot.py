@@ -16,10 +16,10 @@ import numpy as np
 
 from ssd.config import MAX_MATCH_DEPTH
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.index import State
+from ssd.corpus.index import ReplacedError, State
 from ssd.corpus.requests import ROW
 from ssd.corpus.ring import MAX_CAPACITY, MIN_CAPACITY, SEPARATOR
-from ssd.corpus.sections import Section, SnapshotError, read_sections, write_sections
+from ssd.corpus.sections import DamagedError, Section, SnapshotError, read_sections, write_sections
 from ssd.kernels.learned import LearnedTables, tables_layout
 from ssd.stats import Stats
 
@@ -31,6 +31,9 @@ CHUNK = 1 << 20
 DEPTH, SIZE, COVERED, TABLES_LAYOUT, CAPACITY = range(5)
 """Entries of the section "facts", int64: maximum match length, tokens of text, how many of them the suffix array
 covers, `tables_layout`, and the capacity of the corpus."""
+
+ATTEMPTS = 3
+"""Number of times that a save begins again because text was forgotten or overwritten while it was written."""
 
 MAX_LOGIT = 7.0
 MAX_WEIGHT = 1e3
@@ -50,17 +53,27 @@ class Loaded(NamedTuple):
 def save(corpus: Corpus, path: str | Path, stats: Stats | None = None) -> int:
     """Write all finished requests and learned tables, and the counters if given; return the file's size in bytes.
 
-    Any thread may call it while others draft and append; it needs a few megabytes of memory. A snapshot with the same
-    path is replaced once the new one is safe on disk. Raises SnapshotError if it cannot be written.
+    Any thread may call it while others draft, append and forget; none of them waits for the disk. It needs a few
+    megabytes of memory, and 4 bytes for each token if a merge ends meanwhile, which leaves the old suffix array to it.
+    A snapshot with the same path is replaced once the new one is safe on disk, unless text was forgotten meanwhile:
+    then the save begins again. Raises SnapshotError if it cannot be written.
     """
     corpus.refresh()
-    # The sections hold the state until the file is complete: forgetting waits for that, so that no snapshot written
-    # after it contains what was forgotten.
-    sections = _sections(corpus, stats)
-    try:
-        return write_sections(Path(path), sections)
-    finally:
-        sections.close()
+    for _ in range(ATTEMPTS):
+        forgotten = corpus.erasures
+        sections = _sections(corpus, stats)
+        try:
+            return write_sections(Path(path), sections, lambda: _check_unforgotten(corpus, forgotten))  # noqa: B023
+        except ReplacedError:
+            continue
+        finally:
+            sections.close()
+    raise SnapshotError(f"{path}: cannot be written: its text was replaced meanwhile, {ATTEMPTS} times; try again")
+
+
+def _check_unforgotten(corpus: Corpus, erasures: int) -> None:
+    if corpus.erasures != erasures:
+        raise ReplacedError
 
 
 def load(
@@ -72,8 +85,9 @@ def load(
     """Return a corpus with the contents of a snapshot.
 
     capacity: tokens, or None for that of the saved corpus; if it is less than the snapshot holds, the newest tokens are
-    loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. Raises SnapshotError for a
-    file that cannot be used or has another match depth, with nothing loaded; ValueError for an impossible capacity.
+    loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. Raises DamagedError for a file
+    that is proven unusable, SnapshotError for one that cannot be read now, or is of another version or match depth, and
+    ValueError for an impossible capacity, with nothing loaded.
     """
     path = Path(path)
     sections = read_sections(path)
@@ -84,7 +98,7 @@ def load(
         tables = _checked_tables(sections, int(facts[TABLES_LAYOUT]))
     except (_UnsoundError, KeyError) as error:
         # The checksums are correct, so the file is not damaged by accident.
-        raise SnapshotError(f"{path}: was not written by a drafter ({error}); use another snapshot") from None
+        raise DamagedError(f"{path}: was not written by a drafter ({error}); use another snapshot") from None
     if depth is not None and facts[DEPTH] != depth:
         raise SnapshotError(
             f"{path}: its index was made for a match depth of {facts[DEPTH]}, not {depth}; "
@@ -127,14 +141,14 @@ def _sections(corpus: Corpus, stats: Stats | None) -> Generator[Section, None, N
 
 def _text(state: State) -> Iterator[np.ndarray]:
     for first in range(state.oldest, state.head, CHUNK):
-        yield state.ring.read(first, min(first + CHUNK, state.head))
+        yield state.read(first, min(first + CHUNK, state.head))
 
 
 def _positions(state: State) -> Iterator[np.ndarray]:
     """Yield the suffix array of the base tier, counted from the oldest position."""
     slots, oldest = state.ring.capacity, state.oldest % state.ring.capacity
-    for first in range(0, len(state.base), CHUNK):
-        part = state.base.positions[first : first + CHUNK].astype(np.int64) - oldest
+    for first in range(0, len(state.positions), CHUNK):
+        part = state.positions[first : first + CHUNK].astype(np.int64) - oldest
         part[part < 0] += slots
         yield part
 

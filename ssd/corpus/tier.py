@@ -9,6 +9,13 @@ import numpy as np
 
 from ssd.corpus.memory import Buffer
 
+READERS_LIMIT_S = 10.0
+"""Time after which a change gives up waiting for readers, in seconds. Queries take milliseconds."""
+
+
+class ReadersError(RuntimeError):
+    """A suffix array that was replaced is still being read."""
+
 
 class SuffixArray:
     """Positions sorted by the reversed text before them. They never change while this object is held."""
@@ -39,10 +46,28 @@ class Tier:
         self._reading = threading.Lock()
         """Locked while the previous suffix array has readers."""
         self._retired: weakref.ref[SuffixArray] | None = None
+        self._kept: list[tuple[Buffer, weakref.ref[np.ndarray]]] = []
+        """The results of `keep`, with the buffers that they are in."""
+
+    def keep(self) -> np.ndarray:
+        """Return the newest positions, uint32 [N], for a reader that may take long, such as the writer of a file.
+
+        Changes do not wait for it: they leave the memory to it, and use another buffer.
+        """
+        positions = self.newest.positions[:]
+        self._kept.append((self._front, weakref.ref(positions)))
+        return positions
 
     def next_buffer(self) -> Buffer:
-        """Return the buffer for the next suffix array, after waiting until its old contents have no readers."""
-        self.wait_until_unread()
+        """Return the buffer for the next suffix array, after waiting until its old contents have no readers.
+
+        Raises ReadersError after `READERS_LIMIT_S`, with nothing changed, as do the other changes.
+        """
+        self.wait_for_readers()
+        old, kept = self._back, [pair for pair in self._kept if pair[1]() is not None]
+        self._kept = [pair for pair in kept if pair[0] is not old]
+        if len(self._kept) < len(kept):
+            self._back = Buffer(len(old))
         return self._back
 
     def publish(self, size: int) -> None:
@@ -52,24 +77,28 @@ class Tier:
 
     def replace(self, newest: SuffixArray) -> None:
         """Publish a suffix array in other memory, which may be read-only."""
-        self.wait_until_unread()
+        self.wait_for_readers()
         # A lock and not an event: the garbage collector may call `release` in this thread, even while it waits.
         reading = threading.Lock()
         reading.acquire()
         retired = weakref.ref(self.newest, lambda _: reading.release())
         self._reading, self._retired, self.newest = reading, retired, newest
 
-    def wait_until_unread(self, timeout_s: float | None = None) -> bool:
+    def wait_for_readers(self) -> None:
+        """Wait until there are no references to the previous suffix array. Raises ReadersError."""
+        if not self.wait_until_unread(READERS_LIMIT_S):
+            raise ReadersError(f"an old suffix array is still being read after {READERS_LIMIT_S:.0f} s")
+
+    def wait_until_unread(self, timeout_s: float) -> bool:
         """Wait until there are no references to the previous suffix array; return False after the timeout."""
-        is_unread = self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        is_unread = self._reading.acquire(timeout=timeout_s)
         if is_unread:
             self._reading.release()
         return is_unread
 
     def release(self) -> None:
         """Release the memory of the next buffer, after waiting until it has no readers."""
-        self.wait_until_unread()
-        self._back.release()
+        self.next_buffer().release()
 
     @property
     def nbytes(self) -> int:

@@ -177,6 +177,12 @@ SERVICE_METRICS = (
     Number("ssd_drafter_namespaces", "Namespaces in memory now.", lambda facts: len(facts.namespaces)),
     _number("ssd_drafter_refused_total", "refused", "Requests and streams that were refused."),
     _number("ssd_drafter_failed_saves_total", "failed_saves", "Snapshots that could not be saved."),
+    _number("ssd_drafter_failed_loads_total", "failed_loads", "Times that a stored namespace could not be loaded."),
+    Number(
+        "ssd_drafter_set_aside_files",
+        "Damaged files in the snapshot folder that were set aside.",
+        lambda facts: sum(map(len, facts.set_aside.values())),
+    ),
     _number("ssd_drafter_memory_limit_bytes", "memory_limit", "Maximum memory of all namespaces in bytes."),
     _number(
         "ssd_drafter_unevictable_memory_bytes",

@@ -64,6 +64,7 @@ def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -
             uptime_s=max(0.0, finite(facts.now - facts.started_at)),
             memory_bytes=facts.memory_bytes,
             refused=facts.refused,
+            set_aside={name: list(files) for name, files in sorted(facts.set_aside.items())},
             log=facts.log,
         ),
         total=sum_drafting(namespace.drafting for namespace in namespaces),

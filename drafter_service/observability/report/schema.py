@@ -157,6 +157,12 @@ class CorpusReport(_Part):
     )
     waiting_tokens: Count = Field(description="Tokens learned but not draftable yet.")
     forgotten_requests: Count = Field(description="Requests forgotten on demand; pieces of long ones count separately.")
+    dropped_requests: Count = Field(
+        default=0, description="Requests that were not learned because too many were waiting to become draftable."
+    )
+    live_gaps: Count = Field(
+        default=0, description="Times that outputs of running requests were left out because too many were waiting."
+    )
     merges: Count = Field(description="Times that finished requests became draftable.")
     base_merges: Count = Field(description="Merges into the base tier, the largest part of the suffix array.")
     full_builds: Count = Field(description="Times that the whole suffix array was sorted.")
@@ -342,6 +348,9 @@ class ServiceReport(_Part):
     uptime_s: Amount = Field(description="Seconds.")
     memory_bytes: Count = Field(description="Resident memory of the whole process, in bytes.")
     refused: Count = Field(description="Requests and streams that were refused.")
+    set_aside: dict[str, list[str]] = Field(
+        default={}, description="Names of the damaged files that were set aside, by namespace."
+    )
     log: SharedLogReport | None = Field(description="Null: the service has no shared log.")
 
 

@@ -83,17 +83,27 @@ def remarks(namespace: NamespaceReport) -> list[str]:
             f"Acceptance probabilities are off by {units.share(error)} on average, so drafts are longer or shorter "
             "than optimal. They are learned from the numbers of verified tokens that engines report; check those."
         )
+    if namespace.corpus.dropped_requests or namespace.corpus.live_gaps:
+        found.append(
+            f"Merging was too slow for what finished: {units.count(namespace.corpus.dropped_requests)} requests were "
+            f"not learned, and outputs of running requests were left out {units.count(namespace.corpus.live_gaps)} "
+            "times. Give the drafter more processors and memory."
+        )
     return found
 
 
 def service_remarks(report: Report) -> list[str]:
     """Return sentences about problems of the service."""
     log = report.service.log
+    found = [
+        f"Damaged files of {units.printable(name)} were set aside: {', '.join(files)}. Restore a backup; "
+        f"`ssd-drafter drop {units.printable(name)} --set-aside` deletes them."
+        for name, files in report.service.set_aside.items()
+    ]
     if log is None:
-        return []
+        return found
     if not log.is_connected:
-        return ["The shared log cannot be reached: this replica learns only from its own engines."]
-    found = []
+        return [*found, "The shared log cannot be reached: this replica learns only from its own engines."]
     if log.lag_s > MAX_LOG_LAG_S:
         found.append(f"This replica reads the shared log {units.duration(log.lag_s)} late.")
     if log.gaps:

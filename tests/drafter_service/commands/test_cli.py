@@ -139,6 +139,30 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         assert not (service.folder / "team-a").exists()
 
 
+def test_damaged_files_are_set_aside_shown_and_deleted_by_a_command_alone(run, service):
+    folder = service.folder / "damaged"
+    folder.mkdir()
+    (folder / "corpus.ssd").write_bytes(b"no snapshot")
+    with connected(service.address, service.token) as caller:
+        caller.observe("damaged", TEXT, names=["one"])
+        caller.call("Snapshot", namespace="damaged")
+    assert re.search(r"damaged .* 1 damaged", run("namespaces", *service.admin)[1])
+    code, out, _ = run("forget", "damaged", "--everything", *service.admin)
+    assert code == 0
+    assert "may still contain the text: corpus.refused; to delete them: ssd-drafter drop damaged --set-aside" in out
+    with connected(service.address, service.token) as caller:
+        assert json.loads(caller.call("Report").json)["service"]["set_aside"] == {"damaged": ["corpus.refused"]}
+    assert "Damaged files of damaged were set aside: corpus.refused" in run("report", *service.admin)[1]
+    code, out, _ = run("drop", "damaged", "--set-aside", *service.admin, answer="n")
+    assert code == 1
+    assert (folder / "corpus.refused").read_bytes() == b"no snapshot"
+    assert run("drop", "damaged", "--set-aside", "--yes", *service.admin) == (0, "deleted corpus.refused\n", "")
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.ssd", "namespace.json"]
+    assert run("drop", "damaged", "--set-aside", "--yes", *service.admin) == (0, "deleted nothing\n", "")
+    assert run("drop", "damaged", "--yes", *service.admin) == (0, "dropped damaged\n", "")
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -112,7 +112,6 @@ def test_forgotten_text_is_not_drafted_and_not_on_disk(service, caller, name, wh
     eventually(lambda: drafts_of(caller, name, first, first + 100) == [[first + 8], [first + 108]])
     caller.call("Snapshot", namespace=name)
     assert is_on_disk(service, counted(first + 100))
-    (service.snapshots / name / "corpus.refused").write_bytes(pack(array(counted(first + 100)), "u4"))
     assert caller.call("Forget", namespace=name, **what).snapshot_saved
     kept = [[first + 8]] if "request_id" in what else [[]]
     assert drafts_of(caller, name, first, first + 100) == [*kept, []]

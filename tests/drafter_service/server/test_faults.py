@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,16 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from drafter_service.client import DrafterClient
 from drafter_service.observability.facts import History, Sample
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.settings.tree import ServiceConfig, SnapshotsConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.snapshot import load
 from tests.certificates import Authority
+from tests.drafter_service.fake_server import draft_of
 from tests.drafter_service.guarded import run
+from tests.drafter_service.random_faults import Sidecar
 from tests.drafter_service.raw import (
     DRAFT,
     TIMEOUT_S,
@@ -41,6 +45,7 @@ from tests.drafter_service.raw import (
     texts,
 )
 from tests.servers import served
+from tests.strategies import array
 
 IS_SOAK = settings().max_examples > settings.get_profile("project").max_examples
 STREAMS = 50
@@ -418,3 +423,68 @@ def test_only_valid_certificates_connect(tmp_path):
         assert code_of(engine) == "UNAVAILABLE"
         pair.replace_by(good)
         assert code_of(engine) is None
+
+
+# Random faults.
+
+
+def test_nothing_that_was_saved_is_lost_to_random_faults():
+    faults = 1000 if IS_SOAK else 14
+    with tempfile.TemporaryDirectory(prefix="ssd-") as folder:
+        command = [sys.executable, "-m", "tests.drafter_service.random_faults", folder, str(faults), "5"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * faults + 300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "lost 0" in ended.stdout
+
+
+# The disk does not answer, or fails.
+
+
+def test_a_disk_that_does_not_answer_only_prevents_snapshots():
+    with tempfile.TemporaryDirectory(prefix="ssd-") as name, Sidecar(Path(name)) as sidecar:
+        caller = sidecar.caller
+        caller.observe("a", counted(100), names=["mine"])
+        caller.call("Snapshot")
+        caller.observe("a", counted(200), names=["other"])
+        sidecar.fail("STALL 1")
+        code, message = caller.refusal("Snapshot", namespace="a")
+        assert (code, "is still being written after" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+        # Much more than the ring has slots is learned, and becomes draftable.
+        for first in range(10_000, 400_000, 10_000):
+            caller.observe("a", counted(first, 9_999), names=[str(first)])
+            eventually(lambda first=first: caller.probe("a", counted(first)[:8], limit=1) == [first + 8])
+        caller.observe("a", counted(100), names=["mine"])
+        code, message = caller.refusal("Forget", namespace="a", request_id="390000")
+        assert (code, message.split(", but")[0]) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the text is forgotten in memory",
+        )
+        assert caller.probe("a", counted(390_000)[:8], limit=1) == []
+        assert '"name":"a"' in caller.call("Report").json
+        for method, what in (("ListNamespaces", {}), ("Observe", {"namespace": "b"})):
+            code, message = caller.refusal(method, **what)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert message.startswith("not ready: ")
+        # It can even be stopped.
+        sidecar.stop()
+
+
+@pytest.mark.parametrize("has_socket", [False, True], ids=["grpc", "steps"])
+def test_a_client_goes_on_without_drafts_while_its_namespace_cannot_be_loaded(has_socket):
+    with tempfile.TemporaryDirectory(prefix="ssd-") as name, Sidecar(Path(name)) as sidecar:
+        losses = []
+        sidecar.caller.observe("a", counted(100))
+        sidecar.caller.call("Snapshot")
+        sidecar.kill()
+        sidecar.fail("EIO 1")
+        if not has_socket:
+            Path(f"{name}/drafter.sock.steps").unlink()
+        connecting = DrafterClient(sidecar.address, namespace="a", required=False, on_lost=losses.append)
+        with closing(connecting) as client:
+            client.start(1, array(counted(100)[:8]))
+            eventually(lambda: losses)
+            assert losses[0].startswith("not ready: namespace 'a' cannot be loaded now: [Errno 5] Input/output error")
+            assert draft_of(client, []) == []
+            sidecar.fail()
+            eventually(lambda: draft_of(client, [])[:1] == [108])
+            assert len(losses) == 1

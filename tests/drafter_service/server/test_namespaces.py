@@ -27,10 +27,10 @@ LLAMA = ModelIdentity("llama", "tokenizer-a", "", 100)
 @run
 async def test_namespaces_are_made_on_first_use_and_are_isolated():
     async with opened() as namespaces:
-        assert namespaces.names() == []
+        assert await namespaces.names() == []
         first = await learned(namespaces, "a", [1, 2, 3, 4])
         second = await learned(namespaces, "b", [1, 2, 3, 5], [9, 1, 2, 3, 5])
-        assert namespaces.names() == ["a", "b"]
+        assert await namespaces.names() == ["a", "b"]
         assert draft_of(first, [1, 2, 3], 1) == [4]
         assert draft_of(second, [1, 2, 3], 1) == [5]
         third = await learned(namespaces, "c")
@@ -64,7 +64,7 @@ def test_a_name_that_could_be_a_path_is_refused(tmp_path, name):
             with pytest.raises(NamespaceError, match="a namespace cannot be called"):
                 async with namespaces.use(name, UNKNOWN_MODEL):
                     pass
-            assert namespaces.names() == []
+            assert await namespaces.names() == []
 
     asyncio.run(test())
     assert [path.name for path in tmp_path.rglob("*")] == ["snapshots"]
@@ -119,7 +119,7 @@ async def test_a_dropped_namespace_is_deleted_from_memory_and_disk(tmp_path):
         assert [type(event) for event in published] == [Dropped]
         await asyncio.wait([stream])
         assert stream.cancelled()
-        assert namespaces.names() == []
+        assert await namespaces.names() == []
         assert list(tmp_path.iterdir()) == []
         assert not await namespaces.drop("a")
         again = await learned(namespaces, "a")

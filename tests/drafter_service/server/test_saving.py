@@ -121,7 +121,7 @@ async def test_a_corpus_without_its_description_is_restored_and_can_be_dropped(t
         await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
     (tmp_path / "a" / "namespace.json").unlink()
     async with opened(tmp_path, create=False) as namespaces:
-        assert namespaces.names() == ["a"]
+        assert await namespaces.names() == ["a"]
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
         assert await namespaces.drop("a")
         assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,9 @@
 """Namespaces on disk: descriptions, names, and atomic replacement of files."""
 
+import errno
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,15 @@ SAMPLE = Sample(1.5, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 @pytest.fixture
 def store(tmp_path):
     return Store(tmp_path / "folder")
+
+
+def raising(problem):
+    """Return a function that raises an exception."""
+
+    def fail(*_, **__):
+        raise problem
+
+    return fail
 
 
 def description(name="a", **changes):
@@ -34,24 +46,38 @@ def written(store, name="a", **changes):
     return store
 
 
+def read(store, name="a"):
+    """Return the description of a namespace."""
+    return store.read(name, 100_000, 8).description
+
+
+def files_of(store, name="a"):
+    return sorted(path.name for path in (store.folder / name).iterdir())
+
+
 def test_a_description_is_read_back(store):
-    assert written(store).describe("a") == description()
-    assert store.describe("a").samples() == [SAMPLE]
-    assert store.describe("b") is None
+    assert read(written(store)) == description()
+    assert read(store).samples() == [SAMPLE]
+    assert read(store, "b") is None
+    assert (store.model("a"), store.model("b")) == (description().model, None)
 
 
 def test_fields_that_a_description_lacks_have_defaults(store):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text('{"name": "a", "model": {}, "history": [[1, 2]]}')
-    kept = store.describe("a")
+    kept = read(store)
     assert (kept.clients, kept.log_position, kept.samples()) == (ClientTotals(), None, [])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"name": 5}', '{"name": "a", "model": {"vocab_size": "x"}}'])
-def test_an_unreadable_description_counts_as_missing(store, content):
+def test_a_damaged_description_is_set_aside(store, content):
     store.make_folder("a")
     (store.folder / "a" / DESCRIPTION).write_text(content)
-    assert store.describe("a") is None
+    assert store.model("a") is None
+    assert files_of(store) == [DESCRIPTION]
+    assert read(store) is None
+    assert (store.folder / "a" / "namespace.refused").read_text() == content
+    assert store.set_aside == {"a": ["namespace.refused"]}
 
 
 def test_a_namespace_exists_with_either_file(store):
@@ -68,23 +94,64 @@ def test_a_namespace_exists_with_either_file(store):
 
 def test_all_files_of_a_namespace_are_deleted(store):
     written(store).corpus_path("a").touch()
-    store.move_refused("a")
+    assert read(store) == description()
+    assert store.set_aside == {"a": ["corpus.refused"]}
     store.delete("a")
     assert not (store.folder / "a").exists()
+    assert store.set_aside == {}
     store.delete("a")
 
 
-def test_a_refused_corpus_is_renamed(store):
+def test_no_file_that_was_set_aside_replaces_another(store):
+    written(store)
+    for content in ("first", "second", "third"):
+        store.corpus_path("a").write_text(content)
+        assert store.read("a", 100_000, 8).loaded is None
+    names = ["corpus.refused", "corpus.refused.2", "corpus.refused.3"]
+    assert [(store.folder / "a" / name).read_text() for name in names] == ["first", "second", "third"]
+    # Another process finds them, too, even without other files.
+    (store.folder / "a" / DESCRIPTION).unlink()
+    again = Store(store.folder)
+    assert again.set_aside == store.set_aside == {"a": names}
+    assert (again.names(), again.has("a")) == (["a"], True)
+    assert again.remove_set_aside("a") == names
+    assert (again.set_aside, again.remove_set_aside("a"), files_of(store)) == ({}, [], [])
+
+
+def test_a_damaged_file_that_cannot_be_renamed_stays(store, monkeypatch):
     written(store).corpus_path("a").write_text("damaged")
-    refused = store.move_refused("a")
-    assert refused.read_text() == "damaged"
-    assert not store.corpus_path("a").exists()
-    # The next refused corpus replaces it, so that damaged files do not fill the disk.
-    store.corpus_path("a").write_text("again")
-    assert store.move_refused("a") == refused
-    store.remove_refused("a")
-    store.remove_refused("a")
-    assert not refused.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", raising(OSError(errno.EROFS, "Read-only file system")))
+        with pytest.raises(OSError, match="Read-only"):
+            store.read("a", 100_000, 8)
+    assert (files_of(store), store.set_aside) == (["corpus.ssd", DESCRIPTION], {})
+
+
+def test_a_file_is_absent_only_if_the_file_system_says_so(store, monkeypatch):
+    written(store)
+    for code in (errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", raising(OSError(code, os.strerror(code))))
+            patch.setattr(os, "listdir", raising(OSError(code, os.strerror(code))))
+            for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8), store.names):
+                with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+                    look()
+    assert store.has("a")
+
+
+def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_one(store):
+    """The mount point of a disk that was unmounted is an empty folder."""
+    written(store)
+    with store.exclusive_use():
+        assert not store.has("b")
+        gone = store.folder.rename(store.folder.with_name("gone"))
+        store.folder.mkdir()
+        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8)):
+            with pytest.raises(FileNotFoundError):
+                look()
+        store.folder.rmdir()
+        gone.rename(store.folder)
+        assert store.has("a")
 
 
 def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
@@ -93,7 +160,7 @@ def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
         patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             store.write_description(description(duplicates=50))
-    assert store.describe("a").duplicates == 3
+    assert read(store).duplicates == 3
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
 
 

@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack, ExitStack
 import pytest
 
 from drafter_service.replication.replicas import Replication
-from drafter_service.server.namespaces import MemoryLimitError, Namespaces, max_bytes
+from drafter_service.server import namespaces as module
+from drafter_service.server.namespaces import MemoryLimitError, Namespaces, StalledError, max_bytes
+from drafter_service.server.retries import LoadError
 from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits, LogConfig, NamespacesConfig, ServiceConfig
 from ssd.corpus.sections import SnapshotError
@@ -34,7 +36,7 @@ async def test_the_longest_idle_namespace_is_unloaded_and_restored(tmp_path):
         for name, last in (("a", 4), ("b", 5), ("c", 6)):
             await learned(namespaces, name, [1, 2, 3, last])
         assert sorted(namespaces.loaded) == ["b", "c"]
-        assert namespaces.names() == ["a", "b", "c"]
+        assert await namespaces.names() == ["a", "b", "c"]
         assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
         assert sorted(namespaces.loaded) == ["a", "c"]
         assert draft_of(await learned(namespaces, "b"), [1, 2, 3], 1) == [5]
@@ -107,6 +109,43 @@ def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
                 await third
 
     asyncio.run(test())
+
+
+def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path, monkeypatch):
+    """Even if it has no changes: the thread that writes has its memory. Nothing waits for longer than the limit."""
+    may_write, begun = blocked_writes(monkeypatch)
+    monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
+    monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
+
+    @run
+    async def test():
+        async with opened(tmp_path, fit=1) as namespaces:
+            namespace = await learned(namespaces, "a", [1, 2, 3, 4])
+            for is_changed in (True, False):
+                if not is_changed:
+                    namespace.saved_version = namespace.version
+                for _ in range(3):
+                    with pytest.raises(StalledError, match="'a' is still being written after 0 s"):
+                        await namespaces.save(namespace)
+                    with pytest.raises((MemoryLimitError, LoadError), match=r"to make room|takes longer than"):
+                        await learned(namespaces, "b")
+                    await namespaces.unload_idle(0)
+                    await namespaces.save_changed()
+                assert namespaces.loaded == {"a": namespace}
+                assert len(namespaces._reserved) == 1
+            # One save runs, and all others wait together.
+            assert len(namespaces._tasks) == 2
+            assert namespaces.failed_saves > 6
+            with pytest.raises(SnapshotError, match="are being read or written, so nothing was deleted"):
+                await namespaces.drop("a")
+            may_write.set()
+            while namespaces._tasks:
+                await asyncio.sleep(0.001)
+            assert begun._value == 2
+            assert (await learned(namespaces, "b")).name == "b"
+            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+
+    test()
 
 
 @run

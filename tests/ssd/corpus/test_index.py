@@ -1,14 +1,19 @@
 """The index: sorts of the whole corpus, merges, and views that are held while it changes."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from ssd import DrafterConfig, SuffixDrafter
+from ssd.corpus import corpus as module
+from ssd.corpus import tier
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
+from ssd.corpus.view import LIVE
 from tests.ssd.corpora import DEPTH, assert_whole, drafts_of, fill, settle, some_requests, text_of
+from tests.strategies import array
 
 
 def flat(requests):
@@ -137,11 +142,58 @@ def test_held_text_is_unchanged_while_newer_text_is_merged():
     fill(corpus, some_requests(1500))
     settle(corpus)
     state = corpus.state()
-    text, order = state.ring.read(state.oldest, state.head), state.base.positions.copy()
+    text, order = state.ring.read(state.oldest, state.head), state.positions.copy()
     for number in range(20):
         before = corpus.indexed
         fill(corpus, some_requests(1, seed=number, size=1000))
         assert corpus.indexed > before
     assert corpus.is_merging or corpus.times.base_merges > 0
     assert np.array_equal(state.ring.read(state.oldest, state.head), text)
-    assert np.array_equal(state.base.positions, order)
+    assert np.array_equal(state.positions, order)
+
+
+def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
+    """Text beyond the bound is dropped and counted, and running outputs have a gap; then everything goes on."""
+    monkeypatch.setattr(tier, "READERS_LIMIT_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(module, "MIN_WAITING", 200_000)
+    monkeypatch.setattr(module, "MAX_LIVE_CHANGES", 50)
+    corpus = Corpus(5000, DEPTH)
+    corpus.maintain(0.0005)
+    fill(corpus, some_requests(50))
+    held = corpus.view
+    owner = corpus.start_running(array([1, 2, 3]))
+    accepted = [corpus.append(request) for request in some_requests(1000)]
+    until = time.monotonic() + 60
+    while not (corpus.times.dropped and corpus._has_live_gap):
+        assert time.monotonic() < until
+        accepted += [corpus.append(request) for request in some_requests(100)]
+        corpus.extend_running(np.array([owner]), array([4]), array([0, 1]))
+    assert corpus.times.dropped == accepted.count(False)
+    assert corpus.waiting <= 200_100
+    assert len(corpus._live_changes) <= 50
+    # Even now the maintainer can be stopped.
+    corpus.close()
+    corpus.maintain(0.0005)
+    corpus.forget_older_than(-1)
+    del held
+    corpus.refresh()
+    assert corpus.waiting == 0
+    assert corpus.times.live_gaps == 1
+    for number in range(20):
+        assert corpus.append(some_requests(1, seed=number)[0])
+    corpus.end_running(owner)
+    other = corpus.start_running(array([1, 2, 3]))
+    corpus.extend_running(np.array([other]), array([4, 5]), array([0, 2]))
+    corpus.refresh()
+    assert len(corpus.view.suffix_arrays[LIVE]) > 0
+    assert_whole(corpus)
+    corpus.close()
+
+
+def test_without_a_maintainer_a_full_queue_is_merged_at_once(monkeypatch):
+    monkeypatch.setattr(module, "MIN_WAITING", 0)
+    corpus = Corpus(5000, DEPTH)
+    assert all(corpus.append(request) for request in some_requests(500))
+    assert corpus.waiting <= 5100
+    assert corpus.times.dropped == 0

@@ -4,6 +4,7 @@ import os
 import struct
 import tempfile
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -15,7 +16,7 @@ from ssd.corpus import sections
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.rollout import NO_TAG, TAGGED, Rollout
-from ssd.corpus.sections import BLOCK, Section, SnapshotError, read_sections, write_sections
+from ssd.corpus.sections import BLOCK, DamagedError, Section, SnapshotError, read_sections, write_sections
 from ssd.corpus.snapshot import load, save
 from ssd.errors import UserError
 from ssd.stats import Stats
@@ -177,9 +178,10 @@ def test_learning_starts_again_after_a_change_of_the_tables(path, monkeypatch, c
     assert loaded.corpus.tokens == corpus.tokens
 
 
-def refuse(path):
-    with pytest.raises(SnapshotError, match=r"corpus\.snapshot: "):
+def refuse(path, error=DamagedError):
+    with pytest.raises(SnapshotError, match=r"corpus\.snapshot: ") as refused:
         load(path, CAPACITY, DEPTH)
+    assert type(refused.value) is error
 
 
 def test_a_file_cut_anywhere_is_refused(path):
@@ -208,13 +210,13 @@ def test_a_flipped_bit_is_refused(path):
 
 
 def test_missing_files_and_files_of_other_formats_are_refused(path):
-    refuse(path)
+    refuse(path, SnapshotError)
     for content in (b"", b"{}\n", b"SSDSNAP\n", b"\0" * 100_000, os.urandom(20_000)):
         path.write_bytes(content)
         refuse(path)
     path.unlink()
     path.mkdir()
-    refuse(path)
+    refuse(path, SnapshotError)
     assert issubclass(SnapshotError, UserError)
 
 
@@ -270,7 +272,7 @@ def test_impossible_contents_are_refused(path, name, at, value):
     section = read_sections(path)[name].copy()
     section[at] = value
     rewrite(path, **{name: section})
-    with pytest.raises(SnapshotError, match="was not written by a drafter"):
+    with pytest.raises(DamagedError, match="was not written by a drafter"):
         load(path, CAPACITY, DEPTH)
 
 
@@ -313,6 +315,22 @@ def test_the_error_names_another_format_version(path):
     path.write_bytes(data)
     with pytest.raises(SnapshotError, match="format 2, this version reads 1"):
         load(path, CAPACITY, DEPTH)
+    refuse(path, SnapshotError)
+
+
+@pytest.mark.parametrize("short", [0, 100], ids=["before the header", "in a section"])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_not_called_damaged(path, monkeypatch, short):
+    """As on a network folder; what was read proves nothing."""
+    save(built(some_requests(20)), path)
+    real = os.fstat
+
+    def shorten(descriptor):
+        found = real(descriptor)
+        os.truncate(path, BLOCK + short if short else 0)
+        return found
+
+    monkeypatch.setattr(sections.os, "fstat", shorten)
+    refuse(path, SnapshotError)
 
 
 def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
@@ -328,7 +346,7 @@ def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
         patch.setattr(os, "replace", fail)
         with pytest.raises(SnapshotError, match="No space left on device") as kept:
             save(corpus, path)
-    # A kept error must not hold the state, since forgetting would wait for it.
+    # A kept error holds up nothing.
     corpus.forget_older_than(-1)
     corpus.refresh()
     assert "corpus.snapshot" in str(kept.value)
@@ -396,7 +414,6 @@ def test_a_kept_error_does_not_keep_the_text(tmp_path):
         save(corpus, tmp_path / "missing" / "corpus.snapshot")
     corpus.append(some_requests(1)[0], "mine")
     corpus.forget_older_than(-1)
-    # Text is erased once nothing refers to it.
     refreshing = threading.Thread(target=corpus.refresh, daemon=True)
     refreshing.start()
     refreshing.join(30)
@@ -435,6 +452,81 @@ def test_snapshots_can_be_saved_during_appending_and_drafting(path):
     assert not writer.is_alive()
 
 
+def stalled(monkeypatch, section):
+    """Stall a save where it begins to write a section, until the returned event is set; the other one says that it has
+    reached it.
+    """
+    reached, go_on, write = threading.Event(), threading.Event(), sections._write_section
+
+    def write_or_stall(file, given):
+        if given.name == section:
+            reached.set()
+            assert go_on.wait(60)
+        return write(file, given)
+
+    monkeypatch.setattr(sections, "_write_section", write_or_stall)
+    return reached, go_on
+
+
+@pytest.mark.parametrize("section", ["text", "order", "odds.cells"])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_nothing_waits_for_a_save_that_stalls(path, monkeypatch, section, forgets):
+    secret = np.arange(5000, 5100, dtype=np.uint32)
+    corpus, problems = Corpus(20_000, DEPTH), []
+    fill(corpus, [*some_requests(200), secret], "mine")
+    settle(corpus)
+    reached, go_on = stalled(monkeypatch, section)
+
+    def save_it():
+        try:
+            save(corpus, path)
+        except Exception as problem:
+            problems.append(problem)
+
+    saving = threading.Thread(target=save_it, daemon=True)
+    saving.start()
+    assert reached.wait(60)
+    corpus.maintain(0.0005)
+    # Enough to wrap around the ring several times.
+    for number in range(40):
+        for request in some_requests(10, seed=number, size=1000):
+            corpus.append(request)
+        while corpus.waiting:
+            time.sleep(0.0005)
+    if forgets:
+        corpus.forget("mine")
+        corpus.forget_older_than(-1)
+    corpus.refresh()
+    assert corpus.state().head > 400_000
+    corpus.close()
+    assert not path.exists()
+    go_on.set()
+    saving.join(60)
+    assert not problems
+    assert not saving.is_alive()
+    loaded = load(path, 20_000, DEPTH).corpus
+    assert_whole(loaded)
+    has_newest = forgets or section == "text"
+    assert (secret.tobytes() in path.read_bytes()) is not has_newest
+    assert np.array_equal(text_of(loaded), text_of(corpus)[-loaded.tokens :]) is has_newest
+
+
+def test_a_save_whose_text_is_always_replaced_gives_up(path, monkeypatch):
+    corpus = built(some_requests(20))
+    fsync = os.fsync
+
+    def forget(descriptor):
+        fill(corpus, some_requests(1), "mine")
+        corpus.forget("mine")
+        corpus.refresh()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", forget)
+    with pytest.raises(SnapshotError, match="its text was replaced meanwhile, 3 times; try again"):
+        save(corpus, path)
+    assert list(path.parent.iterdir()) == []
+
+
 def test_forgotten_requests_are_not_in_the_file(path):
     secret = np.arange(5000, 5100, dtype=np.uint32)
     corpus = built(some_requests(200))
@@ -449,7 +541,7 @@ def test_forgotten_requests_are_not_in_the_file(path):
     assert_whole(load(path, CAPACITY, DEPTH).corpus)
 
 
-def test_a_file_is_private_and_its_sections_can_be_mapped(path):
+def test_a_file_is_private_and_its_sections_are_read_only(path):
     corpus = built(some_requests(200))
     save(corpus, path)
     assert path.stat().st_mode & 0o077 == 0

@@ -2,10 +2,12 @@
 
 import sys
 import threading
+import weakref
 
 import pytest
 
-from ssd.corpus.tier import Tier, empty_suffix_array
+from ssd.corpus import tier as module
+from ssd.corpus.tier import ReadersError, Tier, empty_suffix_array
 
 
 def test_a_suffix_array_is_waited_for_until_there_are_no_references():
@@ -19,7 +21,7 @@ def test_a_suffix_array_is_waited_for_until_there_are_no_references():
     assert read.positions.tolist() == [3, 1]
     del read
     assert tier.wait_until_unread(0)
-    assert tier.wait_until_unread()
+    tier.wait_for_readers()
 
 
 @pytest.mark.parametrize("change", [Tier.next_buffer, Tier.release, lambda tier: tier.replace(empty_suffix_array())])
@@ -41,6 +43,40 @@ def test_changes_wait_until_the_previous_suffix_array_has_no_readers(change):
     del read
     changing.join(10)
     assert done.is_set()
+
+
+def test_a_change_gives_up_if_a_reader_does_not_end(monkeypatch):
+    monkeypatch.setattr(module, "READERS_LIMIT_S", 0.01)
+    tier = Tier(4)
+    tier.next_buffer().array[:2] = (3, 1)
+    tier.publish(2)
+    read = tier.newest
+    tier.publish(0)
+    for change in (tier.next_buffer, tier.release, lambda: tier.replace(empty_suffix_array())):
+        with pytest.raises(ReadersError, match="still being read after"):
+            change()
+    assert read.positions.tolist() == [3, 1]
+    del read
+    tier.publish(1)
+
+
+def test_positions_that_are_kept_are_not_waited_for_and_not_overwritten():
+    tier = Tier(4)
+    tier.next_buffer().array[:2] = (3, 1)
+    tier.publish(2)
+    kept = tier.keep(), tier.keep()
+    for number in range(4):
+        tier.next_buffer().array[:] = number
+        tier.release()
+        tier.publish(4)
+    assert [each.tolist() for each in kept] == [[3, 1]] * 2
+    # Their buffer is not held any longer than they are, and no other one was needed.
+    ended = weakref.ref(kept[0].base)
+    one, other = tier.next_buffer(), tier._front
+    del kept
+    assert ended() is None
+    tier.publish(0)
+    assert (tier.next_buffer(), tier._front) == (other, one)
 
 
 def test_the_last_reference_may_end_at_any_moment_of_a_wait():
@@ -66,7 +102,7 @@ def waits_while_a_reference_ends(moment):
 
     def wait():
         sys.settrace(trace)
-        tier.wait_until_unread()
+        tier.wait_for_readers()
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()

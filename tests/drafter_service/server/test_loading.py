@@ -1,0 +1,265 @@
+"""Stored namespaces that cannot be loaded now: their files stay, callers are told, and it is tried again."""
+
+import asyncio
+import errno
+import os
+import resource
+import struct
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from drafter_service.server import namespaces as module
+from drafter_service.server import threads
+from drafter_service.server.retries import LONGEST_RETRY_S, MAX_FAILURES, LoadError, Retries
+from drafter_service.server.threads import DiskThreads
+from ssd.corpus import sections, snapshot
+from tests.drafter_service.guarded import Clock, run
+from tests.drafter_service.raw import connected, counted, eventually
+from tests.drafter_service.server.opened_namespaces import draft_of, learned, opened
+from tests.servers import served
+
+PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE, errno.EINTR, errno.EROFS]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def saved(folder):
+    """Save a namespace; return the contents of its files."""
+    async with opened(folder) as namespaces:
+        await namespaces.save(await learned(namespaces, "a", [1, 2, 3, 4]))
+    return contents(folder)
+
+
+@asynccontextmanager
+async def opened_again(folder, clock):
+    async with opened(folder) as namespaces:
+        namespaces.retries = Retries(clock)
+        yield namespaces
+
+
+def fail(problem):
+    def fails(*_, **__):
+        raise problem
+
+    return fails
+
+
+def at_open(patch, problem):
+    patch.setattr(Path, "open", fail(problem))
+
+
+def at_description(patch, problem):
+    patch.setattr(Path, "read_bytes", fail(problem))
+
+
+def at_stat(patch, problem):
+    patch.setattr(Path, "stat", fail(problem))
+
+
+def at_thread(patch, problem):
+    patch.setattr(threading.Thread, "start", fail(problem))
+
+
+def in_the_middle(patch, problem):
+    read = sections._read_section
+    calls = iter(range(3))
+    patch.setattr(sections, "_read_section", lambda *given: read(*given) if next(calls, None) else fail(problem)())
+
+
+def in_the_corpus(patch, problem):
+    patch.setattr(snapshot, "Corpus", fail(problem))
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [(at_open, OSError(code, os.strerror(code))) for code in PASSING]
+    + [(where, OSError(errno.EIO, "Input/output error")) for where in (at_description, at_stat, in_the_middle)]
+    + [(where, MemoryError()) for where in (in_the_middle, in_the_corpus)]
+    + [(in_the_corpus, OSError(errno.ENOMEM, "Cannot allocate memory")), (at_thread, RuntimeError("no more threads"))],
+    ids=lambda given: getattr(given, "__name__", None) or repr(given),
+)
+def test_a_passing_error_leaves_the_files_and_reaches_the_caller(tmp_path, monkeypatch, where, problem):
+    @run
+    async def test():
+        before, clock = await saved(tmp_path), Clock()
+        async with opened_again(tmp_path, clock) as namespaces:
+            for _ in range(3):
+                with monkeypatch.context() as patch:
+                    where(patch, problem)
+                    with pytest.raises(LoadError, match="not ready: namespace 'a' cannot be loaded now: "):
+                        await learned(namespaces, "a", [5, 6, 7, 8])
+                clock.now += LONGEST_RETRY_S
+            assert (namespaces.retries.failed, namespaces.loaded, namespaces._reserved) == (3, {}, {})
+            await namespaces.save_changed()
+            assert contents(tmp_path) == before
+            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+
+    test()
+
+
+def other_version(data):
+    return data[:8] + struct.pack("<I", 2) + data[12:]
+
+
+@pytest.mark.parametrize("has_other_depth", [False, True])
+def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, has_other_depth, monkeypatch):
+    @run
+    async def test():
+        await saved(tmp_path)
+        path = tmp_path / "a" / "corpus.ssd"
+        if has_other_depth:
+            load = snapshot.load
+            monkeypatch.setattr(snapshot, "load", lambda path, capacity, depth: load(path, capacity, depth + 1))
+        else:
+            path.write_bytes(other_version(path.read_bytes()))
+        before = contents(tmp_path)
+        async with opened(tmp_path) as namespaces:
+            with pytest.raises(LoadError, match=r"set match_depth to" if has_other_depth else r"has format 2"):
+                await learned(namespaces, "a")
+            assert contents(tmp_path) == before
+            # It can be dropped all the same.
+            assert await namespaces.drop("a")
+            assert contents(tmp_path) == {}
+            assert (await learned(namespaces, "a")).corpus.tokens == 0
+
+    test()
+
+
+@run
+async def test_a_namespace_that_cannot_be_loaded_is_not_read_again_at_once(tmp_path):
+    clock = Clock()
+    async with opened_again(tmp_path, clock) as namespaces:
+        reads = []
+        namespaces.store.has = lambda name: reads.append(name) or fail(OSError(errno.EIO, "Input/output error"))()
+
+        async def uses(name, seconds):
+            clock.now += seconds
+            with pytest.raises(LoadError, match=f"namespace '{name}' cannot be loaded now: .*Input/output error"):
+                await learned(namespaces, name)
+            return len(reads)
+
+        assert [await uses("a", seconds) for seconds in (0, 0.9, 0.2, 1.9, 0.2, 3.9, 0.2)] == [1, 1, 2, 2, 3, 3, 4]
+        assert await uses("b", 0) == 5
+        for _ in range(10):
+            count = await uses("a", LONGEST_RETRY_S)
+        assert await uses("a", LONGEST_RETRY_S - 1) == count
+        for number in range(MAX_FAILURES + 10):
+            await uses(f"n{number}", 0)
+        assert len(namespaces.retries._failures) == MAX_FAILURES
+
+
+def blocked_loads(monkeypatch):
+    """Block loading until the returned event is set; the returned list has the names of the files."""
+    may_load, begun, load = threading.Event(), [], snapshot.load
+
+    def waits(path, *given):
+        begun.append(path.parent.name)
+        may_load.wait(60)
+        return load(path, *given)
+
+    monkeypatch.setattr(snapshot, "load", waits)
+    return may_load, begun
+
+
+def test_a_cancelled_load_keeps_its_reservation_and_the_next_caller_waits_for_it(tmp_path, monkeypatch):
+    may_load, begun = blocked_loads(monkeypatch)
+
+    @run
+    async def test():
+        await saved(tmp_path)
+        async with opened(tmp_path, fit=1) as namespaces:
+            for _ in range(40):
+                impatient = asyncio.create_task(learned(namespaces, "a"))
+                while not begun:
+                    await asyncio.sleep(0.001)
+                impatient.cancel()
+                await asyncio.wait([impatient])
+                assert impatient.cancelled()
+                assert len(namespaces._reserved) == 1
+            # Its memory is not available to others.
+            with pytest.raises(module.MemoryLimitError):
+                await learned(namespaces, "b")
+            patient = asyncio.create_task(learned(namespaces, "a"))
+            await asyncio.sleep(0.05)
+            assert not patient.done()
+            may_load.set()
+            assert draft_of(await patient, [1, 2, 3], 1) == [4]
+            assert begun == ["a"]
+
+    test()
+
+
+def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(tmp_path, monkeypatch):
+    may_load, begun = blocked_loads(monkeypatch)
+    monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
+    monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)
+
+    @run
+    async def test():
+        await saved(tmp_path)
+        async with opened(tmp_path) as namespaces:
+            for _ in range(3):
+                with pytest.raises(LoadError, match="it takes longer than"):
+                    await learned(namespaces, "a")
+            with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
+                await namespaces.drop("a")
+            assert begun == ["a"]
+            # Others are served meanwhile.
+            assert (await learned(namespaces, "b", [1, 2])).corpus.tokens == 3
+            names = namespaces.store.names
+            namespaces.store.names = may_load.wait
+            with pytest.raises(LoadError, match="the snapshot folder cannot be loaded now: it does not answer"):
+                await namespaces.names()
+            namespaces.store.names = names
+            may_load.set()
+            while "a" not in namespaces.loaded:
+                await asyncio.sleep(0.001)
+            assert draft_of(await learned(namespaces, "a"), [1, 2, 3], 1) == [4]
+
+    test()
+
+
+def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_address):
+    arguments = ["--listen", socket_address, "--capacity", "100k", "--snapshot-folder", str(tmp_path)]
+    with served(*arguments), connected(socket_address) as caller:
+        caller.observe("a", counted(100), names=["mine"])
+    before = contents(tmp_path)
+    with served(*arguments) as process, connected(socket_address) as caller:
+        caller.call("ListNamespaces")
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        used = {int(number) for number in os.listdir(f"/proc/{process.pid}/fd")}
+        none_free = next(number for number in range(1024) if number not in used)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (none_free, limits[1]))
+        for _ in range(3):
+            code, message = caller.refusal("Observe", namespace="a", texts=None)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "cannot be loaded now: " in message
+            code, _ = caller.refusal("Forget", namespace="a", request_id="mine")
+            assert code is grpc.StatusCode.UNAVAILABLE
+        assert contents(tmp_path) == before
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        eventually(lambda: caller.opened("a"))
+        assert caller.probe("a", counted(100)[:8], limit=1) == [108]
+
+
+def test_the_number_of_threads_of_a_disk_that_hangs_is_limited(monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(threads, "MAX_THREADS", 3)
+
+    @run
+    async def test():
+        disk = DiskThreads()
+        hanging = [disk.run(go_on.wait, 60) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="3 calls of the file system have not returned"):
+            disk.run(go_on.wait)
+        go_on.set()
+        await asyncio.gather(*hanging)
+        assert await disk.run(str, 5) == "5"
+
+    test()
