@@ -31,13 +31,14 @@ Lengths = Iterable[tuple[int, int]]
 
 def read_npy(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of an .npy file. Raises RecordError for other contents."""
-    shape, dtype = _header(opened.data)
-    yield from _read(opened, opened.data, dtype, _rows(shape), reading)
+    stream = opened.data
+    shape, dtype = _header(stream)
+    yield from _read(opened, stream, dtype, _rows(shape), reading)
 
 
 def read_npz(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of an .npz file, like `read_npy`."""
-    with zipfile.ZipFile(opened.data) as archive:
+    with zipfile.ZipFile(opened.seekable()) as archive:
         names = set(archive.namelist())
         if TOKENS not in names:
             raise RecordError(NO_TOKENS)
@@ -101,10 +102,11 @@ def _read(
     for number, (prompt, output) in enumerate(_in_pieces(lengths), 1):
         data = stream.read((prompt + output) * dtype.itemsize)
         values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
-        items += _items(values, prompt, f"{opened.file.name}:{number}", reading)
+        items += _items(values, prompt, f"{opened.label}:{number}", reading)
         nbytes += values.nbytes
         is_cut_off = len(values) < prompt + output
         if is_cut_off or nbytes >= reading.block_bytes:
+            opened.advance()
             yield Chunk(items, opened.bytes_read)
             items, nbytes = [], 0
         if is_cut_off:

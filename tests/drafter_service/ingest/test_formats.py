@@ -12,7 +12,7 @@ import pytest
 
 from drafter_service.ingest import lines as line_formats
 from drafter_service.ingest import token_arrays
-from drafter_service.ingest.batches import BINARY, kind_of
+from drafter_service.ingest.containers import BINARY, kind_of
 from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER
 from drafter_service.ingest.files import File, list_files
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading

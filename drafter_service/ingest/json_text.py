@@ -1,0 +1,332 @@
+"""JSON in all layouts of logs: a value on each line, arrays, concatenated values; NaN, prefixes, server-sent events."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import BinaryIO
+
+import orjson
+
+from drafter_service.ingest.documents import RecordError
+from drafter_service.ingest.files import Opened
+from drafter_service.ingest.formats import Record, read_records
+from drafter_service.ingest.reading import Reading
+
+LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+MAX_JSON = 32 << 20
+"""Maximum length of a line in bytes, or of a value on several lines in characters; longer lines are skipped. A request
+of a million tokens has about 7 MB, 12 MB with its text."""
+HEAD_LINES = 20
+NOT_JSON = "not JSON"
+NOT_UTF8 = "text that is not UTF-8"
+JSON_TOO_LONG = f"JSON longer than {MAX_JSON >> 20} MiB"
+JSON_CUT = "JSON that is cut off"
+IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)")
+"""Blank lines, comments, and lines of server-sent events that have no JSON."""
+BEGINNING = re.compile(r'[\[{][\[{\s]*(["\]}]|$)')
+OBJECT = re.compile(r'\{(?=\s*")')
+ARRAY = re.compile(r"\s*\[(?=\s*[\[{])")
+BETWEEN = re.compile(r"[\s,]*")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+CUT_MARGIN = 12
+"""Number of last characters of a text in which an error may be caused by its end."""
+KEPT_CHARS = 200
+"""Number of characters of the window that are kept before the position: the indentation of its line."""
+DECODER = json.JSONDecoder()
+
+
+def layout_of(head: bytes, suffix: str) -> str | None:
+    """Return "JSON lines" or "JSON" by the first bytes of a file; None for other content."""
+    lines = [line for line in head.split(b"\n") if not IGNORED.match(line)][:HEAD_LINES]
+    text = head[head.index(lines[0]) :].decode(errors="replace").lstrip() if lines else ""
+    is_single = len(lines) == 1 and suffix not in LINES_SUFFIXES
+    if text.startswith("{") and not is_single and values_of(lines[0]):
+        return "JSON lines"
+    if text[:1] in ("{", "["):
+        try:
+            value, end = DECODER.raw_decode(text)
+            is_json = isinstance(value, dict) or (value and isinstance(value[0], dict | list | str))
+            if is_json and text[end : end + 1].strip() in ("", ",", "{", "["):
+                return "JSON"
+        except (ValueError, RecursionError) as error:
+            if _is_cut(error, text) and BEGINNING.match(text):
+                return "JSON lines" if text[0] == "{" and suffix in LINES_SUFFIXES else "JSON"
+    if 2 * sum(bool(values_of(line)) for line in lines) > len(lines) or suffix in LINES_SUFFIXES:
+        return "JSON lines"
+    return "JSON" if suffix == ".json" else None
+
+
+# --- Lines
+
+
+def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the values of each line. Elements of arrays are records, except those of lists of messages."""
+    number = 0
+    while True:
+        block, skipped, ended = read_lines(opened.data, reading.block_bytes, MAX_JSON)
+        opened.advance()
+        for line in block.removesuffix(b"\n").split(b"\n") if block else ():
+            number += 1
+            place = f"{opened.label}:{number}"
+            try:
+                value = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                if IGNORED.match(line):
+                    continue
+                value = values_of(line)
+                if not value:
+                    reading.faults.record(NOT_JSON, place)
+            if type(value) is not list or _is_record(value):
+                yield Record(value, place)
+            else:
+                for index, element in enumerate(value, 1):
+                    yield Record(element, f"{place}.{index}" if len(value) > 1 else place)
+        if skipped:
+            number += 1
+            reading.faults.record(JSON_TOO_LONG, f"{opened.label}:{number}")
+        if ended:
+            return
+
+
+def read_lines(stream: BinaryIO, size: int, most: int) -> tuple[bytes, int, bool]:
+    """Read about `size` bytes of whole lines.
+
+    Return them, the number of bytes skipped after them because a line is longer than `most`, and whether the stream
+    has ended.
+    """
+    block = stream.read(size)
+    if not block:
+        return b"", 0, True
+    if block.endswith(b"\n"):
+        return block, 0, False
+    rest = stream.readline(most)
+    if rest.endswith(b"\n") or len(rest) < most:
+        return block + rest, 0, False
+    whole = block.rfind(b"\n") + 1
+    skipped = len(block) - whole + len(rest)
+    while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
+        skipped += len(rest)
+    return block[:whole], skipped + len(rest), False
+
+
+def values_of(line: bytes) -> object:
+    """Return the object, the list of objects, or the array in a line as Python's json reads it; [] if there is none.
+
+    Objects may have text before and after them. Nothing is read of one that is not complete, nor what follows it.
+    """
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return []
+    with suppress(ValueError, RecursionError):
+        if start := ARRAY.match(text):
+            return _decoded(text, start.end() - 1)[0]
+    values: list[object] = []
+    end = 0
+    with suppress(ValueError, RecursionError):
+        while start := OBJECT.search(text, end):
+            value, end = _decoded(text, start.start())
+            values.append(value)
+    return values[0] if len(values) == 1 else values
+
+
+def _decoded(text: str, first: int) -> tuple[object, int]:
+    """Return the value that begins at `first` and its end, lone surrogates replaced. Raises ValueError."""
+    value, end = DECODER.raw_decode(text, first)
+    if SURROGATE.search(text, first, end):
+        plain = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        value = json.loads(plain.decode("utf-16-le", "replace"))
+    return value, end
+
+
+def _is_cut(error: Exception, text: str) -> bool:
+    """Return whether a value may be incomplete only because the text ends."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text) - CUT_MARGIN
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text that was decoded with "surrogateescape" has no invalid bytes."""
+    with suppress(UnicodeEncodeError):
+        return text.isascii() or bool(text.encode())
+    return False
+
+
+def _is_record(array: list[object]) -> bool:
+    """Return whether an array is one record: a list of messages, or of neither objects nor lists."""
+    first = array[0] if array else {}
+    is_message = isinstance(first, dict) and ("role" in first or {"from", "value"} <= first.keys())
+    return is_message or not isinstance(first, dict | list)
+
+
+# --- Values on several lines
+
+
+def read_json(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the values of JSON text. Elements of arrays are records, except those of lists of messages.
+
+    If the file is one object, and it is not a record, is cut off or too long, the objects in its lists are records.
+    """
+    return _JsonText(opened, reading).records()
+
+
+class _JsonText:
+    """JSON text, of which a window is in memory: at most one value that is read, and a block."""
+
+    def __init__(self, opened: Opened, reading: Reading) -> None:
+        self._opened = opened
+        self._reading = reading
+        # Invalid bytes must not make other values unreadable.
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None
+        """Position before which nothing is needed; None: the current one."""
+        self._number = 0
+
+    def records(self) -> Iterator[Record]:
+        depth = 0
+        while char := self._next():
+            if char == "]" or (char == "[" and not self._begins_record()):
+                depth += 1 if char == "[" else -1
+                self._at += 1
+            elif char in "[{":
+                yield from self._outer_value(is_only=char == "{" and depth == self._number == 0)
+            else:
+                line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
+                if not IGNORED.match(line.encode(errors="replace")):
+                    self._count(NOT_JSON)
+                self._skip_line()
+        if depth > 0:
+            self._count(JSON_CUT)
+
+    def _outer_value(self, *, is_only: bool) -> Iterator[Record]:
+        """Yield the value here, or what it contains. `is_only`: whether it may be the only value of the file."""
+        try:
+            record = self._record(self._value())
+        except RecordError as problem:
+            self._number += not is_only
+            self._count(str(problem))
+            if is_only and str(problem) != NOT_JSON:
+                yield from self._inner_records()
+            elif str(problem) != NOT_UTF8:
+                self._skip_line()
+            return
+        if is_only and not self._next() and not any(read.outputs for read in read_records([record], self._reading.fields)):
+            lists = [value for value in record.value.values() if isinstance(value, list) and not _is_record(value)]
+            if len(lists) == 1 and lists[0]:
+                self._number = 0
+                yield from map(self._record, lists[0])
+                return
+        yield record
+
+    def _inner_records(self) -> Iterator[Record]:
+        """Yield the elements of lists in the object here, and its lists of messages, as far as they are complete."""
+        self._at += 1
+        while self._next() == '"':
+            self._value()
+            if self._next() != ":":
+                return
+            self._at += 1
+            char = self._next()
+            if char == "[":
+                is_record = self._begins_record()
+                self._at += 1
+                if is_record:
+                    messages = list(self._elements())
+                    if messages and isinstance(messages[0], dict):
+                        yield self._record(messages)
+                else:
+                    yield from map(self._record, self._elements())
+                continue
+            try:
+                self._value()
+            except RecordError:
+                if char != "{":
+                    return
+                yield from self._inner_records()
+
+    def _elements(self) -> Iterator[object]:
+        """Yield the complete values up to the end of the list here."""
+        while self._next() not in ("]", ""):
+            try:
+                yield self._value()
+            except RecordError:
+                self._at = len(self._text)
+                return
+        self._at += 1
+
+    def _record(self, value: object) -> Record:
+        self._number += 1
+        return Record(value, f"{self._opened.label}:{self._number}")
+
+    def _count(self, reason: str) -> None:
+        self._reading.faults.record(reason, f"{self._opened.label}:{self._number or 1}")
+
+    # --- The window
+
+    def _next(self) -> str:
+        """Skip white space and commas, and return the character after them; "" at the end."""
+        while True:
+            self._at = BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
+            if self._at < len(self._text) or not self._read_on():
+                return self._text[self._at : self._at + 1]
+
+    def _value(self) -> object:
+        """Return the value here, and go to its end. Raises RecordError for one that is cut off, too long or not JSON."""
+        while True:
+            try:
+                value, end = _decoded(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                if not _is_cut(error, self._text):
+                    raise RecordError(NOT_JSON) from None
+                if len(self._text) - self._at > MAX_JSON:
+                    raise RecordError(JSON_TOO_LONG) from None
+                if not self._read_on():
+                    raise RecordError(JSON_CUT) from None
+                continue
+            # A number at the end of the window may have further digits.
+            if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
+                first, self._at = self._at, end
+                if not is_unicode(self._text[first:end]):
+                    raise RecordError(NOT_UTF8)
+                return value
+
+    def _begins_record(self) -> bool:
+        """Return whether the array here is one record, by its first element."""
+        self._mark = self._at
+        try:
+            self._at += 1
+            return self._next() not in ("[", "]", "") and _is_record([self._value()])
+        except RecordError:
+            return False
+        finally:
+            self._at, self._mark = self._mark, None
+
+    def _skip_line(self) -> None:
+        """Go to the next line that begins with a value and is not indented more than this one."""
+        line = self._text[self._text.rfind("\n", 0, self._at) + 1 : self._at]
+        beginning = re.compile(rf"\n[ \t]{{0,{0 if line.strip() else len(line)}}}(?=[\[\]{{])")
+        while not (found := beginning.search(self._text, self._at)):
+            last = self._text.rfind("\n", max(self._at, len(self._text) - KEPT_CHARS))
+            self._at = len(self._text) if last < 0 else last
+            if not self._read_on():
+                self._at = len(self._text)
+                return
+        self._at = found.end()
+
+    def _read_on(self) -> bool:
+        """Extend the window, by as much as it has after the position. Return whether there was more to read."""
+        data = self._opened.data.read(max(self._reading.block_bytes, len(self._text) - self._at))
+        self._opened.advance()
+        dropped = max(0, (self._at if self._mark is None else self._mark) - KEPT_CHARS)
+        self._text = self._text[dropped:] + self._decode(data, not data)
+        self._at -= dropped
+        if self._mark is not None:
+            self._mark -= dropped
+        return bool(data)
