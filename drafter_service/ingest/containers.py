@@ -83,28 +83,40 @@ def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -
                 yield Batch(items, bytes_read)
                 items, size, last = [], 0, bytes_read
         before += file.size
+    if len(files) > kinds.total():
+        kinds["skipped"] = len(files) - kinds.total()
     yield Batch(items, before)
 
 
-def _read_file(file: File, reading: Reading, kinds: Counter[str]) -> Iterator[Chunk]:
+def _read_file(
+    file: File, reading: Reading, kinds: Counter[str], archive: zipfile.ZipFile | None = None
+) -> Iterator[Chunk]:
+    """Yield the documents of a file, or of a member of an archive. Raises only UserError."""
     try:
-        with Opened(file) as opened:
-            yield from _read(opened, reading, kinds)
+        with Opened(file, cast(BinaryIO, archive.open(file.path)) if archive else None) as opened:
+            kind = kind_of(opened, as_text=reading.as_text)
+            if archive and kind in ("zip", "snapshot"):
+                raise RecordError(IN_ARCHIVE)
+            kinds[kind] += 1
+            yield from _read(opened, kind, reading)
+            if opened.problem:
+                raise RecordError(opened.problem)
     except UserError:
         raise
     except RecordError as problem:
-        kinds["skipped"] += 1
         reading.faults.record(str(problem), file.name)
     except Exception as problem:  # File systems, codecs and pyarrow raise many types.
         reading.faults.record(f"a file that cannot be read to its end ({type(problem).__name__})", file.name)
 
 
-def _read(opened: Opened, reading: Reading, kinds: Counter[str]) -> Iterator[Chunk]:
-    """Yield the documents of a file. Raises RecordError and the errors of the libraries used."""
-    kind = kind_of(opened, as_text=reading.as_text)
-    kinds[kind] += 1
+def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[Chunk]:
     if kind == "zip":
-        yield from _members(opened, reading)
+        archive = zipfile.ZipFile(opened.seekable())
+        for info in archive.infolist():
+            if not info.is_dir() and not info.filename.startswith("__MACOSX/"):
+                file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
+                for chunk in _read_file(file, reading, Counter(), archive):
+                    yield Chunk(chunk.items, info.header_offset)
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields):
             yield Chunk(reading.items_of(read), opened.bytes_read)
@@ -112,24 +124,6 @@ def _read(opened: Opened, reading: Reading, kinds: Counter[str]) -> Iterator[Chu
         for chunk in DOCUMENTS[kind](opened, reading):
             reading.samples.add(kind, chunk.items)
             yield chunk
-    if opened.problem:
-        reading.faults.record(opened.problem, opened.file.name)
-
-
-def _members(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    archive = zipfile.ZipFile(opened.seekable())
-    for info in archive.infolist():
-        if info.is_dir() or info.filename.startswith("__MACOSX/"):
-            continue
-        file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
-        try:
-            with Opened(file, cast(BinaryIO, archive.open(info))) as member:
-                if kind_of(member, as_text=reading.as_text) in ("zip", "snapshot"):
-                    raise RecordError(IN_ARCHIVE)
-                for chunk in _read(member, reading, Counter()):
-                    yield Chunk(chunk.items, info.header_offset)
-        except RecordError as problem:
-            reading.faults.record(str(problem), file.name)
 
 
 # --- Containers

@@ -149,5 +149,11 @@ class Samples:
         """Count documents of a format."""
         if items:
             sample = self.by_format.get(name) or Sample(0, [], items[0].name)
-            outputs = sample.outputs + [item.output[:SAMPLE_SIZE] for item in items[: SAMPLES - len(sample.outputs)]]
+            outputs = sample.outputs
+            if len(outputs) < SAMPLES:
+                outputs = outputs + [_beginning(item.output) for item in items[: SAMPLES - len(outputs)]]
             self.by_format[name] = Sample(sample.count + len(items), outputs, sample.place)
+
+
+def _beginning(output: Part) -> Part:
+    return output[:SAMPLE_SIZE] if isinstance(output, str) else output[:SAMPLE_SIZE].copy()

@@ -69,7 +69,9 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
     while True:
         block, skipped, ended = read_lines(opened.data, reading.block_bytes, MAX_JSON)
         opened.advance()
-        for line in block.removesuffix(b"\n").split(b"\n") if block else ():
+        lines = block.removesuffix(b"\n").split(b"\n") if block else []
+        last = 0 if block.endswith(b"\n") else number + len(lines)
+        for line in lines:
             number += 1
             place = f"{opened.label}:{number}"
             try:
@@ -79,7 +81,8 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
                     continue
                 value = values_of(line)
                 if not value:
-                    reading.faults.record(NOT_JSON, place)
+                    is_cut = number == last and line.lstrip()[:1] in (b"{", b"[")
+                    reading.faults.record(JSON_CUT if is_cut else NOT_JSON, place)
             if type(value) is not list or _is_record(value):
                 yield Record(value, place)
             else:

@@ -17,6 +17,7 @@ from ssd.config import DrafterConfig
 from ssd.types import offsets_of
 
 BLOCK_BYTES = 1 << 20
+NO_OUTPUT = "a record without an output"
 NO_TOKENS = "an output without tokens"
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
@@ -46,6 +47,8 @@ class Reading:
         place = read.record.place
         for reason in read.skipped:
             self.faults.record(reason, place)
+        if not read.outputs and not read.skipped:
+            self.faults.record(NO_OUTPUT, place)
         origin = self._origin(read) if self.has_origins else None
         items = []
         for index, found in enumerate(read.outputs):

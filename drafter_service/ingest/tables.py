@@ -132,7 +132,8 @@ def read_arrow(opened: Opened, reading: Reading) -> Iterator[Record]:
 
 def _check_pyarrow() -> None:
     try:
-        import pyarrow  # noqa: F401
+        import pyarrow.ipc
+        import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise missing_extra("Parquet and Arrow files need pyarrow", "parquet") from None
 

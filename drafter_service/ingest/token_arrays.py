@@ -16,6 +16,7 @@ from numpy.lib import format as npy
 
 from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
+from drafter_service.ingest.reading import NO_TOKENS as NO_OUTPUT_TOKENS
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import token_ids
 
@@ -121,6 +122,7 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
         reading.faults.record(str(problem), place)
         return []
     if len(tokens) <= prompt:
+        reading.faults.record(NO_OUTPUT_TOKENS, place)
         return []
     if prompt == 0:
         return [Item(place, None, tokens)]

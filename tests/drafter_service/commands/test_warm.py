@@ -131,7 +131,7 @@ def test_loads_that_learn_nothing_fail(tmp_path):
     with pytest.raises(UserError, match=r"nothing was learned: no output in any known field \(.*a.jsonl:1\)"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match="nothing was learned: the files contain no documents"):
+    with pytest.raises(UserError, match="nothing was learned: an empty file"):
         invoke("--from", tmp_path / "empty.jsonl", "--snapshot", tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
@@ -153,12 +153,12 @@ def test_loads_without_new_text_succeed(tmp_path):
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
-        (["--from", "{}/text", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
+        (["--from", "{}/a.txt", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
     ],
 )
 def test_user_errors_are_one_line(tmp_path, arguments, message):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    (tmp_path / "text").write_text("text\n")
+    (tmp_path / "a.txt").write_text("text\n")
     with pytest.raises(UserError, match=message) as problem:
         invoke(*(argument.format(tmp_path) for argument in arguments))
     assert "\n" not in str(problem.value)

@@ -1,6 +1,7 @@
-"""Reading each file format."""
+"""Reading each container."""
 
 import gzip
+import io
 import zipfile
 
 import fsspec
@@ -10,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from drafter_service.ingest import lines as line_formats
-from drafter_service.ingest import token_arrays
-from drafter_service.ingest.containers import BINARY, kind_of
-from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER
-from drafter_service.ingest.files import File, list_files
+from drafter_service.ingest import containers, json_text, token_arrays
+from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of
+from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER, RecordError
+from drafter_service.ingest.files import CUT, Opened, list_files
+from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, NOT_UTF8
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
+from drafter_service.ingest.records import NO_OUTPUT
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
@@ -69,22 +71,22 @@ def test_bad_lines_are_counted_with_places_but_without_content(tmp_path):
     documents, reading = documents_in(path, reading=small())
     assert list(documents) == [f"{path}:2", f"{path}:7"]
     by_reason = reading.faults.by_reason
-    assert by_reason[line_formats.NOT_JSON].count == 12
-    assert by_reason[line_formats.NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
-    assert len(by_reason[line_formats.NOT_JSON].places) == MAX_PLACES
+    assert by_reason[NOT_JSON].count == 12
+    assert by_reason[NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
+    assert len(by_reason[NOT_JSON].places) == MAX_PLACES
     assert by_reason[NO_TOKENIZER].places == [f"{path}:6"]
     assert reading.faults.count == 15
     assert "secret" not in str(by_reason)
 
 
 def test_very_long_lines_are_skipped_without_keeping_them_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_formats, "MAX_JSON_LINE", 4000)
+    monkeypatch.setattr(json_text, "MAX_JSON", 4000)
     good = orjson.dumps(RECORDS[0])
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([good, b'{"text": "' + b"x" * 50_000 + b'"}', good, good]) + b"\n")
     documents, reading = documents_in(path, reading=small())
     assert list(documents) == [f"{path}:1", f"{path}:3", f"{path}:4"]
-    assert reading.faults.by_reason[line_formats.JSON_TOO_LONG].places == [f"{path}:2"]
+    assert reading.faults.by_reason[JSON_TOO_LONG].places == [f"{path}:2"]
 
 
 def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
@@ -227,18 +229,21 @@ def test_plain_text_and_source_trees(tmp_path, vocabulary):
     (tmp_path / "pkg" / "a.py").write_text("import sys\n")
     (tmp_path / "pkg" / "data.json").write_text('{\n "a": 1}\n')
     (tmp_path / "pkg" / "image").write_bytes(b"\x89PNG\0\0\0")
-    (tmp_path / "pkg" / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "pkg" / "notes").write_text("a: 1")
+    (tmp_path / "pkg" / "latin.c").write_bytes("é".encode("latin-1"))
     (tmp_path / "pkg" / "empty").write_bytes(b"\n")
     (tmp_path / "pkg" / ".git").mkdir()
     (tmp_path / "pkg" / ".git" / "config").write_text("no")
     documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary))
-    expected = {"a.py": "import sys\n", "b.py": "import os\n", "data.json": '{\n "a": 1}\n'}
+    expected = {"a.py": "import sys\n", "b.py": "import os\n"}
     assert documents == {f"{tmp_path}/pkg/{name}:1": tokenized(text) for name, text in expected.items()}
-    assert counts_of(reading.faults) == {BINARY: 1, line_formats.NOT_UTF8: 1}
+    assert counts_of(reading.faults) == {EMPTY: 1, BINARY: 1, NOT_UTF8: 1, NO_OUTPUT: 1, NOT_TEXT: 1}
+    documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary, as_text=True))
+    assert [name.rpartition("/")[2] for name in documents] == ["a.py:1", "b.py:1", "data.json:1", "notes:1"]
 
 
 def test_long_text_is_split_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch):
-    monkeypatch.setattr(line_formats, "PIECE_BYTES", 100)
+    monkeypatch.setattr(containers, "PIECE_BYTES", 100)
     lines = [f"value_{index} = {index}\n" for index in range(50)]
     (tmp_path / "a.py").write_text("".join(lines))
     documents, _ = documents_in(tmp_path / "a.py", reading=Reading(vocabulary))
@@ -248,22 +253,52 @@ def test_long_text_is_split_at_the_end_of_a_line(tmp_path, vocabulary, monkeypat
         assert document == tokenized("".join(lines[first - 1 : end - 1]))
 
 
-def test_formats_are_detected_by_the_first_bytes(tmp_path):
+def test_containers_are_detected_by_the_first_bytes(tmp_path):
     record = orjson.dumps(RECORDS[0])
     contents = {
-        "server.log": (record, "JSONL"),
-        "long.json": (b'{"tokens": [' + b"1, " * 5000 + b"1]}", "JSONL"),
-        "pretty.json": (b'{\n  "a": 1\n}', "text"),
-        "notes": (b"text", "text"),
+        "server.log": (record + b"\n" + record, "JSON lines"),
+        "prefixed.txt": (b"started\nINFO " + record + b"\nINFO [x.py] " + record, "JSON lines"),
+        "long.json": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON"),
+        "long.jsonl": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON lines"),
+        "pretty.txt": (b'{\n  "a": 1\n}', "JSON"),
+        "array.log": (b'[\n{"a": 1},\n', "JSON"),
+        "broken.jsonl": (b'{"a": 1', "JSON lines"),
+        "broken.json": (b"nothing", "JSON"),
+        "comments.jsonl": (b"# log\n\n// of it\n" + record + b"\n" + record, "JSON lines"),
+        "events.txt": (b"event: a\ndata: " + record + b"\n\n: ping\n\ndata: [DONE]\n", "JSON lines"),
+        "table.txt": (b"prompt\tcompletion\na\tb\n", "CSV"),
+        "any.csv": (b"essay\nb\n", "CSV"),
+        "json.csv": (record + b"\n" + record, "JSON lines"),
+        "notes.txt": (b"[1] A. Author: a title\n[2] Another\n", "text"),
+        "code.py": (record, "text"),
+        "LICENSE": (b"text", "text"),
+        "template.md": (b"{% if a %}\n", "text"),
         "table": (b"PAR1....", "Parquet"),
         "rows": (b"\x93NUMPY....", "npy"),
         "corpus": (b"SSDSNAP\n....", "snapshot"),
-        "program": (b"\x7fELF\0", "binary"),
+        "arrow": (b"ARROW1\0\0", "Arrow"),
+        "stream.json": (b"\xff\xff\xff\xff\x10\0\0\0", "Arrow"),
+        "program": (b"\x7fELF\0", BINARY),
+        "config.yaml": (b"a: 1\n", NOT_TEXT),
+        "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),
+        "notes": (b"text", NOT_TEXT),
+        "empty.json": (b" \n", EMPTY),
+        "chat.md": (b"## User\n\nWhy?\n\n## Assistant\n\nSo.\n", CHAT_LOG),
+        "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
     }
-    for name, (content, kind) in contents.items():
+    for name, (content, expected) in contents.items():
         (tmp_path / name).write_bytes(content)
-        (file,) = list_files([str(tmp_path / name)])
-        assert kind_of(file) == kind, name
+        assert kind_in(tmp_path / name) == expected, name
+
+
+def kind_in(path):
+    """Return the container of a file, or the reason for which it is refused."""
+    (file,) = list_files([str(path)])
+    with Opened(file) as opened:
+        try:
+            return kind_of(opened)
+        except RecordError as problem:
+            return str(problem)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.npy", "a.npz", "corpus"])
@@ -280,7 +315,7 @@ def test_damaged_files_are_counted_and_loading_continues(tmp_path, name):
     good = write_jsonl(tmp_path / "good.jsonl", [{"tokens": [1]}])
     documents, reading = documents_in(tmp_path / name, good)
     assert documents[f"{good}:1"] == [1]
-    assert reading.faults.count == 1
+    assert name in reading.faults.summary
 
 
 def test_other_file_systems(tmp_path):
@@ -298,20 +333,28 @@ def test_other_file_systems(tmp_path):
     assert list(documents_in("memory://corpus.ssd")[0].values()) == [list(range(10))]
 
 
-def test_archives_within_archives_are_refused(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("a.jsonl", "{}")
-    (file,) = list_files([str(tmp_path / "a.zip")])
-    assert isinstance(file, File)
-    assert kind_of(file) == "binary"
-
-
-def test_archives_named_like_lines_are_refused_with_advice(tmp_path):
+def test_archives_are_read_member_by_member(tmp_path):
+    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
+    rows = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(RECORDS), rows)
+    with zipfile.ZipFile(tmp_path / "b.log", "w") as archive:
+        for name, content in {"x/a.jsonl": lines, "b.gz": gzip.compress(lines), "c": rows.getvalue()}.items():
+            archive.writestr(name, content)
+        archive.writestr("inner.zip", (b"PK\x03\x04"))
+        archive.writestr("picture.png", b"\x89PNG\0")
+    documents, reading = documents_in(tmp_path / "b.log", reading=small())
+    assert list(documents.values()) == LEARNED * 3
+    assert list(documents)[::50] == [f"{tmp_path}/b.log/{name}:1" for name in ("x/a.jsonl", "b.gz", "c")]
+    assert sorted(fault.places[0].rpartition("/")[2] for fault in reading.faults.by_reason.values()) == [
+        "inner.zip",
+        "picture.png",
+    ]
+    with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
+        archive.writestr("[Content_Types].xml", "<x/>")
+    assert kind_in(tmp_path / "b.docx") == BINARY
     np.savez(tmp_path / "a.npz", tokens=np.arange(10))
     (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
-    documents, reading = documents_in(tmp_path / "a.jsonl")
-    assert documents == {}
-    assert list(reading.faults.by_reason) == ["a file named .jsonl that is an .npz archive; rename it"]
+    assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]
 
 
 def test_logs_of_vllm_are_not_learned_as_prose(tmp_path, vocabulary):
