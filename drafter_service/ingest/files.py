@@ -158,10 +158,13 @@ def _first_of(chunks: Iterator[bytes]) -> bytes:
 def _encoding(head: bytes) -> str | None:
     """Return the encoding of text that is not plain UTF-8, also of UTF-16 without a mark; None for other content."""
     even, odd = head[::2], head[1::2]
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return encoding
     for encoding, low, high in (("utf-16-le", even, odd), ("utf-16-be", odd, even)):
         if high.count(0) > len(high) // 2 and all(byte >= 32 or byte in b"\t\r\n" for byte in low):
             return encoding
-    return next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
+    return None
 
 
 def list_files(sources: Iterable[str]) -> list[File]:

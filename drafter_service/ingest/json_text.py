@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -27,10 +27,10 @@ JSON_TOO_LONG = f"JSON longer than {MAX_JSON >> 20} MiB"
 JSON_CUT = "JSON that is cut off"
 IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)")
 """Blank lines, comments, and lines of server-sent events that have no JSON."""
-BEGINNING = re.compile(r'[\[{][\[{\s]*(["\]}]|$)')
 OBJECT = re.compile(r'\{(?=\s*")')
 ARRAY = re.compile(r"\s*\[(?=\s*[\[{])")
 BETWEEN = re.compile(r"[\s,]*")
+ELEMENT = re.compile(r"\[\s*(.?)", re.DOTALL)
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CUT_MARGIN = 12
 """Number of last characters of a text in which an error may be caused by its end."""
@@ -46,15 +46,15 @@ def layout_of(head: bytes, suffix: str) -> str | None:
     is_single = len(lines) == 1 and suffix not in LINES_SUFFIXES
     if text.startswith("{") and not is_single and values_of(lines[0]):
         return "JSON lines"
-    if text[:1] in ("{", "["):
+    start = re.match(r"[\[\s]*", text).end()  # type: ignore[union-attr]  # always matches
+    if text[start : start + 1] == "{":
         try:
-            value, end = DECODER.raw_decode(text)
-            is_json = isinstance(value, dict) or (value and isinstance(value[0], dict | list | str))
-            if is_json and text[end : end + 1].strip() in ("", ",", "{", "["):
+            _, end = DECODER.raw_decode(text, start)
+            if text[end:].lstrip()[:1] in tuple(",{[]") or not text[end:].strip():
                 return "JSON"
         except (ValueError, RecursionError) as error:
-            if _is_cut(error, text) and BEGINNING.match(text):
-                return "JSON lines" if text[0] == "{" and suffix in LINES_SUFFIXES else "JSON"
+            if _is_cut(error, text) and OBJECT.match(text, start):
+                return "JSON lines" if start == 0 and suffix in LINES_SUFFIXES else "JSON"
     if 2 * sum(bool(values_of(line)) for line in lines) > len(lines) or suffix in LINES_SUFFIXES:
         return "JSON lines"
     return "JSON" if suffix == ".json" else None
@@ -173,7 +173,7 @@ def _is_record(array: list[object]) -> bool:
 def read_json(opened: Opened, reading: Reading) -> Iterator[Record]:
     """Yield the values of JSON text. Elements of arrays are records, except those of lists of messages.
 
-    If the file is one object, and it is not a record, is cut off or too long, the objects in its lists are records.
+    If the file is one object that is not a record, is cut off or too long, the objects in its lists are records.
     """
     return _JsonText(opened, reading).records()
 
@@ -188,88 +188,80 @@ class _JsonText:
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self._text = ""
         self._at = 0
-        self._mark: int | None = None
-        """Position before which nothing is needed; None: the current one."""
         self._number = 0
+        self._is_cut = False
 
     def records(self) -> Iterator[Record]:
-        depth = 0
-        while char := self._next():
-            if char == "]" or (char == "[" and not self._begins_record()):
-                depth += 1 if char == "[" else -1
+        while self._next():
+            yield from self._list(0)
+
+    def _list(self, depth: int) -> Iterator[Record]:
+        """Yield the records up to the end of the list here, or of the file."""
+        while (char := self._next()) not in ("]", ""):
+            if char == "[" and not self._begins_record():
                 self._at += 1
-            elif char in "[{":
-                yield from self._outer_value(is_only=char == "{" and depth == self._number == 0)
-            else:
+                yield from self._list(depth + 1)
+                continue
+            is_only = depth == self._number == 0 and char == "{"
+            try:
+                value = self._value()
+            except RecordError as problem:
                 line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
-                if not IGNORED.match(line.encode(errors="replace")):
-                    self._count(NOT_JSON)
-                self._skip_line()
-        if depth > 0:
+                if str(problem) != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
+                    self._count(str(problem))
+                if is_only and str(problem) != NOT_JSON:
+                    yield from self._object()
+                elif str(problem) != NOT_UTF8:
+                    self._skip_line()
+            else:
+                yield from self._only(value) if is_only and not self._next() else [self._record(value)]
+        self._at += 1
+        if depth > 0 and not char:
             self._count(JSON_CUT)
 
-    def _outer_value(self, *, is_only: bool) -> Iterator[Record]:
-        """Yield the value here, or what it contains. `is_only`: whether it may be the only value of the file."""
-        try:
-            record = self._record(self._value())
-        except RecordError as problem:
-            self._number += not is_only
-            self._count(str(problem))
-            if is_only and str(problem) != NOT_JSON:
-                yield from self._inner_records()
-            elif str(problem) != NOT_UTF8:
-                self._skip_line()
-            return
-        if is_only and not self._next() and not any(read.outputs for read in read_records([record], self._reading.fields)):
-            lists = [value for value in record.value.values() if isinstance(value, list) and not _is_record(value)]
-            if len(lists) == 1 and lists[0]:
-                self._number = 0
-                yield from map(self._record, lists[0])
-                return
-        yield record
+    def _only(self, value: Any) -> Iterator[Record]:
+        """Yield the only object of a file; or the elements of its list of objects, if only they can be records."""
+        record = self._record(value)
+        lists = [each for each in value.values() if isinstance(each, list) and each and not _is_record(each)]
+        if len(lists) != 1 or any(read.outputs for read in read_records([record], self._reading.fields)):
+            yield record
+        else:
+            self._number = 0
+            yield from map(self._record, lists[0])
 
-    def _inner_records(self) -> Iterator[Record]:
-        """Yield the elements of lists in the object here, and its lists of messages, as far as they are complete."""
+    def _object(self) -> Iterator[Record]:
+        """Yield the elements of the lists in the object here, and its lists of messages, as far as they are complete."""
         self._at += 1
-        while self._next() == '"':
-            self._value()
-            if self._next() != ":":
-                return
-            self._at += 1
-            char = self._next()
-            if char == "[":
-                is_record = self._begins_record()
-                self._at += 1
-                if is_record:
-                    messages = list(self._elements())
-                    if messages and isinstance(messages[0], dict):
-                        yield self._record(messages)
-                else:
-                    yield from map(self._record, self._elements())
-                continue
+        while (char := self._next()) == '"':
             try:
                 self._value()
+                if self._next() != ":":
+                    return
+                self._at += 1
+                if (char := self._next()) != "[":
+                    self._value()
+                    continue
             except RecordError:
                 if char != "{":
                     return
-                yield from self._inner_records()
-
-    def _elements(self) -> Iterator[object]:
-        """Yield the complete values up to the end of the list here."""
-        while self._next() not in ("]", ""):
-            try:
-                yield self._value()
-            except RecordError:
-                self._at = len(self._text)
-                return
-        self._at += 1
+                yield from self._object()
+                continue
+            is_record = self._begins_record()
+            self._at += 1
+            if not is_record:
+                yield from self._list(1)
+            elif (messages := [record.value for record in self._list(1)]) and isinstance(messages[0], dict):
+                yield self._record(messages)
+        self._at += char == "}"
 
     def _record(self, value: object) -> Record:
         self._number += 1
         return Record(value, f"{self._opened.label}:{self._number}")
 
     def _count(self, reason: str) -> None:
-        self._reading.faults.record(reason, f"{self._opened.label}:{self._number or 1}")
+        if reason != JSON_CUT or not self._is_cut:
+            self._reading.faults.record(reason, f"{self._opened.label}:{self._number + 1}")
+        self._is_cut = reason == JSON_CUT
 
     # --- The window
 
@@ -282,9 +274,21 @@ class _JsonText:
 
     def _value(self) -> object:
         """Return the value here, and go to its end. Raises RecordError for one that is cut off, too long or not JSON."""
+        value, size = self._peek(0)
+        text = self._text[self._at : self._at + size]
+        self._at += size
+        if not is_unicode(text):
+            raise RecordError(NOT_UTF8)
+        return value
+
+    def _peek(self, offset: int) -> tuple[object, int]:
+        """Return the value that begins at an offset from the position, and the offset of its end; errors as above."""
         while True:
             try:
-                value, end = _decoded(self._text, self._at)
+                value, end = _decoded(self._text, self._at + offset)
+                # A number at the end of the window may have further digits.
+                if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
+                    return value, end - self._at
             except (ValueError, RecursionError) as error:
                 if not _is_cut(error, self._text):
                     raise RecordError(NOT_JSON) from None
@@ -292,24 +296,14 @@ class _JsonText:
                     raise RecordError(JSON_TOO_LONG) from None
                 if not self._read_on():
                     raise RecordError(JSON_CUT) from None
-                continue
-            # A number at the end of the window may have further digits.
-            if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
-                first, self._at = self._at, end
-                if not is_unicode(self._text[first:end]):
-                    raise RecordError(NOT_UTF8)
-                return value
 
     def _begins_record(self) -> bool:
         """Return whether the array here is one record, by its first element."""
-        self._mark = self._at
-        try:
-            self._at += 1
-            return self._next() not in ("[", "]", "") and _is_record([self._value()])
-        except RecordError:
-            return False
-        finally:
-            self._at, self._mark = self._mark, None
+        with suppress(RecordError):
+            while not (first := ELEMENT.match(self._text, self._at)).group(1) and self._read_on():
+                pass
+            return first.group(1) not in ("[", "]", "") and _is_record([self._peek(first.start(1) - self._at)[0]])
+        return False
 
     def _skip_line(self) -> None:
         """Go to the next line that begins with a value and is not indented more than this one."""
@@ -327,9 +321,7 @@ class _JsonText:
         """Extend the window, by as much as it has after the position. Return whether there was more to read."""
         data = self._opened.data.read(max(self._reading.block_bytes, len(self._text) - self._at))
         self._opened.advance()
-        dropped = max(0, (self._at if self._mark is None else self._mark) - KEPT_CHARS)
+        dropped = max(0, self._at - KEPT_CHARS)
         self._text = self._text[dropped:] + self._decode(data, not data)
         self._at -= dropped
-        if self._mark is not None:
-            self._mark -= dropped
         return bool(data)

@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import json
 import zipfile
+from collections import Counter
 
 import fsspec
 import numpy as np
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from drafter_service.ingest import containers, json_text, token_arrays
-from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of
+from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of, read_batches
 from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER, RecordError
 from drafter_service.ingest.files import CUT, Opened, list_files
 from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, NOT_UTF8
@@ -95,6 +97,95 @@ def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
     documents, reading = documents_in(path, reading=small())
     assert list(documents.values()) == LEARNED
     assert reading.faults.count == 0
+
+
+ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": "[{\\\""}}
+CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "one"}]
+PRETTY = json.dumps(TWO, indent=2)
+LINE = json.dumps(ONE)
+
+
+def outputs_in(path, **settings):
+    """Return the outputs of a file as text, and the faults by reason."""
+    reading = Reading(block_bytes=16, **settings)
+    items = [item for batch in read_batches(list_files([str(path)]), reading, Counter()) for item in batch.items]
+    assert len({item.name for item in items}) == len(items), "each document has a name of its own"
+    return [item.output for item in items], counts_of(reading.faults)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".log", ".txt", ".jsonl", ""])
+@pytest.mark.parametrize(
+    ("content", "outputs"),
+    [
+        (json.dumps([ONE, TWO]), ["one", "two"]),
+        (json.dumps([ONE, TWO], indent=4), ["one", "two"]),
+        (f"[\n{LINE},\n{LINE}\n]\n", ["one", "one"]),
+        (f"[{LINE},\n {LINE}]\n", ["one", "one"]),
+        (f"[\n{LINE}\n,\n{LINE}\n]\n", ["one", "one"]),
+        (f"[{LINE}]\n[{LINE}, {LINE}]\n", ["one", "one", "one"]),
+        (f"{LINE}\n[{LINE}, {LINE}]\n", ["one", "one", "one"]),
+        (f"[[{LINE}], [{LINE}]]", ["one", "one"]),
+        (PRETTY, ["two"]),
+        (PRETTY + PRETTY + "\n" + PRETTY, ["two"] * 3),
+        (LINE, ["one"]),
+        (LINE * 3, ["one"] * 3),
+        (f"{LINE},\n{LINE},\n", ["one", "one"]),
+        (f"\n\n# a comment\n{LINE}\n\n{LINE}", ["one", "one"]),
+        (f"# header\n{PRETTY}", ["two"]),
+        ('{"completion": "one", "p": NaN}\n{"completion": "two", "p": -Infinity}', ["one", "two"]),
+        ('[{"completion": "one", "p": NaN},\n{"completion": "two", "p": Infinity}]', ["one", "two"]),
+        ('{"completion": "a \\ud83d b \\\\ud83d \\ud83e\\udd84"}\n' + LINE, ["a \ufffd b \\ud83d 🦄", "one"]),
+        ('[{"completion": "a \\udc00"}]', ["a \ufffd"]),
+        (f"10:00 INFO [x.py:3] call {{}} {LINE} took 3 s\n10:01 INFO {LINE}\n", ["one", "one"]),
+        (f'event: a\nid: 1\ndata: {LINE}\n\n: ping\n\ndata:{LINE}\n\ndata: [DONE]\n', ["one", "one"]),
+        (json.dumps(CHAT), None),
+        (json.dumps([CHAT, CHAT], indent=1), None),
+        (json.dumps({"version": 1, "runs": [ONE, ONE]}, indent=1), ["one", "one"]),
+    ],
+)
+def test_layouts_of_json(tmp_path, suffix, content, outputs):
+    path = tmp_path / f"a{suffix}"
+    for data in (content.encode(), content.encode("utf-8-sig"), content.encode("utf-16"), content.encode("utf-16-be")):
+        path.write_bytes(data)
+        found, faults = outputs_in(path)
+        if outputs is None:  # Lists of messages are records.
+            assert (found, sum(faults.values())) == ([], content.count("user"))
+        else:
+            assert (found, faults) == (outputs, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "outputs", "faults"),
+    [
+        (f"{LINE}\n{LINE[:12]}", ["one"], {JSON_CUT: 1}),
+        (f"{LINE}\n{LINE[:12]}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        (f"{LINE[:12]}\n{LINE}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        ('{"request": {"completion": "x"}, "a": \n' + f"{LINE}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        (f"[{LINE}, {LINE[:-3]}", ["one"], {JSON_CUT: 1}),
+        (f"[{LINE}, {LINE},", ["one", "one"], {JSON_CUT: 1}),
+        (json.dumps([ONE, TWO, TWO], indent=2)[:-40], ["one", "two"], {JSON_CUT: 1}),
+        (PRETTY + PRETTY[:-9], ["two"], {JSON_CUT: 1}),
+        (f"[\n{LINE},\n{LINE[:12]},\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
+        (f"[\n{LINE},\nnonsense,\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
+        (json.dumps([ONE, TWO, ONE], indent=2).replace('"a":', "a"), ["one", "one"], {NOT_JSON: 1}),
+        (json.dumps({"n": 1, "x": {"y": [{}]}, "runs": [ONE, ONE, ONE]}, indent=1)[:-20], ["one", "one"], {JSON_CUT: 1}),
+        (b'[{"completion": "\xff"}, {"completion": "one"}]', ["one"], {NOT_UTF8: 1}),
+        (b'{"completion": "\xff"}\n{"completion": "one"}\n', ["one"], {NOT_UTF8: 1}),
+    ],
+)
+def test_broken_json_is_read_as_far_as_it_is_complete(tmp_path, content, outputs, faults):
+    path = tmp_path / "a.log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert outputs_in(path) == (outputs, faults)
+
+
+def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"id": 1, "messages": [*CHAT, *CHAT]}, indent=1)[:-30])
+    records = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
+        outputs_in(tmp_path / "a.json")
+    assert [record.value for record in records] == [[*CHAT, CHAT[0]]]
 
 
 def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabulary):
