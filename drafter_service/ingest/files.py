@@ -65,7 +65,8 @@ class Opened:
         """Reason why `data` ends before the file does."""
         self.bytes_read = 0
         """Bytes read so far, relative to `File.size`; readers set it from time to time."""
-        self._raw = stream or file.fs.open(file.path, "rb")
+        # Not through fsspec, which cannot open pipes.
+        self._raw = stream or (open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb"))  # noqa: SIM115
         self._source: Any = self._raw
         self._load()
         codec = next((name for magic, name in CODECS.items() if self.head.startswith(magic)), None)

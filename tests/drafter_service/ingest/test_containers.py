@@ -1,8 +1,13 @@
 """Reading each container."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
+import os
+import threading
+import tracemalloc
 import zipfile
 from collections import Counter
 
@@ -13,13 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from drafter_service.ingest import containers, json_text, token_arrays
+from drafter_service.ingest import containers, json_text, tables, token_arrays
 from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of, read_batches
 from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER, RecordError
-from drafter_service.ingest.files import CUT, Opened, list_files
+from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
+from drafter_service.ingest.formats import Found, Read
 from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, NOT_UTF8
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
 from drafter_service.ingest.records import NO_OUTPUT
+from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import SEPARATOR
@@ -186,6 +193,133 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
         patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
         outputs_in(tmp_path / "a.json")
     assert [record.value for record in records] == [[*CHAT, CHAT[0]]]
+
+
+def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
+    record = json.dumps({"completion": "x" * 10_000})
+    for name, layout in {"line.json": "[{}]", "lines.json": "[\n{}\n]", "runs.json": '{{"n": 1, "runs": [{}]}}'}.items():
+        (tmp_path / name).write_text(layout.format(", ".join([record] * 4000)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_text, "MAX_JSON", 1 << 20)
+            tracemalloc.start()
+            batches = read_batches(list_files([str(tmp_path / name)]), Reading(), Counter())
+            assert sum(len(batch.items) for batch in batches) == 4000
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 16 << 20 < (tmp_path / name).stat().st_size / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "outputs", "faults"),
+    [
+        ("a.csv", "prompt,completion\nq,one\nr,two\n", ["one", "two"], {}),
+        ("a.csv", '\ufeffprompt,completion\r\nq,"one, ""two""\r\n\r\nthree"\r\n\r\n', ['one, "two"\r\n\r\nthree'], {}),
+        ("a.csv", 'id;completion\n1;"a;b"\n', ["a;b"], {}),
+        ("a.tsv", "prompt\tcompletion\nq\tone, two\n", ["one, two"], {}),
+        ("a.txt", "prompt\tcompletion\nq\tone\n", ["one"], {}),
+        ("a.csv", "completion\n" + "x" * 200_000 + "\n", ["x" * 200_000], {}),
+        ("a.csv", 'response\n"{""choices"": [{""text"": ""one""}]}"\n{not json}\n', ["one", "{not json}"], {}),
+        ("a.csv", 'prompt,completion\na,"one\nb,two\n', [], {BAD_ROW: 1}),
+        ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, NO_OUTPUT: 1}),
+        ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
+        ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
+        ("a.csv", "essay,grade\nlong,2\n", [], {NO_OUTPUT: 1}),
+    ],
+)
+def test_csv(tmp_path, name, content, outputs, faults):
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    assert outputs_in(tmp_path / name) == (outputs, faults)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "cut"])
+def test_arrow(tmp_path, kind):
+    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with new(tmp_path / "a.feather", table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    if kind == "cut":
+        (tmp_path / "a.feather").write_bytes((tmp_path / "a.feather").read_bytes()[:8000])
+    documents, reading = documents_in(tmp_path / "a.feather", reading=small())
+    assert list(documents.values()) == LEARNED[: len(documents)]
+    assert list(documents)[-1] == f"{tmp_path}/a.feather:{len(documents)}"
+    assert (len(documents) < 50, reading.faults.count) == ((True, 1) if kind == "cut" else (False, 0))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_are_recognized_by_their_content(tmp_path, compress, name):
+    lines = write_jsonl(tmp_path / "lines", RECORDS).read_bytes()
+    (tmp_path / name).write_bytes(compress(lines))
+    documents, reading = documents_in(tmp_path / name, reading=small())
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lambda data: lzma.compress(data, preset=0)])
+def test_compressed_files_are_read_up_to_where_they_are_cut_off(tmp_path, compress):
+    random = np.random.default_rng(0)
+    records = [{"tokens": random.integers(0, 1 << 30, 1000).tolist()} for _ in range(150)]
+    data = compress(write_jsonl(tmp_path / "lines", records).read_bytes())
+    (tmp_path / "a.jsonl.gz").write_bytes(data[: len(data) * 7 // 8])
+    documents, reading = documents_in(tmp_path / "a.jsonl.gz")
+    assert list(documents.values()) == [record["tokens"] for record in records[: len(documents)]]
+    assert 50 < len(documents) < 150
+    assert CUT in reading.faults.by_reason
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_pipes(tmp_path, compress):
+    """Names of documents depend on the content: another pipe has other documents, and the same one the same."""
+    os.mkfifo(tmp_path / "pipe")
+    names = []
+    for first in (1, 1, 2):
+        lines = write_jsonl(tmp_path / "lines", [{"tokens": [first, index]} for index in range(9000)]).read_bytes()
+        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[compress(lines)])
+        writer.start()
+        documents, reading = documents_in(tmp_path / "pipe", reading=small())
+        writer.join()
+        assert list(documents.values()) == [[first, index] for index in range(9000)]
+        assert reading.faults.count == 0
+        names.append(list(documents))
+    assert names[0] == names[1]
+    assert not set(names[0]) & set(names[2])
+
+
+def test_a_parquet_file_in_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[b"PAR1" + bytes(100)])
+    writer.start()
+    documents, reading = documents_in(tmp_path / "pipe")
+    writer.join()
+    assert (documents, counts_of(reading.faults)) == ({}, {NOT_SEEKABLE: 1})
+
+
+@pytest.mark.parametrize("name", ["conversation", "other"])
+def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monkeypatch, name):
+    def read(records, fields):
+        for record in records:
+            yield Read(record, "f", [tables_found("x")] if name in record.value else [], [])
+
+    def tables_found(output):
+        return Found(output, None, None)
+
+    monkeypatch.setattr(tables, "read_records", read)
+    monkeypatch.setattr(tables, "FIELDS", frozenset(("id", "conversation")))
+    rows = [{"id": index, name: "a", "large": "b"} for index in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = tables._needed(pq.ParquetFile(tmp_path / "a.parquet"), ())
+    assert columns == (["id", "conversation"] if name == "conversation" else ["id", "other", "large"])
+
+
+def test_samples_are_taken_of_each_format(tmp_path, vocabulary):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": f"{index} " + "x" * 1000} for index in range(5)])
+    (tmp_path / "b.py").write_text("import os\n")
+    np.save(tmp_path / "c.npy", np.arange(6).reshape(2, 3))
+    _, reading = documents_in(tmp_path, reading=Reading(vocabulary))
+    samples = list(reading.samples.by_format.values())
+    assert [(sample.count, len(sample.outputs)) for sample in samples] == [(5, 2), (1, 1), (2, 2)]
+    assert samples[0].outputs[1] == "1 " + "x" * 198
+    assert samples[2].outputs[1].tolist() == [3, 4, 5]
 
 
 def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabulary):
