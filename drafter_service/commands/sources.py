@@ -138,7 +138,7 @@ class Excerpts:
 
     def _text(self, name: str, sample: Sample) -> str:
         excerpts = "".join(f"\n    {self._excerpt(output)}" for output in sample.outputs)
-        return f"{name}: {sample.count:,} documents so far, outputs such as{excerpts}"
+        return f"{name}: {sample.count:,} documents found, with outputs such as{excerpts}"
 
     def _excerpt(self, output: Part) -> str:
         vocabulary = self._reading.vocabulary

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -134,6 +135,51 @@ def test_loads_that_learn_nothing_fail(tmp_path):
     with pytest.raises(UserError, match="nothing was learned: an empty file"):
         invoke("--from", tmp_path / "empty.jsonl", "--snapshot", tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_a_sample_of_each_format_is_shown(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": "import os\n\x1b[31m[red]"}, {"token_ids": tokenized("def f")}])
+    (tmp_path / "b.py").write_text("import re\n")
+    arguments = ("--from", tmp_path, "--tokenizer", MODEL)
+    result = CliRunner().invoke(warm, [*map(str, arguments), "--snapshot", str(tmp_path / "c.ssd")])
+    assert result.exit_code == 0
+    assert "1 documents found, with outputs such as\n    import re\n" in result.stderr
+    assert "2 documents found, with outputs such as\n    import os \ufffd[31m[red]\n    def f\n" in result.stderr
+    assert "outputs such as" not in result.stdout
+    quiet = ["--quiet", "--snapshot", str(tmp_path / "d.ssd")]
+    assert "import" not in CliRunner().invoke(warm, [*map(str, arguments), *quiet]).stderr
+
+
+def test_every_file_and_document_is_accounted_for(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}, {"token_ids": [1]}, {"text": "x"}, {"prompt": "q"}])
+    np.savez(tmp_path / "b.npz", tokens=np.arange(3), offsets=[0, 3, 3])
+    for name, content in {"c.py": "", "d.csv": "essay\nx\n", "e.yaml": "a: 1", "f.txt": "User: a\nAssistant: b"}.items():
+        (tmp_path / name).write_text(content)
+    printed = invoke("--from", tmp_path, "--snapshot", tmp_path / "c.ssd")
+    assert re.search(r"files +│ 3 skipped, 1 JSON lines, 1 npz, 1 CSV +│", printed)
+    assert re.search("documents +│ 3 +│", printed)
+    counts = dict(re.findall(r"│ (.+?) +│ (\d+) +│ /", printed))
+    assert set(counts.values()) == {"1", "2"}
+    for reason in ("an empty file", "text, but no --tokenizer", "an output without tokens", "neither JSON nor a table", "a chat"):
+        assert any(reason in skipped for skipped in counts), reason
+
+
+def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": "import os"}] * 3 + [{"none": 1}])
+    printed = invoke("--from", tmp_path / "a.jsonl", "--dry-run")
+    assert "import os\n    import os\n" in printed
+    assert "documents: 3 " in printed
+    assert "no output" in printed
+    assert "import" not in invoke("--from", tmp_path / "a.jsonl", "--dry-run", "--quiet", "--namespace", "n")
+    write_jsonl(tmp_path / "a.jsonl", [{"none": 1}])
+    with pytest.raises(UserError, match="no documents were found: no output"):
+        invoke("--from", tmp_path / "a.jsonl", "--dry-run")
+
+
+def test_standard_input_is_read(tmp_path):
+    command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--dry-run", "--from", "-"]
+    done = subprocess.run(command, input=b'{"completion": "import os"}\n' * 2, capture_output=True, check=True)
+    assert b"documents: 2 " in done.stdout
 
 
 def test_loads_without_new_text_succeed(tmp_path):
