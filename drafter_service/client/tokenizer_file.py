@@ -43,7 +43,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise UserError(f"--tokenizer: {_why_missing(folder)}")
     try:
         if path.read_bytes().startswith(LFS_POINTER):
-            raise UserError(f"--tokenizer: {path} is a pointer of Git LFS, not the file; run git lfs pull in its folder")
+            raise UserError(
+                f"--tokenizer: {path} is a pointer of Git LFS, not the file; run git lfs pull in its folder"
+            )
         return Tokenizer.from_file(str(path))
     except UserError:
         raise

@@ -24,14 +24,16 @@ from drafter_service.ingest.token_arrays import read_npy, read_npz
 from ssd.corpus.sections import MAGIC
 from ssd.errors import UserError
 
-SOURCE = frozenset(
-    ".ada .asm .awk .bash .bat .bzl .c .cc .cfg .cl .clj .cmake .cpp .cs .css .cu .cuh .cxx .d .dart .el .erl .ex .exs "
-    ".f .f90 .fish .fs .gd .glsl .go .gradle .groovy .h .hcl .hh .hpp .hs .ini .java .jl .js .jsx .kt .kts .less .lisp "
-    ".lua .m .mjs .mk .ml .mm .nim .nix .pas .patch .php .pl .pm .proto .ps1 .py .pyi .pyx .r .rb .rkt .rs .s .scala "
-    ".scm .scss .sh .sol .sql .sv .svelte .swift .tcl .tf .toml .ts .tsx .v .vb .vhd .vim .vue .zig .zsh".split()
+SOURCE = (
+    "ada asm awk bash bat bzl c cc cfg cl clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fish fs gd glsl go "
+    "gradle groovy h hcl hh hpp hs ini java jl js jsx kt kts less lisp lua m mjs mk ml mm nim nix pas patch php pl pm "
+    "proto ps1 py pyi pyx r rb rkt rs s scala scm scss sh sol sql sv svelte swift tcl tf toml ts tsx v vb vhd vim vue "
+    "zig zsh"
 )
-PROSE = frozenset(".adoc .markdown .md .org .rst .tex .text .txt".split())
-TEXT_NAMES = frozenset("authors changelog changes contributing copying dockerfile license makefile notice readme".split())
+PROSE = frozenset((".adoc", ".markdown", ".md", ".org", ".rst", ".tex", ".text", ".txt"))
+TEXT_NAMES = frozenset(
+    ("authors", "changelog", "contributing", "dockerfile", "license", "makefile", "notice", "readme")
+)
 """Suffixes and names of files that are text. Text of prose may be a log, too, which is looked for in it."""
 BY_MAGIC = {
     MAGIC: "snapshot",
@@ -141,7 +143,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(opened.problem or EMPTY)
     if b"\0" in head:
         raise RecordError(BINARY)
-    if as_text or suffix in SOURCE or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
+    if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
         return "text"
     if layout := layout_of(head, suffix):
         return layout

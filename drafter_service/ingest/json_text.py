@@ -230,7 +230,7 @@ class _JsonText:
             yield from map(self._record, lists[0])
 
     def _object(self) -> Iterator[Record]:
-        """Yield the elements of the lists in the object here, and its lists of messages, as far as they are complete."""
+        """Yield what is complete in the object here: elements of its lists, and lists of messages as a whole."""
         self._at += 1
         while (char := self._next()) == '"':
             try:
@@ -273,7 +273,7 @@ class _JsonText:
                 return self._text[self._at : self._at + 1]
 
     def _value(self) -> object:
-        """Return the value here, and go to its end. Raises RecordError for one that is cut off, too long or not JSON."""
+        """Return the value here, and go to its end. Raises RecordError if it is cut off, too long or not JSON."""
         value, size = self._peek(0)
         text = self._text[self._at : self._at + size]
         self._at += size

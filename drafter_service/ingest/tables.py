@@ -114,7 +114,7 @@ def _needed(file: Any, fields: tuple[str, ...]) -> list[str]:
     return columns if found == found_in_part and any(count for _, count in found) else names
 
 
-def read_arrow(opened: Opened, reading: Reading) -> Iterator[Record]:
+def read_arrow(opened: Opened, _: Reading) -> Iterator[Record]:
     """Yield the rows of a table in Arrow's file or stream format. Raises UserError without pyarrow."""
     _check_pyarrow()
     import pyarrow.ipc

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from drafter_service.client.chat_template import RefusedMessagesError, load_chat_template
+from drafter_service.client.tokenizer_file import load_tokenizer
 from drafter_service.ingest.chats import Chat, Message, plain_text
 from drafter_service.ingest.documents import RecordError
-from drafter_service.client.tokenizer_file import load_tokenizer
 from ssd.errors import UserError
 
 CHARS_AT_ONCE = 1 << 18
 """Characters per call of the library: it needs hundreds of bytes per token, but uses fewer threads for small calls."""
-SEAM = re.compile(r"(?<=[^\W\d_])(?=[^\w'’]\w)")
+SEAM = re.compile(r"(?<=[^\W\d_])(?=[^\w'\u2019]\w)")
 """Places where texts may be split: before a character that is neither of a word nor an apostrophe, between words."""
 SEAM_CHARS = 128
 """Characters on both sides of a seam whose tokens must be the same when they are split."""
@@ -56,7 +56,10 @@ class Vocabulary:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yield parts of a text that are tokenized as the whole text is; the last one is long if no seam is found."""
+        """Yield parts of a text that are tokenized as the whole text is.
+
+        The last part is long if the tokenizer cannot be split. A text without words is split anywhere.
+        """
         first = 0
         while len(text) - first > 2 * CHARS_AT_ONCE and (seam := self._seam(text, first + CHARS_AT_ONCE)):
             end, following = seam
@@ -65,10 +68,11 @@ class Vocabulary:
         yield text[first:]
 
     def _seam(self, text: str, first: int) -> tuple[int, int] | None:
-        """Return the end of one piece and the beginning of the next near `first`; None if no place is found.
+        """Return the end of a piece and the beginning of the next; None if pieces have other tokens than the whole.
 
         A tokenizer that adds a space before each text has one character less between them.
         """
+        at = None
         for match in islice(SEAM.finditer(text, first, first + CHARS_AT_ONCE), SEAMS_TRIED):
             at = match.start()
             before, after = text[at - SEAM_CHARS : at], text[at : at + SEAM_CHARS]
@@ -76,7 +80,7 @@ class Vocabulary:
             for dropped in (0, 1) if after[0] == " " else (0,):
                 if left + self._ids(after[dropped:]) == whole:
                     return at, at + dropped
-        return None
+        return (first, first) if at is None else None
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -153,14 +153,25 @@ def test_a_sample_of_each_format_is_shown(tmp_path):
 def test_every_file_and_document_is_accounted_for(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}, {"token_ids": [1]}, {"text": "x"}, {"prompt": "q"}])
     np.savez(tmp_path / "b.npz", tokens=np.arange(3), offsets=[0, 3, 3])
-    for name, content in {"c.py": "", "d.csv": "essay\nx\n", "e.yaml": "a: 1", "f.txt": "User: a\nAssistant: b"}.items():
+    for name, content in {
+        "c.py": "",
+        "d.csv": "essay\nx\n",
+        "e.yaml": "a: 1",
+        "f.txt": "User: a\nAssistant: b",
+    }.items():
         (tmp_path / name).write_text(content)
     printed = invoke("--from", tmp_path, "--snapshot", tmp_path / "c.ssd")
     assert re.search(r"files +│ 3 skipped, 1 JSON lines, 1 npz, 1 CSV +│", printed)
     assert re.search("documents +│ 3 +│", printed)
     counts = dict(re.findall(r"│ (.+?) +│ (\d+) +│ /", printed))
     assert set(counts.values()) == {"1", "2"}
-    for reason in ("an empty file", "text, but no --tokenizer", "an output without tokens", "neither JSON nor a table", "a chat"):
+    for reason in (
+        "an empty file",
+        "text, but no --tokenizer",
+        "an output without tokens",
+        "neither JSON nor a table",
+        "a chat",
+    ):
         assert any(reason in skipped for skipped in counts), reason
 
 
@@ -177,7 +188,15 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
 
 
 def test_standard_input_is_read(tmp_path):
-    command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--dry-run", "--from", "-"]
+    command = [
+        sys.executable,
+        "-c",
+        "from drafter_service.commands import run; run()",
+        "warm",
+        "--dry-run",
+        "--from",
+        "-",
+    ]
     done = subprocess.run(command, input=b'{"completion": "import os"}\n' * 2, capture_output=True, check=True)
     assert b"documents: 2 " in done.stdout
 

@@ -106,7 +106,7 @@ def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
     assert reading.faults.count == 0
 
 
-ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": "[{\\\""}}
+ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": '[{\\"'}}
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "one"}]
 PRETTY = json.dumps(TWO, indent=2)
 LINE = json.dumps(ONE)
@@ -144,7 +144,7 @@ def outputs_in(path, **settings):
         ('{"completion": "a \\ud83d b \\\\ud83d \\ud83e\\udd84"}\n' + LINE, ["a \ufffd b \\ud83d 🦄", "one"]),
         ('[{"completion": "a \\udc00"}]', ["a \ufffd"]),
         (f"10:00 INFO [x.py:3] call {{}} {LINE} took 3 s\n10:01 INFO {LINE}\n", ["one", "one"]),
-        (f'event: a\nid: 1\ndata: {LINE}\n\n: ping\n\ndata:{LINE}\n\ndata: [DONE]\n', ["one", "one"]),
+        (f"event: a\nid: 1\ndata: {LINE}\n\n: ping\n\ndata:{LINE}\n\ndata: [DONE]\n", ["one", "one"]),
         (json.dumps(CHAT), None),
         (json.dumps([CHAT, CHAT], indent=1), None),
         (json.dumps({"version": 1, "runs": [ONE, ONE]}, indent=1), ["one", "one"]),
@@ -175,7 +175,11 @@ def test_layouts_of_json(tmp_path, suffix, content, outputs):
         (f"[\n{LINE},\n{LINE[:12]},\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
         (f"[\n{LINE},\nnonsense,\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
         (json.dumps([ONE, TWO, ONE], indent=2).replace('"a":', "a"), ["one", "one"], {NOT_JSON: 1}),
-        (json.dumps({"n": 1, "x": {"y": [{}]}, "runs": [ONE, ONE, ONE]}, indent=1)[:-20], ["one", "one"], {JSON_CUT: 1}),
+        (
+            json.dumps({"n": 1, "x": {"y": [{}]}, "runs": [ONE, ONE, ONE]}, indent=1)[:-20],
+            ["one", "one"],
+            {JSON_CUT: 1},
+        ),
         (b'[{"completion": "\xff"}, {"completion": "one"}]', ["one"], {NOT_UTF8: 1}),
         (b'{"completion": "\xff"}\n{"completion": "one"}\n', ["one"], {NOT_UTF8: 1}),
     ],
@@ -197,7 +201,11 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
 
 def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
     record = json.dumps({"completion": "x" * 10_000})
-    for name, layout in {"line.json": "[{}]", "lines.json": "[\n{}\n]", "runs.json": '{{"n": 1, "runs": [{}]}}'}.items():
+    for name, layout in {
+        "line.json": "[{}]",
+        "lines.json": "[\n{}\n]",
+        "runs.json": '{{"n": 1, "runs": [{}]}}',
+    }.items():
         (tmp_path / name).write_text(layout.format(", ".join([record] * 4000)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(json_text, "MAX_JSON", 1 << 20)

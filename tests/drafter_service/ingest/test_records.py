@@ -143,8 +143,6 @@ def test_reasoning_is_part_of_the_output():
     assert seen({"choices": [{"message": message}]}) == [(None, "Hm.\n\nYes.")]
 
 
-
-
 def items_of(value, reading):
     return [item for read in read_records([Record(value, "a.jsonl:1")]) for item in reading.items_of(read)]
 
