@@ -25,7 +25,7 @@ from ssd.corpus.sections import MAGIC
 from ssd.errors import UserError
 
 SOURCE = (
-    "ada asm awk bash bat bzl c cc cfg cl clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fish fs gd glsl go "
+    "ada asm awk bash bat bzl c cc cfg cl clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fish fs glsl go "
     "gradle groovy h hcl hh hpp hs ini java jl js jsx kt kts less lisp lua m mjs mk ml mm nim nix pas patch php pl pm "
     "proto ps1 py pyi pyx r rb rkt rs s scala scm scss sh sol sql sv svelte swift tcl tf toml ts tsx v vb vhd vim vue "
     "zig zsh"
