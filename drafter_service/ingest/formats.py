@@ -32,7 +32,8 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     """Yield what records contain."""
     for record in records:
         try:
-            yield Read(record, "record", find_outputs(record.value, fields), [])
+            value = {"messages": record.value} if isinstance(record.value, list) else record.value
+            yield Read(record, "record", find_outputs(value, fields), [])
         except RecordError as problem:
             yield Read(record, "", [], [str(problem)])
 
