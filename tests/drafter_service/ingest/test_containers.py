@@ -371,17 +371,15 @@ def test_parquet_with_gaps(tmp_path):
     assert reading.faults.count == 4
 
 
-def test_parquet_with_text_messages_and_json_in_strings(tmp_path, vocabulary):
+@pytest.mark.parametrize("column", ["messages", "response"])
+def test_parquet_with_messages_and_with_json_in_strings(tmp_path, vocabulary, column):
     path = tmp_path / "a.parquet"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]
-    answer = orjson.dumps({"choices": [{"message": {"role": "assistant", "content": "def g"}}]}).decode()
-    rows = [{"messages": messages, "response": None}, {"messages": None, "response": answer}]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    answer = orjson.dumps({"choices": [{"message": messages[1]}]}).decode()
+    pq.write_table(pa.Table.from_pylist([{column: {"messages": messages, "response": answer}[column]}]), path)
     documents, _ = documents_in(path, reading=Reading(vocabulary))
-    assert list(documents.values()) == [
-        tokenized("<|user|>a<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f"),
-        tokenized("def g"),
-    ]
+    prompt = tokenized("<|user|>a<|end|><|assistant|>")[-PREFIX_TOKENS:] if column == "messages" else []
+    assert list(documents.values()) == [prompt + tokenized("def f")]
 
 
 def test_parquet_without_known_columns(tmp_path):
