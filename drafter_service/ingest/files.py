@@ -17,7 +17,7 @@ from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
 
 from drafter_service.ingest.documents import RecordError
-from ssd.errors import UserError
+from ssd.errors import UserError, missing_extra
 
 CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """Compression by the first bytes, with the names of fsspec."""
@@ -72,7 +72,7 @@ class Opened:
         codec = next((name for magic, name in CODECS.items() if self.head.startswith(magic)), None)
         if codec:
             if codec not in compr:
-                raise UserError(f"{file.name} is compressed with {codec}; run: pip install zstandard")
+                raise missing_extra(f"{file.name} is compressed with Zstandard, which needs zstandard", "zstd")
             self._source = compr[codec](self.data, mode="rb")
             self._load()
         self.label = file.name

@@ -17,6 +17,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from drafter_service.ingest import containers, json_text, tables, token_arrays
 from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of, read_batches
@@ -52,22 +53,6 @@ def test_whole_prompts(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     documents, _ = documents_in(path, reading=Reading(whole_prompts=True))
     assert list(documents.values()) == [[*range(100), 7, index] for index in range(50)]
-
-
-def test_compressed_files(tmp_path):
-    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
-    path = tmp_path / "b.ndjson.gz"
-    path.write_bytes(gzip.compress(lines))
-    documents, _ = documents_in(path, reading=small())
-    assert list(documents.values()) == LEARNED
-
-
-def test_zstandard_files(tmp_path):
-    zstandard = pytest.importorskip("zstandard", reason="an optional package reads .zst files")
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(zstandard.compress(write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()))
-    documents, _ = documents_in(path, reading=small())
-    assert list(documents.values()) == LEARNED
 
 
 def test_bad_lines_are_counted_with_places_but_without_content(tmp_path):
@@ -259,7 +244,7 @@ def test_arrow(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
 def test_compressed_files_are_recognized_by_their_content(tmp_path, compress, name):
     lines = write_jsonl(tmp_path / "lines", RECORDS).read_bytes()
     (tmp_path / name).write_bytes(compress(lines))
@@ -268,7 +253,9 @@ def test_compressed_files_are_recognized_by_their_content(tmp_path, compress, na
     assert reading.faults.count == 0
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lambda data: lzma.compress(data, preset=0)])
+@pytest.mark.parametrize(
+    "compress", [gzip.compress, bz2.compress, lambda data: lzma.compress(data, preset=0), zstandard.compress]
+)
 def test_compressed_files_are_read_up_to_where_they_are_cut_off(tmp_path, compress):
     random = np.random.default_rng(0)
     records = [{"tokens": random.integers(0, 1 << 30, 1000).tolist()} for _ in range(150)]
@@ -277,7 +264,8 @@ def test_compressed_files_are_read_up_to_where_they_are_cut_off(tmp_path, compre
     documents, reading = documents_in(tmp_path / "a.jsonl.gz")
     assert list(documents.values()) == [record["tokens"] for record in records[: len(documents)]]
     assert 50 < len(documents) < 150
-    assert CUT in reading.faults.by_reason
+    assert CUT in reading.faults.by_reason or compress is zstandard.compress  # Its package does not tell.
+    assert reading.faults.count >= 1
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])

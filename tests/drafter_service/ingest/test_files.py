@@ -65,5 +65,5 @@ def test_missing_codecs_are_reported_with_the_package(tree, monkeypatch):
     (tree / "a.jsonl").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setattr("drafter_service.ingest.files.compr", {})
     (file,) = list_files([f"{tree}/a.jsonl"])
-    with pytest.raises(UserError, match="pip install zstandard"):
+    with pytest.raises(UserError, match=r"pip install '\.\[zstd\]'"):
         Opened(file)
