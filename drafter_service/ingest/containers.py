@@ -51,15 +51,16 @@ TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 EMPTY = "an empty file"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
-CHAT_LOG = "a chat in an unknown format; --text learns it as text, with the user's part"
+CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
 IN_ARCHIVE = "an archive or snapshot within an archive; unpack it first"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
 CHAT_LINE = re.compile(
-    rb"^[^\w\n]{0,9}(?:(user|human)|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini))[^\w\n]{0,9}(?::|$)",
+    rb"^[^\w\n]{0,9}(?:(user|human|observation)|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|thought|action))"
+    rb"(?: \d+)?[^\w\n]{0,9}(?::|$)",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Lines with which users' and models' parts begin in chats that are written as text."""
+"""Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text."""
 BATCH_BLOCKS = 8
 """Maximum number of blocks that are read for a batch."""
 

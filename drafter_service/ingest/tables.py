@@ -24,7 +24,7 @@ PROBED_ROWS = 8
 DELIMITERS = ",\t;|"
 MAX_NAME = 100
 BAD_ROW = "a row of CSV with broken quotes, or with more cells than the header"
-NO_HEADER = "CSV whose first line is not a header; write the names of the columns there"
+NO_HEADER = "CSV whose first line has no names of columns, or one of them twice; write a header"
 
 
 def is_csv(head: bytes) -> bool:
@@ -42,8 +42,9 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
     lines = io.TextIOWrapper(opened.data, "utf-8", "surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=_delimiter(opened.head), strict=True)
     header = next(rows, [])
-    names = {name for name in header if name and len(name) <= MAX_NAME and not name[0].isdigit()}
-    if len(names) < len(header):
+    # The name of the first column may be empty: pandas writes an index without one.
+    names = {name for name in header[:1] + list(filter(None, header[1:])) if len(name) <= MAX_NAME}
+    if len(names) < len(header) or any(name.replace(".", "").isdigit() for name in names):
         raise RecordError(NO_HEADER)
     number = 0
     while True:

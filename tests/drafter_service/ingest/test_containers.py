@@ -212,6 +212,8 @@ def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
     [
         ("a.csv", "prompt,completion\nq,one\nr,two\n", ["one", "two"], {}),
         ("a.csv", '\ufeffprompt,completion\r\nq,"one, ""two""\r\n\r\nthree"\r\n\r\n', ['one, "two"\r\n\r\nthree'], {}),
+        ("a.csv", ",prompt,completion\n0,q,one\n1,r,two\n", ["one", "two"], {}),
+        ("a.csv", "completion,completion\none,two\n", [], {NO_HEADER: 1}),
         ("a.csv", 'id;completion\n1;"a;b"\n', ["a;b"], {}),
         ("a.tsv", "prompt\tcompletion\nq\tone, two\n", ["one, two"], {}),
         ("a.txt", "prompt\tcompletion\nq\tone\n", ["one"], {}),
@@ -508,6 +510,7 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "notes": (b"text", NOT_TEXT),
         "empty.json": (b" \n", EMPTY),
         "chat.md": (b"## User\n\nWhy?\n\n## Assistant\n\nSo.\n", CHAT_LOG),
+        "agent.txt": (b"Question: who?\nThought 1: I search.\nAction 1: Search[a]\nObservation 1: b\n", CHAT_LOG),
         "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
     }
     for name, (content, expected) in contents.items():
