@@ -101,7 +101,7 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
 
 def counts_of(reading: Reading) -> Counter[str]:
     """Return the number of documents by format."""
-    return Counter({name: sample.count for name, sample in reading.samples.by_format.items()})
+    return Counter({name: sample.documents for name, sample in reading.samples.by_format.items()})
 
 
 def listed(counts: Counter[str]) -> str:
@@ -138,7 +138,7 @@ class Excerpts:
 
     def _text(self, name: str, sample: Sample) -> str:
         excerpts = "".join(f"\n    {self._excerpt(output)}" for output in sample.outputs)
-        return f"{name}: {sample.count:,} documents found, with outputs such as{excerpts}"
+        return f"{name}, from {printable(sample.place)}: {sample.documents:,} documents found, with outputs such as{excerpts}"
 
     def _excerpt(self, output: Part) -> str:
         vocabulary = self._reading.vocabulary

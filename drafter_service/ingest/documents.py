@@ -20,6 +20,7 @@ SAMPLES, SAMPLE_SIZE = 2, 200
 """Number of outputs stored for each format, and of their first characters or tokens."""
 
 NO_TOKENIZER = "text, but no --tokenizer to read it with"
+NO_TOKENS = "an output without tokens"
 
 
 class Item(NamedTuple):
@@ -132,7 +133,7 @@ class Faults:
 class Sample(NamedTuple):
     """Documents of one format."""
 
-    count: int
+    documents: int
     outputs: list[Part]
     """The beginnings of the first ones."""
     place: str
@@ -152,7 +153,7 @@ class Samples:
             outputs = sample.outputs
             if len(outputs) < SAMPLES:
                 outputs = outputs + [_beginning(item.output) for item in items[: SAMPLES - len(outputs)]]
-            self.by_format[name] = Sample(sample.count + len(items), outputs, sample.place)
+            self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
 
 
 def _beginning(output: Part) -> Part:

@@ -30,7 +30,6 @@ IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)
 OBJECT = re.compile(r'\{(?=\s*")')
 ARRAY = re.compile(r"\s*\[(?=\s*[\[{])")
 BETWEEN = re.compile(r"[\s,]*")
-ELEMENT = re.compile(r"\[\s*(.?)", re.DOTALL)
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CUT_MARGIN = 12
 """Number of last characters of a text in which an error may be caused by its end."""
@@ -267,10 +266,15 @@ class _JsonText:
 
     def _next(self) -> str:
         """Skip white space and commas, and return the character after them; "" at the end."""
+        self._at += self._blank(0)
+        return self._text[self._at : self._at + 1]
+
+    def _blank(self, offset: int) -> int:
+        """Return the offset from the position at which white space and commas end that begin at `offset`."""
         while True:
-            self._at = BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
-            if self._at < len(self._text) or not self._read_on():
-                return self._text[self._at : self._at + 1]
+            end = BETWEEN.match(self._text, self._at + offset).end()  # type: ignore[union-attr]  # always matches
+            if end < len(self._text) or not self._read_on():
+                return end - self._at
 
     def _value(self) -> object:
         """Return the value here, and go to its end. Raises RecordError if it is cut off, too long or not JSON."""
@@ -299,10 +303,10 @@ class _JsonText:
 
     def _begins_record(self) -> bool:
         """Return whether the array here is one record, by its first element."""
+        first = self._blank(1)
         with suppress(RecordError):
-            while not (first := ELEMENT.match(self._text, self._at)).group(1) and self._read_on():
-                pass
-            return first.group(1) not in ("[", "]", "") and _is_record([self._peek(first.start(1) - self._at)[0]])
+            char = self._text[self._at + first : self._at + first + 1]
+            return char not in ("[", "]", "") and _is_record([self._peek(first)[0]])
         return False
 
     def _skip_line(self) -> None:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drafter_service.ingest.chats import Chat, Reply, plain_text
-from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Item, Part, RecordError, Samples
+from drafter_service.ingest.documents import (
+    NO_TOKENIZER,
+    NO_TOKENS,
+    Documents,
+    Faults,
+    Item,
+    Part,
+    RecordError,
+    Samples,
+)
 from drafter_service.ingest.formats import Found, Read
 from drafter_service.ingest.origins import Origin, origin_of
 from drafter_service.ingest.records import is_conversation
@@ -18,7 +27,6 @@ from ssd.types import offsets_of
 
 BLOCK_BYTES = 1 << 20
 NO_OUTPUT = "a record without an output"
-NO_TOKENS = "an output without tokens"
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
 """Number of last characters of a prompt in which `PREFIX_TOKENS` tokens fit. Tokenizing whole prompts is slow."""

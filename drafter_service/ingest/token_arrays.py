@@ -14,15 +14,14 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from drafter_service.ingest.documents import Chunk, Item, RecordError
+from drafter_service.ingest.documents import NO_TOKENS, Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.reading import NO_TOKENS as NO_OUTPUT_TOKENS
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
-NO_TOKENS = "no array `tokens` of integers with one or two dimensions"
+NO_ARRAY = "no array `tokens` of integers with one or two dimensions"
 BAD_LENGTHS = "lengths of documents that do not match the tokens"
 CUT_OFF = "fewer tokens than the header says"
 
@@ -42,7 +41,7 @@ def read_npz(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     with zipfile.ZipFile(opened.seekable()) as archive:
         names = set(archive.namelist())
         if TOKENS not in names:
-            raise RecordError(NO_TOKENS)
+            raise RecordError(NO_ARRAY)
         with archive.open(TOKENS) as member:
             stream = cast(BinaryIO, member)
             shape, dtype = _header(stream)
@@ -56,7 +55,7 @@ def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, is_by_columns, dtype = read(stream)
     if dtype.kind not in "iu" or len(shape) not in (1, 2) or (is_by_columns and len(shape) == 2):
-        raise RecordError(NO_TOKENS)
+        raise RecordError(NO_ARRAY)
     return shape, dtype
 
 
@@ -122,7 +121,7 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
         reading.faults.record(str(problem), place)
         return []
     if len(tokens) <= prompt:
-        reading.faults.record(NO_OUTPUT_TOKENS, place)
+        reading.faults.record(NO_TOKENS, place)
         return []
     if prompt == 0:
         return [Item(place, None, tokens)]

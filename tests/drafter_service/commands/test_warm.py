@@ -182,7 +182,7 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
     assert "a.jsonl:4" in printed
     assert "import" not in invoke("--from", tmp_path / "a.jsonl", "--dry-run", "--quiet", "--namespace", "n")
     write_jsonl(tmp_path / "a.jsonl", [{"none": 1}])
-    with pytest.raises(UserError, match="no documents were found: .*a.jsonl:1"):
+    with pytest.raises(UserError, match=r"no documents were found: .*a.jsonl:1"):
         invoke("--from", tmp_path / "a.jsonl", "--dry-run")
 
 
