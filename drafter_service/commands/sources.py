@@ -138,7 +138,8 @@ class Excerpts:
 
     def _text(self, name: str, sample: Sample) -> str:
         excerpts = "".join(f"\n    {self._excerpt(output)}" for output in sample.outputs)
-        return f"{name}, from {printable(sample.place)}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+        place = printable(sample.place)
+        return f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
 
     def _excerpt(self, output: Part) -> str:
         vocabulary = self._reading.vocabulary

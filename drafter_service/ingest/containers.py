@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, cast
 from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
-from drafter_service.ingest.json_text import NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
+from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
@@ -49,12 +49,14 @@ little is lost."""
 MAX_TEXT_LINE = 1 << 20
 TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
 EMPTY = "an empty file"
+NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
 IN_ARCHIVE = "an archive or snapshot within an archive; unpack it first"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
+DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
     rb"^[^\w\n]{0,9}(?:(user|human|observation)|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|thought|action))"
     rb"(?: \d+)?[^\w\n]{0,9}(?::|$)",
@@ -101,9 +103,12 @@ def _read_file(
             if archive and kind in ("zip", "snapshot"):
                 raise RecordError(IN_ARCHIVE)
             kinds[kind] += 1
-            yield from _read(opened, kind, reading)
-            if opened.problem:
-                raise RecordError(opened.problem)
+            skipped, found = reading.faults.count, False
+            for chunk in _read(opened, kind, reading):
+                found = found or bool(chunk.items)
+                yield chunk
+            if opened.problem or (not found and reading.faults.count == skipped):
+                raise RecordError(opened.problem or NO_RECORDS)
     except UserError:
         raise
     except RecordError as problem:
@@ -146,7 +151,7 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(BINARY)
     if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
         return "text"
-    if layout := layout_of(head, suffix):
+    if layout := layout_of(head, suffix, share=0.5 if suffix in PROSE else 0.1):
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
         return "CSV"
@@ -156,6 +161,8 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(VLLM_LOG)
     if suffix not in PROSE:
         raise RecordError(NOT_TEXT)
+    if DICT.match(head):
+        raise RecordError(NOT_JSON)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
     if users and models:
         raise RecordError(CHAT_LOG)

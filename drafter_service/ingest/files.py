@@ -76,8 +76,8 @@ class Opened:
             self._source = compr[codec](self.data, mode="rb")
             self._load()
         self.label = file.name
-        """Name of the file in names of documents. That of a pipe depends on its content."""
-        if stream is None and not self._raw.seekable():
+        """Name of the file in names of documents. That of a pipe depends on its content, also if it is a file."""
+        if stream is None and (file.path.startswith("/dev/") or not self._raw.seekable()):
             self.label += f"#{blake2b(self.head, digest_size=4).hexdigest()}"
 
     def _load(self) -> None:

@@ -20,7 +20,6 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 MAX_JSON = 32 << 20
 """Maximum length of a line in bytes, or of a value on several lines in characters; longer lines are skipped. A request
 of a million tokens has about 7 MB, 12 MB with its text."""
-HEAD_LINES = 20
 NOT_JSON = "not JSON"
 NOT_UTF8 = "text that is not UTF-8"
 JSON_TOO_LONG = f"JSON longer than {MAX_JSON >> 20} MiB"
@@ -38,9 +37,12 @@ KEPT_CHARS = 200
 DECODER = json.JSONDecoder()
 
 
-def layout_of(head: bytes, suffix: str) -> str | None:
-    """Return "JSON lines" or "JSON" by the first bytes of a file; None for other content."""
-    lines = [line for line in head.split(b"\n") if not IGNORED.match(line)][:HEAD_LINES]
+def layout_of(head: bytes, suffix: str, share: float) -> str | None:
+    """Return "JSON lines" or "JSON" by the first bytes of a file; None for other content.
+
+    share: of the lines, those that must have an object if the first has none.
+    """
+    lines = [line for line in head.split(b"\n") if not IGNORED.match(line)]
     text = head[head.index(lines[0]) :].decode(errors="replace").lstrip() if lines else ""
     is_single = len(lines) == 1 and suffix not in LINES_SUFFIXES
     if text.startswith("{") and not is_single and values_of(lines[0]):
@@ -54,7 +56,7 @@ def layout_of(head: bytes, suffix: str) -> str | None:
         except (ValueError, RecursionError) as error:
             if _is_cut(error, text) and OBJECT.match(text, start):
                 return "JSON lines" if start == 0 and suffix in LINES_SUFFIXES else "JSON"
-    if 2 * sum(bool(values_of(line)) for line in lines) > len(lines) or suffix in LINES_SUFFIXES:
+    if (lines and sum(map(bool, map(values_of, lines))) >= share * len(lines)) or suffix in LINES_SUFFIXES:
         return "JSON lines"
     return "JSON" if suffix == ".json" else None
 

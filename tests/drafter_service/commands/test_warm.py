@@ -186,18 +186,16 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
         invoke("--from", tmp_path / "a.jsonl", "--dry-run")
 
 
-def test_standard_input_is_read(tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        "from drafter_service.commands import run; run()",
-        "warm",
-        "--dry-run",
-        "--from",
-        "-",
-    ]
-    done = subprocess.run(command, input=b'{"completion": "import os"}\n' * 2, capture_output=True, check=True)
-    assert b"documents: 2 " in done.stdout
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_standard_input_is_read(tmp_path, is_pipe):
+    """Another log there is not taken for the one before."""
+    command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--from", "-"]
+    for token, expected in ((1, [[1]]), (2, [[1], [2]]), (1, [[1], [2]])):
+        log = write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [token]}])
+        with log.open("rb") as stdin:
+            source = {"input": log.read_bytes()} if is_pipe else {"stdin": stdin}
+            subprocess.run([*command, "--snapshot", str(tmp_path / "c"), "--capacity", "1M"], check=True, **source)
+        assert text_of(tmp_path / "c") == expected
 
 
 def test_loads_without_new_text_succeed(tmp_path):

@@ -20,7 +20,7 @@ import pytest
 import zstandard
 
 from drafter_service.ingest import containers, json_text, tables, token_arrays
-from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NOT_TEXT, kind_of, read_batches
+from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NO_RECORDS, NOT_TEXT, kind_of, read_batches
 from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER, RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.formats import Found, Read
@@ -91,7 +91,7 @@ def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
 
 
 REFUSED = "refused"
-REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NOT_JSON, NOT_TEXT, NOT_UTF8}
+REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
 ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": '[{\\"'}}
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "one"}]
 PRETTY = json.dumps(TWO, indent=2)
@@ -213,6 +213,9 @@ def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
         ("a.csv", "prompt,completion\nq,one\nr,two\n", ["one", "two"], {}),
         ("a.csv", '\ufeffprompt,completion\r\nq,"one, ""two""\r\n\r\nthree"\r\n\r\n', ['one, "two"\r\n\r\nthree'], {}),
         ("a.csv", ",prompt,completion\n0,q,one\n1,r,two\n", ["one", "two"], {}),
+        ("a.csv", "prompt,completion\n", [], {NO_RECORDS: 1}),
+        ("a.json", "[]", [], {NO_RECORDS: 1}),
+        ("a.jsonl", "# nothing\n\n", [], {NO_RECORDS: 1}),
         ("a.csv", "completion,completion\none,two\n", [], {NO_HEADER: 1}),
         ("a.csv", 'id;completion\n1;"a;b"\n', ["a;b"], {}),
         ("a.tsv", "prompt\tcompletion\nq\tone, two\n", ["one, two"], {}),
@@ -486,6 +489,9 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "prefixed.txt": (b"started\nINFO " + record + b"\nINFO [x.py] " + record, "JSON lines"),
         "long.json": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON"),
         "long.jsonl": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON lines"),
+        "header.txt": (b"log of a service\n" + record, "JSON lines"),
+        "banner.log": (b"starting\n" * 8 + b"INFO " + record, "JSON lines"),
+        "dicts.txt": (b"{'completion': 'a'}\n{'completion': 'b'}\n", NOT_JSON),
         "pretty.txt": (b'{\n  "a": 1\n}', "JSON"),
         "array.log": (b'[\n{"a": 1},\n', "JSON"),
         "broken.jsonl": (b'{"a": 1', "JSON lines"),
