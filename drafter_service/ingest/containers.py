@@ -58,8 +58,8 @@ VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses to
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
-    rb"^[^\w\n]{0,9}(?:(user|human|observation)|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|thought|action))"
-    rb"(?: \d+)?[^\w\n]{0,9}(?::|$)",
+    rb"^[^\w\n]{0,9}(?:(user|human|observation(?=[ \d]*:))"
+    rb"|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))[^\w\n]{0,9}(?:\d*:|$)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text."""

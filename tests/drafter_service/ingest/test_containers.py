@@ -504,6 +504,7 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "notes.txt": (b"[1] A. Author: a title\n[2] Another\n", "text"),
         "code.py": (record, "text"),
         "LICENSE": (b"text", "text"),
+        "glossary.md": (b"### Action\nA step.\n### Observation\nIts result.\n### Model\nActions: some.\n", "text"),
         "template.md": (b"{% if a %}\n", "text"),
         "table": (b"PAR1....", "Parquet"),
         "rows": (b"\x93NUMPY....", "npy"),
