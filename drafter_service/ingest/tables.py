@@ -29,7 +29,11 @@ NO_HEADER = "CSV whose first line has no names of columns, or one of them twice;
 
 def is_csv(head: bytes) -> bool:
     """Return whether a text begins with a header of CSV that has a known column, and with a row of as many cells."""
-    first, second = [*csv.reader(io.StringIO(head.decode(errors="replace")), delimiter=_delimiter(head)), [], []][:2]
+    rows = csv.reader(io.StringIO(head.decode(errors="replace"), newline=""), delimiter=_delimiter(head))
+    try:
+        first, second = next(rows, []), next(rows, [])
+    except csv.Error:
+        return False
     return len(first) == len(second) > 1 and not FIELDS.isdisjoint(first)
 
 

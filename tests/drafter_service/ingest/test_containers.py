@@ -499,6 +499,7 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "comments.jsonl": (b"# log\n\n// of it\n" + record + b"\n" + record, "JSON lines"),
         "events.txt": (b"event: a\ndata: " + record + b"\n\n: ping\n\ndata: [DONE]\n", "JSON lines"),
         "table.txt": (b"prompt\tcompletion\na\tb\n", "CSV"),
+        "nothing.txt": (b'prompt,"a\rb\n\rc', "text"),
         "any.csv": (b"essay\nb\n", "CSV"),
         "json.csv": (record + b"\n" + record, "JSON lines"),
         "notes.txt": (b"[1] A. Author: a title\n[2] Another\n", "text"),
