@@ -45,7 +45,10 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
     csv.field_size_limit(MAX_JSON)
     lines = io.TextIOWrapper(opened.data, "utf-8", "surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=_delimiter(opened.head), strict=True)
-    header = next(rows, [])
+    try:
+        header = next(rows, [])
+    except csv.Error:
+        raise RecordError(NO_HEADER) from None
     # The name of the first column may be empty: pandas writes an index without one.
     names = {name for name in header[:1] + list(filter(None, header[1:])) if len(name) <= MAX_NAME}
     if len(names) < len(header) or any(name.replace(".", "").isdigit() for name in names):

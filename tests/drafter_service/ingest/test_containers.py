@@ -226,6 +226,7 @@ def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
         ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, REFUSED: 1}),
         ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
         ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
+        ("a.csv", 'prompt,"comp"letion\na,b\n', [], {NO_HEADER: 1}),
         ("a.csv", "essay,grade\nlong,2\n", [], {REFUSED: 1}),
     ],
 )
