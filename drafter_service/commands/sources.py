@@ -1,21 +1,31 @@
-"""Options of the commands that read logs: which files, and how."""
+"""Options of the commands that read logs: which files, and how; and what is shown of their contents."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ssd.errors import UserError
+
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from drafter_service.ingest.documents import Faults, Part, Sample
     from drafter_service.ingest.files import File
+    from drafter_service.ingest.reading import Reading
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+EXCERPT_CHARS = 70
+
 
 def source_options(command: F) -> F:
-    """Add `sources`, `more_sources`, `tokenizer` and `fields` to a command."""
+    """Add `sources`, `more_sources`, `tokenizer`, `fields`, `text`, `dry_run` and `quiet` to a command."""
     options = (
         click.option(
             "--from",
@@ -23,23 +33,34 @@ def source_options(command: F) -> F:
             required=True,
             multiple=True,
             metavar="PATH_OR_URL...",
-            help="Files, folders, globs or URLs (s3://, gs://, https://): JSON lines and Parquet logs, plain text and "
-            "source trees, token arrays (.npy, .npz), snapshots; .gz and .zst, too.",
+            help="Files, folders, globs, URLs (s3://, gs://, https://), pipes, or - for standard input: logs as JSON, "
+            "CSV, Parquet or Arrow, source code and prose, token arrays (.npy, .npz), snapshots; compressed, too.",
         ),
         click.argument("more_sources", nargs=-1, metavar=""),
         click.option(
             "--tokenizer",
-            type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Folder of the target model; needed for text.",
+            type=click.Path(path_type=Path),
+            help="Folder of the target model, with its tokenizer.json; needed for text.",
         ),
         click.option(
             "--field",
             "fields",
             multiple=True,
-            metavar="NAME",
-            help="Field or column to read, such as answer or meta.answer; if repeated, the last one is the output and "
-            "the others are its prompt.  [default: known names]",
+            metavar="PATH",
+            help="Field or column to read, such as answer, meta.answer, choices[].text (of all elements), "
+            "choices.0.text, or turns[].content; it may be a message or a list of messages, too. If repeated, the last "
+            "one is the output and the others are its prompt.  [default: known formats]",
         ),
+        click.option(
+            "--text", is_flag=True, help="Learn all files completely, as the text that they are, whatever they contain."
+        ),
+        click.option(
+            "--dry-run",
+            is_flag=True,
+            help="Read everything, show what is found and what would be skipped, and stop. Needs no service. Ctrl-C "
+            "shows what was found until then.",
+        ),
+        click.option("--quiet", is_flag=True, help="Show no excerpts of what is found."),
     )
     for option in reversed(options):
         command = option(command)
@@ -47,12 +68,87 @@ def source_options(command: F) -> F:
 
 
 def find_sources(sources: Sequence[str]) -> list[File]:
-    """Return the files of paths and URLs. Raises UserError if one cannot be read, or a package for it is missing."""
-    from drafter_service.ingest.files import check_codecs, list_files
-    from drafter_service.ingest.parquet import check_parquet
+    """Return the files of paths and URLs. Raises UserError if one cannot be found."""
+    from drafter_service.ingest.files import list_files
 
-    files = list_files(sources)
-    check_codecs(files)
-    if any(file.suffix == ".parquet" for file in files):
-        check_parquet()
-    return files
+    return list_files(sources)
+
+
+def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
+    """Read all files, and print what is found and what is skipped. Raises UserError if there is no document."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from drafter_service.ingest.containers import read_batches
+
+    kinds: Counter[str] = Counter()
+    note = "nothing was learned: this was a dry run"
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=sum(file.size for file in files) or None)
+        try:
+            for batch in read_batches(files, reading, kinds):
+                progress.update(task, completed=batch.bytes_read)
+        except KeyboardInterrupt:
+            note = "interrupted; what was found until then"
+    if not reading.samples.by_format:
+        raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
+    console = Console()
+    Excerpts(console, reading, quiet=quiet).show()
+    console.print(f"files: {listed(kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
+    if reading.faults.by_reason:
+        console.print(skipped_table(reading.faults))
+
+
+def counts_of(reading: Reading) -> Counter[str]:
+    """Return the number of documents by format."""
+    return Counter({name: sample.documents for name, sample in reading.samples.by_format.items()})
+
+
+def listed(counts: Counter[str]) -> str:
+    """Return counts as a text, such as "3 JSON lines, 1 Parquet"."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
+
+
+def skipped_table(faults: Faults) -> Table:
+    """Return a table of the reasons for which records and files were skipped."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    table = Table(Column("skipped", overflow="fold"), "count", Column("first at", overflow="fold"))
+    for reason, fault in faults.by_reason.items():
+        table.add_row(escape(printable(reason)), f"{fault.count:,}", escape(printable("\n".join(fault.places))))
+    return table
+
+
+class Excerpts:
+    """Prints what is taken as outputs, once for each format, as soon as it is known."""
+
+    def __init__(self, console: Console, reading: Reading, *, quiet: bool) -> None:
+        self._console = console
+        self._reading = reading
+        self._shown: set[str] = set()
+        self._quiet = quiet
+
+    def show(self) -> None:
+        """Print the formats that were found since the last call."""
+        for name, sample in [] if self._quiet else list(self._reading.samples.by_format.items()):
+            if name not in self._shown:
+                self._shown.add(name)
+                self._console.print(self._text(name, sample), markup=False, highlight=False, soft_wrap=True)
+
+    def _text(self, name: str, sample: Sample) -> str:
+        excerpts = "".join(f"\n    {self._excerpt(output)}" for output in sample.outputs)
+        place = printable(sample.place)
+        return f"{name}, from {place}: {sample.documents:,} documents found, with outputs such as{excerpts}"
+
+    def _excerpt(self, output: Part) -> str:
+        vocabulary = self._reading.vocabulary
+        if not isinstance(output, str):
+            output = vocabulary.decode(output) if vocabulary else f"token ids {output.tolist()}"
+        text = printable(" ".join(output.split()))
+        return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
+
+
+def printable(text: str) -> str:
+    """Return a text without characters that control terminals, except ends of lines."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

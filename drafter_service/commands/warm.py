@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.link import Link, connection_options
-from drafter_service.commands.sources import find_sources, source_options
+from drafter_service.commands.sources import (
+    Excerpts,
+    counts_of,
+    find_sources,
+    listed,
+    preview,
+    skipped_table,
+    source_options,
+)
 from drafter_service.settings.quantity import Quantity
 from ssd.errors import UserError
 
@@ -44,6 +52,9 @@ def warm(
     namespace: str | None,
     tokenizer: Path | None,
     fields: tuple[str, ...],
+    text: bool,
+    dry_run: bool,
+    quiet: bool,
     shadow: bool,
     link: Link,
 ) -> None:
@@ -53,7 +64,10 @@ def warm(
 
     files = find_sources((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
-    reading = Reading(vocabulary, fields, whole_prompts=shadow)
+    reading = Reading(vocabulary, fields, whole_prompts=shadow, as_text=text)
+    if dry_run:
+        preview(files, reading, quiet=quiet)
+        return
     if shadow and snapshot is not None:
         raise UserError("--shadow is for a running service; remove --snapshot")
     if snapshot is not None and namespace is not None:
@@ -69,11 +83,11 @@ def warm(
     else:
         sink = _into_service(link, namespace, tokenizer, shadow=shadow)
     try:
-        summary = _load(files, reading, sink)
+        summary = _load(files, reading, sink, quiet=quiet)
     except KeyboardInterrupt:
         kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
         raise UserError(f"interrupted; {kept}") from None
-    _show(summary, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
+    _show(summary, reading, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
 
 
 def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:
@@ -92,7 +106,7 @@ def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, 
     return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow)
 
 
-def _load(files: list[File], reading: Reading, sink: Sink) -> Summary:
+def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Summary:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -100,7 +114,9 @@ def _load(files: list[File], reading: Reading, sink: Sink) -> Summary:
 
     total = sum(file.size for file in files)
     columns = (BarColumn(20), DownloadColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    excerpts = Excerpts(console, reading, quiet=quiet)
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task("reading", total=total or None, speed="")
 
         def watch(state: pipeline.LoadProgress) -> None:
@@ -108,29 +124,26 @@ def _load(files: list[File], reading: Reading, sink: Sink) -> Summary:
             speed = f"{state.tokens / seconds:,.0f} tokens/s"
             stage = "sorting and saving" if total and state.bytes_read >= total else "reading"
             progress.update(task, completed=state.bytes_read, speed=speed, description=stage)
+            excerpts.show()
 
         return pipeline.load(files, reading, sink, watch)
 
 
-def _show(summary: Summary, note: str | None) -> None:
+def _show(summary: Summary, reading: Reading, note: str | None) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
+    from rich.table import Table
 
     console = Console()
     if note:
-        console.print(f"note: {escape(note)}")
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary.kinds.most_common())
+        console.print(f"note: {note}", markup=False)
     learned = summary.learned
     table = Table("learned", "", show_lines=False)
-    table.add_row("files", kinds)
+    table.add_row("files", listed(summary.kinds))
+    table.add_row("documents found", listed(counts_of(reading)))
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
     table.add_row("documents already known", f"{learned.duplicates:,}")
     table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
     console.print(table)
     if summary.faults.by_reason:
-        skipped = Table("skipped", "count", Column("first at", overflow="fold"))
-        for reason, fault in summary.faults.by_reason.items():
-            skipped.add_row(reason, f"{fault.count:,}", escape("\n".join(fault.places)))
-        console.print(skipped)
+        console.print(skipped_table(summary.faults))

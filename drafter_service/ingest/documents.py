@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -14,8 +16,11 @@ Part = str | np.ndarray
 
 MAX_PLACES = 3
 """Number of places stored for each reason."""
+SAMPLES, SAMPLE_SIZE = 2, 200
+"""Number of outputs stored for each format, and of their first characters or tokens."""
 
 NO_TOKENIZER = "text, but no --tokenizer to read it with"
+NO_TOKENS = "an output without tokens"
 
 
 class Item(NamedTuple):
@@ -83,7 +88,7 @@ class Sink(Protocol):
         """Wait until all accepted documents are stored."""
 
 
-# --- Faults
+# --- What is found, and what is skipped
 
 
 class RecordError(Exception):
@@ -100,17 +105,19 @@ class Fault:
 
 
 class Faults:
-    """Skipped records by reason. One thread writes them."""
+    """Skipped records and files by reason. Any thread may write them."""
 
     def __init__(self) -> None:
         self.by_reason: dict[str, Fault] = {}
+        self._lock = threading.Lock()
 
     def record(self, reason: str, place: str) -> None:
         """Count a record that was skipped."""
-        fault = self.by_reason.setdefault(reason, Fault())
-        fault.count += 1
-        if len(fault.places) < MAX_PLACES:
-            fault.places.append(place)
+        with self._lock:
+            fault = self.by_reason.setdefault(reason, Fault())
+            fault.count += 1
+            if len(fault.places) < MAX_PLACES:
+                fault.places.append(place)
 
     @property
     def count(self) -> int:
@@ -121,3 +128,33 @@ class Faults:
     def summary(self) -> str:
         """All reasons in one line, each with the first place where it occurred; "" without faults."""
         return "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in self.by_reason.items())
+
+
+class Sample(NamedTuple):
+    """Documents of one format."""
+
+    documents: int
+    outputs: list[Part]
+    """The beginnings of the first ones."""
+    place: str
+    """Name of the first one."""
+
+
+class Samples:
+    """Documents by format. One thread writes them, any may read them."""
+
+    def __init__(self) -> None:
+        self.by_format: dict[str, Sample] = {}
+
+    def add(self, name: str, items: Sequence[Item]) -> None:
+        """Count documents of a format."""
+        if items:
+            sample = self.by_format.get(name) or Sample(0, [], items[0].name)
+            outputs = sample.outputs
+            if len(outputs) < SAMPLES:
+                outputs = outputs + [_beginning(item.output) for item in items[: SAMPLES - len(outputs)]]
+            self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
+
+
+def _beginning(output: Part) -> Part:
+    return output[:SAMPLE_SIZE] if isinstance(output, str) else output[:SAMPLE_SIZE].copy()

@@ -1,10 +1,13 @@
-"""Find files by path or URL and open them as streams of bytes, through fsspec; contents are not interpreted."""
+"""Find files by path or URL and open them, through fsspec, as uncompressed bytes; text in another encoding as UTF-8."""
 
 from __future__ import annotations
 
+import codecs
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
@@ -13,10 +16,19 @@ import fsspec
 from fsspec.compression import compr
 from fsspec.implementations.local import LocalFileSystem
 
-from ssd.errors import UserError
+from drafter_service.ingest.documents import RecordError
+from ssd.errors import UserError, missing_extra
 
-CODECS = {"gz": "gzip", "zst": "zstd"}
-"""Compression by suffix, with the names of fsspec."""
+CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""Compression by the first bytes, with the names of fsspec."""
+CODEC_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
+MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+"""Encodings by byte order mark."""
+HEAD_BYTES = 1 << 16
+"""Number of first bytes by which the format of a file is detected."""
+STDIN = "/dev/stdin"
+CUT = "a file that is cut off or damaged; what precedes the damage is read"
+NOT_SEEKABLE = "a format that cannot be read from a pipe or within an archive; give the path of the file itself"
 
 
 @dataclass(frozen=True)
@@ -32,15 +44,10 @@ class File:
     """Bytes; 0 if not known."""
 
     @property
-    def codec(self) -> str | None:
-        """Name of the compression; None without one."""
-        return CODECS.get(PurePosixPath(self.path).suffix.lstrip(".").lower())
-
-    @property
     def suffix(self) -> str:
         """Suffix of the name without that of the compression, such as ".jsonl"."""
         path = PurePosixPath(self.path)
-        return (path.with_suffix("") if self.codec else path).suffix.lower()
+        return (path.with_suffix("") if path.suffix.lower() in CODEC_SUFFIXES else path).suffix.lower()
 
     @property
     def is_local(self) -> bool:
@@ -49,21 +56,65 @@ class File:
 
 
 class Opened:
-    """An open file. `data` is the uncompressed content."""
+    """An open file, or a member of an archive. `data` is the uncompressed content, from its beginning."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, stream: BinaryIO | None = None) -> None:
+        """Open a file, or read `stream`. Raises UserError if the package for its compression is missing."""
         self.file = file
-        self._raw = file.fs.open(file.path, "rb")
-        self.data = cast(BinaryIO, self._raw)
-        if file.codec:
-            content = compr[file.codec](self._raw, mode="rb")
-            buffered = content if isinstance(content, io.BufferedIOBase) else io.BufferedReader(content)
-            self.data = cast(BinaryIO, buffered)
+        self.problem = ""
+        """Reason why `data` ends before the file does."""
+        self.bytes_read = 0
+        """Bytes read so far, relative to `File.size`; readers set it from time to time."""
+        # Not through fsspec, which cannot open pipes.
+        self._raw = stream or (open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb"))  # noqa: SIM115
+        self._source: Any = self._raw
+        self._load()
+        codec = next((name for magic, name in CODECS.items() if self.head.startswith(magic)), None)
+        if codec:
+            if codec not in compr:
+                raise missing_extra(f"{file.name} is compressed with Zstandard, which needs zstandard", "zstd")
+            self._source = compr[codec](self.data, mode="rb")
+            self._load()
+        self.label = file.name
+        """Name of the file in names of documents. That of a pipe depends on its content, also if it is a file."""
+        if stream is None and (file.path.startswith("/dev/") or not self._raw.seekable()):
+            self.label += f"#{blake2b(self.head, digest_size=4).hexdigest()}"
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far, relative to `File.size`."""
-        return int(self._raw.tell())
+    def _load(self) -> None:
+        """Set `head` and `data`."""
+        chunks = self._chunks(self._source)
+        self.head = _first_of(chunks)
+        encoding = _encoding(self.head)
+        if encoding:
+            decoded = codecs.iterdecode(chain([self.head], chunks), encoding, "replace")
+            chunks = codecs.iterencode(decoded, "utf-8")
+            self.head = _first_of(chunks)
+        elif self._source is self._raw and self._raw.seekable():
+            self._raw.seek(0)
+            self.data = cast(BinaryIO, self._raw)
+            return
+        self.data = cast(BinaryIO, io.BufferedReader(_Stream(chain([self.head], chunks)), HEAD_BYTES))
+
+    def _chunks(self, stream: Any) -> Iterator[bytes]:
+        """Yield the content; its end may be missing, which `problem` says."""
+        read = getattr(stream, "read1", stream.read)
+        try:
+            while chunk := read(HEAD_BYTES):
+                yield chunk
+        except Exception:  # Each codec and file system raises its own types.
+            self.problem = CUT
+
+    def advance(self) -> None:
+        """Update `bytes_read` from the position in the file."""
+        if self._raw.seekable():
+            self.bytes_read = int(self._raw.tell())
+
+    def seekable(self) -> BinaryIO:
+        """Return the uncompressed content as a stream that can seek. Raises RecordError if there is none."""
+        if not self._source.seekable():
+            raise RecordError(NOT_SEEKABLE)
+        self._source.seek(0)
+        return cast(BinaryIO, self._source)
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +122,50 @@ class Opened:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.data.close()
+        self._source.close()
         self._raw.close()
+
+
+class _Stream(io.RawIOBase):
+    """A stream of the bytes that an iterator yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
+def _first_of(chunks: Iterator[bytes]) -> bytes:
+    """Return at least `HEAD_BYTES`, or everything."""
+    head = b""
+    while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
+        head += chunk
+    return head
+
+
+def _encoding(head: bytes) -> str | None:
+    """Return the encoding of text that is not plain UTF-8, also of UTF-16 without a mark; None for other content."""
+    even, odd = head[::2], head[1::2]
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    for encoding, low, high in (("utf-16-le", even, odd), ("utf-16-be", odd, even)):
+        if high.count(0) > len(high) // 2 and all(byte >= 32 or byte in b"\t\r\n" for byte in low):
+            return encoding
+    return None
 
 
 def list_files(sources: Iterable[str]) -> list[File]:
@@ -81,13 +174,6 @@ def list_files(sources: Iterable[str]) -> list[File]:
     Raises UserError for a source that is missing or unreachable.
     """
     return [file for source in sources for file in _files_of(source)]
-
-
-def check_codecs(files: Iterable[File]) -> None:
-    """Raise UserError with the package to install if a file cannot be decompressed."""
-    for file in files:
-        if file.codec and file.codec not in compr:
-            raise UserError(f"{file.name} is compressed with {file.codec}; run: pip install zstandard")
 
 
 def _files_of(source: str) -> list[File]:
@@ -106,6 +192,7 @@ def _files_of(source: str) -> list[File]:
 
 
 def _absolute(source: str) -> str:
+    source = STDIN if source == "-" else source
     return source if "://" in source else str(Path(source).expanduser().absolute())
 
 

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from queue import Empty, Queue
 from typing import NamedTuple, TypeVar
 
-from drafter_service.ingest.batches import Batch, read_batches
+from drafter_service.ingest.containers import Batch, read_batches
 from drafter_service.ingest.documents import NO_TOKENIZER, Faults, Item, Sink, Totals
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading, encode

@@ -7,16 +7,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_service.ingest.chats import Chat, Reply
-from drafter_service.ingest.documents import NO_TOKENIZER, Documents, Faults, Item, Part, RecordError
-from drafter_service.ingest.files import File
+from drafter_service.ingest.chats import Chat, Reply, plain_text
+from drafter_service.ingest.documents import (
+    NO_TOKENIZER,
+    NO_TOKENS,
+    Documents,
+    Faults,
+    Item,
+    Part,
+    RecordError,
+    Samples,
+)
+from drafter_service.ingest.formats import Found, Read
 from drafter_service.ingest.origins import Origin, origin_of
-from drafter_service.ingest.records import Found, find_outputs, is_conversation
+from drafter_service.ingest.records import is_conversation
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
 from ssd.types import offsets_of
 
 BLOCK_BYTES = 1 << 20
+NO_OUTPUT = "a record without an output"
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
 """Number of last characters of a prompt in which `PREFIX_TOKENS` tokens fit. Tokenizing whole prompts is slow."""
@@ -35,53 +45,46 @@ class Reading:
     """Whether times, users and sessions are read."""
     block_bytes: int = BLOCK_BYTES
     """Approximate size of a chunk."""
+    as_text: bool = False
+    """Whether all files that are not binary are learned as they are."""
     faults: Faults = field(default_factory=Faults)
+    samples: Samples = field(default_factory=Samples)
 
-    def items_of(self, record: object, file: File, number: int) -> list[Item]:
-        """Return the documents of record `number` of a file, and count those that cannot be read."""
-        place = f"{file.name}:{number}"
-        try:
-            found = find_outputs(record, self.fields)
-        except RecordError as problem:
-            self.faults.record(str(problem), place)
-            return []
-        origin = self._origin(record, place, found) if self.has_origins else None
+    def items_of(self, read: Read) -> list[Item]:
+        """Return the documents of a record, and count what is left out of it."""
+        place = read.record.place
+        for reason in read.skipped:
+            self.faults.record(reason, place)
+        if not read.outputs and not read.skipped:
+            self.faults.record(NO_OUTPUT, place)
+        origin = self._origin(read) if self.has_origins else None
         items = []
-        for index, output in enumerate(found):
-            name = output.request or place
+        for index, found in enumerate(read.outputs):
+            name = found.request or place
             try:
-                item = self._item(output, f"{name}/{index}" if index else name)
-                items.append(item._replace(origin=origin))
+                items.append(self._item(found, f"{name}/{index}" if index else name, origin))
             except RecordError as problem:
                 self.faults.record(str(problem), place)
+        self.samples.add(read.format, items)
         return items
-
-    def text_item(self, text: str, place: str) -> Item | None:
-        """Return a text as a document; None without a tokenizer."""
-        if self.vocabulary is None:
-            self.faults.record(NO_TOKENIZER, place)
-            return None
-        return Item(place, None, text)
 
     def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""
         return prompt if self.whole_prompts else prompt[-PREFIX_TOKENS:].copy()
 
-    def _origin(self, record: object, place: str, found: list[Found]) -> Origin:
+    def _origin(self, read: Read) -> Origin:
         """Return the origin of a record; a conversation is a session, unless the record names one."""
-        origin = origin_of(record)
-        return origin._replace(session=place) if origin.session is None and is_conversation(found) else origin
+        origin = origin_of(read.record.value)
+        is_session = origin.session is None and is_conversation(read.outputs)
+        return origin._replace(session=read.record.place) if is_session else origin
 
-    def _item(self, found: Found, name: str) -> Item:
-        output: Part
-        if isinstance(found.output, Reply):
+    def _item(self, found: Found, name: str, origin: Origin | None) -> Item:
+        output = found.output
+        if isinstance(output, Reply):
             chat = found.prompt if isinstance(found.prompt, Chat) else None
-            output = self._vocabulary().chat.reply_text(chat, found.output.message)
-        else:
-            output = found.output
-        if isinstance(output, str):
-            self._vocabulary()
-        return Item(name, self._prompt(found.prompt), output)
+            texts = self.vocabulary.chat if self.vocabulary else None
+            output = texts.reply_text(chat, output.message) if texts else plain_text(output.message)
+        return Item(name, self._prompt(found.prompt), output, origin)
 
     def _prompt(self, prompt: Part | Chat | None) -> Part | None:
         if isinstance(prompt, np.ndarray):
@@ -91,14 +94,17 @@ class Reading:
         text = self.vocabulary.chat.prompt_text(prompt) if isinstance(prompt, Chat) else prompt
         return text if self.whole_prompts else text[-PREFIX_CHARS:]
 
-    def _vocabulary(self) -> Vocabulary:
-        if self.vocabulary is None:
-            raise RecordError(NO_TOKENIZER)
-        return self.vocabulary
-
 
 def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np.ndarray, np.ndarray]]:
-    """Yield the items that have output tokens, with their prompts (maybe empty) and outputs, uint32 [N] each."""
+    """Yield the items that have output tokens, with their prompts (maybe empty) and outputs, uint32 [N] each.
+
+    Counts the others.
+    """
+    if reading.vocabulary is None:
+        for item in items:
+            if isinstance(item.output, str):
+                reading.faults.record(NO_TOKENIZER, item.name)
+        items = [item for item in items if not isinstance(item.output, str)]
     texts = [part for item in items for part in (item.prompt, item.output) if isinstance(part, str)]
     encoded = iter(reading.vocabulary.encode(texts) if reading.vocabulary else ())
     for item in items:
@@ -106,6 +112,8 @@ def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np
         output = next(encoded) if isinstance(item.output, str) else item.output
         if len(output):
             yield item, output[:0] if prompt is None else prompt, output
+        else:
+            reading.faults.record(NO_TOKENS, item.name)
 
 
 def encode(items: Sequence[Item], reading: Reading) -> Documents:

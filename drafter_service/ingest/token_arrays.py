@@ -14,14 +14,14 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.lib import format as npy
 
-from drafter_service.ingest.documents import Chunk, Item, RecordError
+from drafter_service.ingest.documents import NO_TOKENS, Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
-NO_TOKENS = "no array `tokens` of integers with one or two dimensions"
+NO_ARRAY = "no array `tokens` of integers with one or two dimensions"
 BAD_LENGTHS = "lengths of documents that do not match the tokens"
 CUT_OFF = "fewer tokens than the header says"
 
@@ -31,16 +31,17 @@ Lengths = Iterable[tuple[int, int]]
 
 def read_npy(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of an .npy file. Raises RecordError for other contents."""
-    shape, dtype = _header(opened.data)
-    yield from _read(opened, opened.data, dtype, _rows(shape), reading)
+    stream = opened.data
+    shape, dtype = _header(stream)
+    yield from _read(opened, stream, dtype, _rows(shape), reading)
 
 
 def read_npz(opened: Opened, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of an .npz file, like `read_npy`."""
-    with zipfile.ZipFile(opened.data) as archive:
+    with zipfile.ZipFile(opened.seekable()) as archive:
         names = set(archive.namelist())
         if TOKENS not in names:
-            raise RecordError(NO_TOKENS)
+            raise RecordError(NO_ARRAY)
         with archive.open(TOKENS) as member:
             stream = cast(BinaryIO, member)
             shape, dtype = _header(stream)
@@ -54,7 +55,7 @@ def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, is_by_columns, dtype = read(stream)
     if dtype.kind not in "iu" or len(shape) not in (1, 2) or (is_by_columns and len(shape) == 2):
-        raise RecordError(NO_TOKENS)
+        raise RecordError(NO_ARRAY)
     return shape, dtype
 
 
@@ -101,10 +102,11 @@ def _read(
     for number, (prompt, output) in enumerate(_in_pieces(lengths), 1):
         data = stream.read((prompt + output) * dtype.itemsize)
         values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
-        items += _items(values, prompt, f"{opened.file.name}:{number}", reading)
+        items += _items(values, prompt, f"{opened.label}:{number}", reading)
         nbytes += values.nbytes
         is_cut_off = len(values) < prompt + output
         if is_cut_off or nbytes >= reading.block_bytes:
+            opened.advance()
             yield Chunk(items, opened.bytes_read)
             items, nbytes = [], 0
         if is_cut_off:
@@ -119,6 +121,7 @@ def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> lis
         reading.faults.record(str(problem), place)
         return []
     if len(tokens) <= prompt:
+        reading.faults.record(NO_TOKENS, place)
         return []
     if prompt == 0:
         return [Item(place, None, tokens)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.output import check_writable, write
-from drafter_service.commands.sources import find_sources, source_options
+from drafter_service.commands.sources import Excerpts, find_sources, preview, source_options
 from drafter_service.observability.version import own_version
 from ssd.errors import UserError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drafter_service.commands.advise.traffic import Traffic
     from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
+    from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
     from ssd.budget.cost_profile import CostProfile
 
@@ -54,6 +55,9 @@ def advise(
     more_sources: tuple[str, ...],
     tokenizer: Path | None,
     fields: tuple[str, ...],
+    text: bool,
+    dry_run: bool,
+    quiet: bool,
     concurrency: int | None,
     cost_profile: Path | None,
     gpu: str | None,
@@ -78,10 +82,16 @@ def advise(
         check_writable(path)
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
     files = find_sources((*sources, *more_sources))
-    reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
+    vocabulary = Vocabulary(tokenizer) if tokenizer else None
+    reading = Reading(vocabulary, fields, whole_prompts=True, has_origins=True, as_text=text)
+    if dry_run:
+        preview(files, reading, quiet=quiet)
+        return
     try:
         with tempfile.TemporaryDirectory() as folder:
-            advice, traffic, facts = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
+            advice, traffic, facts = _analyze(
+                files, reading, Path(folder) / "tokens", profile, concurrency, quiet=quiet
+            )
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     _show(advice)
@@ -94,7 +104,7 @@ def advise(
 
 
 def _analyze(
-    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None
+    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None, *, quiet: bool
 ) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -105,7 +115,7 @@ def _analyze(
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        traffic, facts = _read(files, reading, path, progress)
+        traffic, facts = _read(files, reading, path, progress, quiet=quiet)
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
             task = progress.add_task(what, total=size_of(traffic, trials))
@@ -116,12 +126,20 @@ def _analyze(
     return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
 
 
-def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:
+def _read(
+    files: list[File], reading: Reading, path: Path, progress: Progress, *, quiet: bool
+) -> tuple[Traffic, LogFacts]:
     from drafter_service.commands.advise.reading import read_traffic
 
     total = sum(file.size for file in files)
     task = progress.add_task("reading", total=total or None)
-    return read_traffic(files, reading, path, lambda state: progress.update(task, completed=state.bytes_read))
+    excerpts = Excerpts(progress.console, reading, quiet=quiet)
+
+    def watch(state: LoadProgress) -> None:
+        progress.update(task, completed=state.bytes_read)
+        excerpts.show()
+
+    return read_traffic(files, reading, path, watch)
 
 
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -48,7 +49,6 @@ def test_snapshot_is_created_and_extended(tmp_path):
     target = tmp_path / "c.ssd"
     printed = invoke("--from", tmp_path / "a.jsonl", "--snapshot", target, "--capacity", "1M")
     assert text_of(target) == [[1, 2]]
-    assert "no output in any known field" in printed
     assert f"{tmp_path}/a.jsonl:2" in printed
     both = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     printed = invoke("--from", *both, "--snapshot", target, "--tokenizer", MODEL, "--capacity", "1M")
@@ -128,12 +128,74 @@ def test_default_namespace_is_that_of_engines_with_the_model(tmp_path, monkeypat
 
 def test_loads_that_learn_nothing_fail(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"unknown": 1}, {"unknown": 2}])
-    with pytest.raises(UserError, match=r"nothing was learned: no output in any known field \(.*a.jsonl:1\)"):
+    with pytest.raises(UserError, match=r"nothing was learned: .*a.jsonl:1\)"):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match="nothing was learned: the files contain no documents"):
+    with pytest.raises(UserError, match="nothing was learned: an empty file"):
         invoke("--from", tmp_path / "empty.jsonl", "--snapshot", tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_a_sample_of_each_format_is_shown(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": "import os\n\x1b[31m[red]"}, {"token_ids": tokenized("def f")}])
+    (tmp_path / "b.py").write_text("import re\n")
+    arguments = ("--from", tmp_path, "--tokenizer", MODEL)
+    result = CliRunner().invoke(warm, [*map(str, arguments), "--snapshot", str(tmp_path / "c.ssd")])
+    assert result.exit_code == 0
+    assert "1 documents found, with outputs such as\n    import re\n" in result.stderr
+    assert "    import os \ufffd[31m[red]\n" in result.stderr
+    assert "    def f\n" in result.stderr
+    assert "outputs such as" not in result.stdout
+    quiet = ["--quiet", "--snapshot", str(tmp_path / "d.ssd")]
+    assert "import" not in CliRunner().invoke(warm, [*map(str, arguments), *quiet]).stderr
+
+
+def test_every_file_and_document_is_accounted_for(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [1]}, {"token_ids": [1]}, {"text": "x"}, {"prompt": "q"}])
+    np.savez(tmp_path / "b.npz", tokens=np.arange(3), offsets=[0, 3, 3])
+    for name, content in {
+        "c.py": "",
+        "d.csv": "essay\nx\n",
+        "e.yaml": "a: 1",
+        "f.txt": "User: a\nAssistant: b",
+    }.items():
+        (tmp_path / name).write_text(content)
+    printed = invoke("--from", tmp_path, "--snapshot", tmp_path / "c.ssd")
+    assert re.search(r"files +│ 3 skipped, 1 JSON lines, 1 npz, 1 CSV +│", printed)
+    assert re.search("documents +│ 3 +│", printed)
+    counts = re.findall(r"│ (.+?) +│ 1 +│ /", printed)
+    for reason in (
+        "an empty file",
+        "text, but no --tokenizer",
+        "an output without tokens",
+        "neither JSON nor a table",
+        "a chat",
+    ):
+        assert any(reason in skipped for skipped in counts), reason
+
+
+def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": "import os"}] * 3 + [{"none": 1}])
+    printed = invoke("--from", tmp_path / "a.jsonl", "--dry-run")
+    assert "import os\n    import os\n" in printed
+    assert "documents: 3 " in printed
+    assert "a.jsonl:4" in printed
+    assert "import" not in invoke("--from", tmp_path / "a.jsonl", "--dry-run", "--quiet", "--namespace", "n")
+    write_jsonl(tmp_path / "a.jsonl", [{"none": 1}])
+    with pytest.raises(UserError, match=r"no documents were found: .*a.jsonl:1"):
+        invoke("--from", tmp_path / "a.jsonl", "--dry-run")
+
+
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_standard_input_is_read(tmp_path, is_pipe):
+    """Another log there is not taken for the one before."""
+    command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--from", "-"]
+    for token, expected in ((1, [[1]]), (2, [[1], [2]]), (1, [[1], [2]])):
+        log = write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [token]}])
+        with log.open("rb") as stdin:
+            source = {"input": log.read_bytes()} if is_pipe else {"stdin": stdin}
+            subprocess.run([*command, "--snapshot", str(tmp_path / "c"), "--capacity", "1M"], check=True, **source)
+        assert text_of(tmp_path / "c") == expected
 
 
 def test_loads_without_new_text_succeed(tmp_path):
@@ -153,12 +215,12 @@ def test_loads_without_new_text_succeed(tmp_path):
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--capacity", "5"], "--capacity: a corpus holds"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/a.jsonl"], "is not a snapshot"),
         (["--from", "{}/a.jsonl", "--snapshot", "{}/c", "--tokenizer", "{}"], "has no tokenizer.json"),
-        (["--from", "{}/text", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
+        (["--from", "{}/a.txt", "--snapshot", "{}/c"], "--tokenizer FOLDER"),
     ],
 )
 def test_user_errors_are_one_line(tmp_path, arguments, message):
     write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
-    (tmp_path / "text").write_text("text\n")
+    (tmp_path / "a.txt").write_text("text\n")
     with pytest.raises(UserError, match=message) as problem:
         invoke(*(argument.format(tmp_path) for argument in arguments))
     assert "\n" not in str(problem.value)

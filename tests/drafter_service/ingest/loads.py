@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from drafter_service.ingest.batches import read_batches
+from drafter_service.ingest.containers import read_batches
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading, encode

@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from drafter_service.ingest.files import check_codecs, list_files
+from drafter_service.ingest.files import Opened, list_files
 from ssd.errors import UserError
 
 
@@ -62,7 +62,8 @@ def test_unavailable_sources_are_errors(tree, source, message):
 
 
 def test_missing_codecs_are_reported_with_the_package(tree, monkeypatch):
-    (tree / "a.jsonl.zst").write_bytes(b"")
+    (tree / "a.jsonl").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setattr("drafter_service.ingest.files.compr", {})
-    with pytest.raises(UserError, match="pip install zstandard"):
-        check_codecs(list_files([f"{tree}/a.jsonl.zst"]))
+    (file,) = list_files([f"{tree}/a.jsonl"])
+    with pytest.raises(UserError, match=r"pip install '\.\[zstd\]'"):
+        Opened(file)

@@ -1,6 +1,7 @@
 """Loads: order, bounds on work in flight, errors, text without a tokenizer."""
 
 import threading
+from collections import Counter
 from contextlib import closing
 from itertools import pairwise
 
@@ -41,7 +42,7 @@ def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
     assert seen[-1].bytes_read == sum(file.size for file in list_files([str(tmp_path)]))
     assert (seen[-1].documents, seen[-1].tokens) == (1000, sum(map(len, expected * 2)))
     assert summary.learned.documents == 1000
-    assert summary.kinds == {"JSONL": 2}
+    assert summary.kinds == {"JSON lines": 2}
 
 
 def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
@@ -81,7 +82,7 @@ def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
 
 def test_whole_prompts_are_not_kept_in_memory(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt_token_ids": list(range(10_000)), "token_ids": [1]}])
-    ((item,), *_) = next(iter(pipeline.read_batches(list_files([str(tmp_path)]), Reading(), {"JSONL": 0})))
+    ((item,), *_) = next(iter(pipeline.read_batches(list_files([str(tmp_path)]), Reading(), Counter())))
     assert item.prompt.base is None
 
 

@@ -1,9 +1,11 @@
 """Tokenizers and chat templates of model folders."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from drafter_service.ingest import vocabulary as vocabulary_module
 from drafter_service.ingest.chats import Chat
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.vocabulary import REFUSED, ChatFormatter, Vocabulary
@@ -43,12 +45,99 @@ def test_long_texts_are_not_truncated(tmp_path):
     assert len(short) < 16
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}"])
-def test_folders_without_a_tokenizer(tmp_path, content):
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match="--tokenizer"):
+def small_tokenizer(kind):
+    """Return a tokenizer of a family of models, trained on a few lines."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    lines = (MODEL / "prompts.jsonl").read_text()[:200_000].split("\\n")
+    digits = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    prepended = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    pre = {
+        "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "llama3": pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        "llama2": None,
+        "metaspace": pre_tokenizers.Metaspace(prepend_scheme="first"),
+        "gemma": pre_tokenizers.Split(" ", "merged_with_previous"),
+        "one word": None,
+    }[kind]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False, unk_token="<unk>"))
+    if pre is not None:
+        tokenizer.pre_tokenizer = pre
+    if kind == "llama2":
+        tokenizer.normalizer = normalizers.Sequence(prepended)
+        # Merges across words are not learned, as in SentencePiece.
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    if kind == "llama2":
+        tokenizer.pre_tokenizer = None
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2", "metaspace", "gemma", "one word"])
+def test_long_texts_are_tokenized_in_pieces_with_the_same_result(tmp_path, monkeypatch, kind):
+    tokenizer = small_tokenizer(kind)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    code = json.loads((MODEL / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    text = f"{code}\n\n  foo  bar, 12345 it's;\n/x  \n\n" * 40 + "我们看海。海是蓝的。" * 200 + "x" * 3000 + code * 20
+    monkeypatch.setattr(vocabulary_module, "CHARS_AT_ONCE", 700)
+    vocabulary = Vocabulary(tmp_path)
+    pieces = list(vocabulary._pieces(text))
+    assert vocabulary.encode([text, "", "a b"])[0].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(pieces) > 10
+    assert max(map(len, pieces[:10])) < 3 * 700
+
+
+def test_memory_for_texts_without_words_is_bounded(monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "CHARS_AT_ONCE", 700)
+    pieces = list(Vocabulary(MODEL)._pieces("0123456789" * 1000))
+    assert "".join(pieces) == "0123456789" * 1000
+    assert max(map(len, pieces)) <= 2 * 700
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no tokenizer.json; give the folder of a model"),
+        ({"tokenizer.json": b""}, "cannot be read"),
+        ({"tokenizer.json": b"{}"}, "cannot be read"),
+        ({"tokenizer.json": b"version https://git-lfs.github.com/spec/v1"}, "git lfs pull"),
+        ({"tekken.json": b"{}"}, r"Mistral \(tekken.json\) and no tokenizer.json; convert it"),
+        ({"tokenizer.model": b""}, "SentencePiece.*AutoTokenizer"),
+        ({"qwen.tiktoken": b"", "x.gguf": b""}, "tiktoken.*AutoTokenizer"),
+        ({"m-Q4.gguf": b"GGUF"}, "is GGUF"),
+    ],
+)
+def test_folders_without_a_tokenizer(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"--tokenizer: .*{message}"):
         Vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir FOLDER"),
+        ("./missing/model", "there is no folder"),
+        ("m.gguf", "is GGUF"),
+        ("tokenizer.json", "is a file; give the folder"),
+    ],
+)
+def test_other_things_than_folders(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.gguf", "tokenizer.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"--tokenizer: .*{message}"):
+        Vocabulary(Path(path))
 
 
 @pytest.mark.parametrize(

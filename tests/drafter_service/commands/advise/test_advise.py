@@ -165,14 +165,18 @@ def test_no_text_appears_in_the_page(tmp_path, profile):
     page, model = tmp_path / "a.html", model_folder(tmp_path / "model")
     result = run("--from", log, "--tokenizer", model, "--cost-profile", profile, "--out", page)
     assert result.exit_code == 0, result.output
-    assert "secret" not in page.read_text() + result.output
+    assert "secret" not in page.read_text() + result.stdout
+    assert "    the secret words" in result.stderr, "excerpts of what was found"
+    quiet = run("--from", log, "--tokenizer", model, "--cost-profile", profile, "--quiet", "--dry-run")
+    assert quiet.exit_code == 0
+    assert "secret" not in quiet.output
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ("", "no request with an output"),
-        ('{"prompt": "a"}\n', "no output in any known field"),
+        ('{"prompt": "a"}\n', "log.jsonl:1"),
         ("INFO 11-22 Received request cmpl-1: prompt: 'a', params: SamplingParams()\n" * 3, "no outputs"),
     ],
 )

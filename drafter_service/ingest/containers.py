@@ -1,0 +1,225 @@
+"""All files of a load as batches of documents: the container of a file is detected by its content, and read.
+
+What is neither a known container nor text by its name is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import BinaryIO, NamedTuple, cast
+
+from drafter_service.ingest.documents import Chunk, Item, RecordError
+from drafter_service.ingest.files import File, Opened
+from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
+from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
+from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.snapshots import read_snapshot
+from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
+from drafter_service.ingest.token_arrays import read_npy, read_npz
+from ssd.corpus.sections import MAGIC
+from ssd.errors import UserError
+
+SOURCE = (
+    "ada asm awk bash bat bzl c cc cfg cl clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fish fs glsl go "
+    "gradle groovy h hcl hh hpp hs ini java jl js jsx kt kts less lisp lua m mjs mk ml mm nim nix pas patch php pl pm "
+    "proto ps1 py pyi pyx r rb rkt rs s scala scm scss sh sol sql sv svelte swift tcl tf toml ts tsx v vb vhd vim vue "
+    "zig zsh"
+)
+PROSE = frozenset((".adoc", ".markdown", ".md", ".org", ".rst", ".tex", ".text", ".txt"))
+TEXT_NAMES = frozenset(
+    ("authors", "changelog", "contributing", "dockerfile", "license", "makefile", "notice", "readme")
+)
+"""Suffixes and names of files that are text. Text of prose may be a log, too, which is looked for in it."""
+BY_MAGIC = {
+    MAGIC: "snapshot",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\xff\xff\xff\xff": "Arrow",
+    b"\x93NUMPY": "npy",
+    b"PK\x03\x04": "zip",
+}
+PIECE_BYTES = 1 << 16
+"""Maximum size of a document in bytes. Longer files are split at the end of a line; matches have at most 32 tokens, so
+little is lost."""
+MAX_TEXT_LINE = 1 << 20
+TEXT_TOO_LONG = f"a line of text longer than {MAX_TEXT_LINE >> 20} MiB"
+EMPTY = "an empty file"
+NO_RECORDS = "a file without records"
+BINARY = "a file that is neither text nor of a known format"
+NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
+CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
+IN_ARCHIVE = "an archive or snapshot within an archive; unpack it first"
+VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
+VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
+DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
+CHAT_LINE = re.compile(
+    rb"^[^\w\n]{0,9}(?:(user|human|observation(?=[ \d]*:))"
+    rb"|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))[^\w\n]{0,9}(?:\d*:|$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text."""
+BATCH_BLOCKS = 8
+"""Maximum number of blocks that are read for a batch."""
+
+
+class Batch(NamedTuple):
+    """Items of one or more files, in order."""
+
+    items: list[Item]
+    bytes_read: int
+    """Bytes of all files so far."""
+
+
+def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
+    """Yield the items of all files, and count files by container in `kinds`. Raises only UserError."""
+    items: list[Item] = []
+    before = size = last = 0
+    for file in files:
+        for found, position in _read_file(file, reading, kinds):
+            items += found
+            size += sum(item.nbytes for item in found)
+            bytes_read = before + min(position, file.size)
+            if size >= reading.block_bytes or bytes_read - last >= BATCH_BLOCKS * reading.block_bytes:
+                yield Batch(items, bytes_read)
+                items, size, last = [], 0, bytes_read
+        before += file.size
+    if len(files) > kinds.total():
+        kinds["skipped"] = len(files) - kinds.total()
+    yield Batch(items, before)
+
+
+def _read_file(
+    file: File, reading: Reading, kinds: Counter[str], archive: zipfile.ZipFile | None = None
+) -> Iterator[Chunk]:
+    """Yield the documents of a file, or of a member of an archive. Raises only UserError."""
+    try:
+        with Opened(file, cast(BinaryIO, archive.open(file.path)) if archive else None) as opened:
+            kind = kind_of(opened, as_text=reading.as_text)
+            if archive and kind in ("zip", "snapshot"):
+                raise RecordError(IN_ARCHIVE)
+            kinds[kind] += 1
+            skipped, found = reading.faults.count, False
+            for chunk in _read(opened, kind, reading):
+                found = found or bool(chunk.items)
+                yield chunk
+            if opened.problem or (not found and reading.faults.count == skipped):
+                raise RecordError(opened.problem or NO_RECORDS)
+    except UserError:
+        raise
+    except RecordError as problem:
+        reading.faults.record(str(problem), file.name)
+    except Exception as problem:  # File systems, codecs and pyarrow raise many types.
+        reading.faults.record(f"a file that cannot be read to its end ({type(problem).__name__})", file.name)
+
+
+def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[Chunk]:
+    if kind == "zip":
+        archive = zipfile.ZipFile(opened.seekable())
+        for info in archive.infolist():
+            if not info.is_dir() and not info.filename.startswith("__MACOSX/"):
+                file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
+                for chunk in _read_file(file, reading, Counter(), archive):
+                    yield Chunk(chunk.items, info.header_offset)
+    elif kind in RECORDS:
+        for read in read_records(RECORDS[kind](opened, reading), reading.fields):
+            yield Chunk(reading.items_of(read), opened.bytes_read)
+    else:
+        for chunk in DOCUMENTS[kind](opened, reading):
+            reading.samples.add(kind, chunk.items)
+            yield chunk
+
+
+# --- Containers
+
+
+def kind_of(opened: Opened, *, as_text: bool = False) -> str:
+    """Return the container of a file. Raises RecordError for a file that is empty, unknown, or not to be learned."""
+    head, suffix = opened.head, opened.file.suffix
+    kind = next((kind for magic, kind in BY_MAGIC.items() if head.startswith(magic)), None)
+    if kind == "zip":
+        return _kind_of_archive(zipfile.ZipFile(opened.seekable()).namelist())
+    if kind is not None:
+        return kind
+    if not head.strip():
+        raise RecordError(opened.problem or EMPTY)
+    if b"\0" in head:
+        raise RecordError(BINARY)
+    if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
+        return "text"
+    if layout := layout_of(head, suffix, share=0.5 if suffix in PROSE else 0.1):
+        return layout
+    if suffix in (".csv", ".tsv") or is_csv(head):
+        return "CSV"
+    if is_markdown_chat(head.decode(errors="replace")):
+        return "Markdown chat"
+    if VLLM_LINE.search(head):
+        raise RecordError(VLLM_LOG)
+    if suffix not in PROSE:
+        raise RecordError(NOT_TEXT)
+    if DICT.match(head):
+        raise RecordError(NOT_JSON)
+    users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
+    if users and models:
+        raise RecordError(CHAT_LOG)
+    return "text"
+
+
+def _kind_of_archive(names: list[str]) -> str:
+    if any(name.startswith(("[Content_Types]", "META-INF/")) or name.endswith("data.pkl") for name in names):
+        raise RecordError(BINARY)  # Documents of office programs, Java and Python packages, weights of PyTorch.
+    return "npz" if any(name.endswith(".npy") for name in names) else "zip"
+
+
+def _read_markdown(opened: Opened, _: Reading) -> Iterator[Record]:
+    lines = io.TextIOWrapper(opened.data, "utf-8", "replace")
+    for number, value in enumerate(markdown_chat(lines), 1):
+        yield Record(value, f"{opened.label}:{number}")
+
+
+def _read_text(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    """Yield a chunk with a document for each piece; its name ends with the number of its first line."""
+    lines = 0
+    while True:
+        piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
+        opened.advance()
+        place = f"{opened.label}:{lines + 1}"
+        lines += piece.count(b"\n") + (1 if skipped else 0)
+        if skipped:
+            reading.faults.record(TEXT_TOO_LONG, f"{opened.label}:{lines}")
+        try:
+            text = piece.decode()
+        except UnicodeDecodeError:
+            reading.faults.record(NOT_UTF8, place)
+            text = ""
+        if text.strip():
+            yield Chunk([Item(place, None, text)], opened.bytes_read)
+        if ended:
+            return
+
+
+def _read_snapshot(opened: Opened, reading: Reading) -> Iterator[Chunk]:
+    opened.seekable()
+    return read_snapshot(opened.file, reading)
+
+
+RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {
+    "JSON lines": read_json_lines,
+    "JSON": read_json,
+    "CSV": read_csv,
+    "Parquet": read_parquet,
+    "Arrow": read_arrow,
+    "Markdown chat": _read_markdown,
+}
+"""Readers of containers of records, which formats interpret."""
+DOCUMENTS: dict[str, Callable[[Opened, Reading], Iterator[Chunk]]] = {
+    "text": _read_text,
+    "npy": read_npy,
+    "npz": read_npz,
+    "snapshot": _read_snapshot,
+}
+"""Readers of containers whose contents are documents."""

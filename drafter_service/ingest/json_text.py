@@ -1,0 +1,333 @@
+"""JSON in all layouts of logs: a value on each line, arrays, concatenated values; NaN, prefixes, server-sent events."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import orjson
+
+from drafter_service.ingest.documents import RecordError
+from drafter_service.ingest.files import Opened
+from drafter_service.ingest.formats import Record, read_records
+from drafter_service.ingest.reading import Reading
+
+LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+MAX_JSON = 32 << 20
+"""Maximum length of a line in bytes, or of a value on several lines in characters; longer lines are skipped. A request
+of a million tokens has about 7 MB, 12 MB with its text."""
+NOT_JSON = "not JSON"
+NOT_UTF8 = "text that is not UTF-8"
+JSON_TOO_LONG = f"JSON longer than {MAX_JSON >> 20} MiB"
+JSON_CUT = "JSON that is cut off"
+IGNORED = re.compile(rb"\s*(#|//|:|(event|id|retry):|(data:\s*(\[DONE\]\s*)?)?$)")
+"""Blank lines, comments, and lines of server-sent events that have no JSON."""
+OBJECT = re.compile(r'\{(?=\s*")')
+ARRAY = re.compile(r"\s*\[(?=\s*[\[{])")
+BETWEEN = re.compile(r"[\s,]*")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+CUT_MARGIN = 12
+"""Number of last characters of a text in which an error may be caused by its end."""
+KEPT_CHARS = 200
+"""Number of characters of the window that are kept before the position: the indentation of its line."""
+DECODER = json.JSONDecoder()
+
+
+def layout_of(head: bytes, suffix: str, share: float) -> str | None:
+    """Return "JSON lines" or "JSON" by the first bytes of a file; None for other content.
+
+    share: of the lines, those that must have an object if the first has none.
+    """
+    lines = [line for line in head.split(b"\n") if not IGNORED.match(line)]
+    text = head[head.index(lines[0]) :].decode(errors="replace").lstrip() if lines else ""
+    is_single = len(lines) == 1 and suffix not in LINES_SUFFIXES
+    if text.startswith("{") and not is_single and values_of(lines[0]):
+        return "JSON lines"
+    start = re.match(r"[\[\s]*", text).end()  # type: ignore[union-attr]  # always matches
+    if text[start : start + 1] == "{":
+        try:
+            _, end = DECODER.raw_decode(text, start)
+            if text[end:].lstrip()[:1] in tuple(",{[]") or not text[end:].strip():
+                return "JSON"
+        except (ValueError, RecursionError) as error:
+            if _is_cut(error, text) and OBJECT.match(text, start):
+                return "JSON lines" if start == 0 and suffix in LINES_SUFFIXES else "JSON"
+    if (lines and sum(map(bool, map(values_of, lines))) >= share * len(lines)) or suffix in LINES_SUFFIXES:
+        return "JSON lines"
+    return "JSON" if suffix == ".json" else None
+
+
+# --- Lines
+
+
+def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the values of each line. Elements of arrays are records, except those of lists of messages."""
+    number = 0
+    while True:
+        block, skipped, ended = read_lines(opened.data, reading.block_bytes, MAX_JSON)
+        opened.advance()
+        lines = block.removesuffix(b"\n").split(b"\n") if block else []
+        last = 0 if block.endswith(b"\n") else number + len(lines)
+        for line in lines:
+            number += 1
+            place = f"{opened.label}:{number}"
+            try:
+                value = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                if IGNORED.match(line):
+                    continue
+                value = values_of(line)
+                if not value:
+                    is_cut = number == last and line.lstrip()[:1] in (b"{", b"[")
+                    reading.faults.record(JSON_CUT if is_cut else NOT_JSON, place)
+            if type(value) is not list or _is_record(value):
+                yield Record(value, place)
+            else:
+                for index, element in enumerate(value, 1):
+                    yield Record(element, f"{place}.{index}" if len(value) > 1 else place)
+        if skipped:
+            number += 1
+            reading.faults.record(JSON_TOO_LONG, f"{opened.label}:{number}")
+        if ended:
+            return
+
+
+def read_lines(stream: BinaryIO, size: int, most: int) -> tuple[bytes, int, bool]:
+    """Read about `size` bytes of whole lines.
+
+    Return them, the number of bytes skipped after them because a line is longer than `most`, and whether the stream
+    has ended.
+    """
+    block = stream.read(size)
+    if not block:
+        return b"", 0, True
+    if block.endswith(b"\n"):
+        return block, 0, False
+    rest = stream.readline(most)
+    if rest.endswith(b"\n") or len(rest) < most:
+        return block + rest, 0, False
+    whole = block.rfind(b"\n") + 1
+    skipped = len(block) - whole + len(rest)
+    while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
+        skipped += len(rest)
+    return block[:whole], skipped + len(rest), False
+
+
+def values_of(line: bytes) -> object:
+    """Return the object, the list of objects, or the array in a line as Python's json reads it; [] if there is none.
+
+    Objects may have text before and after them. Nothing is read of one that is not complete, nor what follows it.
+    """
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return []
+    with suppress(ValueError, RecursionError):
+        if start := ARRAY.match(text):
+            return _decoded(text, start.end() - 1)[0]
+    values: list[object] = []
+    end = 0
+    with suppress(ValueError, RecursionError):
+        while start := OBJECT.search(text, end):
+            value, end = _decoded(text, start.start())
+            values.append(value)
+    return values[0] if len(values) == 1 else values
+
+
+def _decoded(text: str, first: int) -> tuple[object, int]:
+    """Return the value that begins at `first` and its end, lone surrogates replaced. Raises ValueError."""
+    value, end = DECODER.raw_decode(text, first)
+    if SURROGATE.search(text, first, end):
+        plain = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+        value = json.loads(plain.decode("utf-16-le", "replace"))
+    return value, end
+
+
+def _is_cut(error: Exception, text: str) -> bool:
+    """Return whether a value may be incomplete only because the text ends."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos >= len(text) - CUT_MARGIN
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text that was decoded with "surrogateescape" has no invalid bytes."""
+    with suppress(UnicodeEncodeError):
+        return text.isascii() or bool(text.encode())
+    return False
+
+
+def _is_record(array: list[object]) -> bool:
+    """Return whether an array is one record: a list of messages, or of neither objects nor lists."""
+    first = array[0] if array else {}
+    is_message = isinstance(first, dict) and ("role" in first or {"from", "value"} <= first.keys())
+    return is_message or not isinstance(first, dict | list)
+
+
+# --- Values on several lines
+
+
+def read_json(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the values of JSON text. Elements of arrays are records, except those of lists of messages.
+
+    If the file is one object that is not a record, is cut off or too long, the objects in its lists are records.
+    """
+    return _JsonText(opened, reading).records()
+
+
+class _JsonText:
+    """JSON text, of which a window is in memory: at most one value that is read, and a block."""
+
+    def __init__(self, opened: Opened, reading: Reading) -> None:
+        self._opened = opened
+        self._reading = reading
+        # Invalid bytes must not make other values unreadable.
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._text = ""
+        self._at = 0
+        self._number = 0
+        self._is_cut = False
+
+    def records(self) -> Iterator[Record]:
+        while self._next():
+            yield from self._list(0)
+
+    def _list(self, depth: int) -> Iterator[Record]:
+        """Yield the records up to the end of the list here, or of the file."""
+        while (char := self._next()) not in ("]", ""):
+            if char == "[" and not self._begins_record():
+                self._at += 1
+                yield from self._list(depth + 1)
+                continue
+            is_only = depth == self._number == 0 and char == "{"
+            try:
+                value = self._value()
+            except RecordError as problem:
+                line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
+                if str(problem) != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
+                    self._count(str(problem))
+                if is_only and str(problem) != NOT_JSON:
+                    yield from self._object()
+                elif str(problem) != NOT_UTF8:
+                    self._skip_line()
+            else:
+                yield from self._only(value) if is_only and not self._next() else [self._record(value)]
+        self._at += 1
+        if depth > 0 and not char:
+            self._count(JSON_CUT)
+
+    def _only(self, value: Any) -> Iterator[Record]:
+        """Yield the only object of a file; or the elements of its list of objects, if only they can be records."""
+        record = self._record(value)
+        lists = [each for each in value.values() if isinstance(each, list) and each and not _is_record(each)]
+        if len(lists) != 1 or any(read.outputs for read in read_records([record], self._reading.fields)):
+            yield record
+        else:
+            self._number = 0
+            yield from map(self._record, lists[0])
+
+    def _object(self) -> Iterator[Record]:
+        """Yield what is complete in the object here: elements of its lists, and lists of messages as a whole."""
+        self._at += 1
+        while (char := self._next()) == '"':
+            try:
+                self._value()
+                if self._next() != ":":
+                    return
+                self._at += 1
+                if (char := self._next()) != "[":
+                    self._value()
+                    continue
+            except RecordError:
+                if char != "{":
+                    return
+                yield from self._object()
+                continue
+            is_record = self._begins_record()
+            self._at += 1
+            if not is_record:
+                yield from self._list(1)
+            elif (messages := [record.value for record in self._list(1)]) and isinstance(messages[0], dict):
+                yield self._record(messages)
+        self._at += char == "}"
+
+    def _record(self, value: object) -> Record:
+        self._number += 1
+        return Record(value, f"{self._opened.label}:{self._number}")
+
+    def _count(self, reason: str) -> None:
+        if reason != JSON_CUT or not self._is_cut:
+            self._reading.faults.record(reason, f"{self._opened.label}:{self._number + 1}")
+        self._is_cut = reason == JSON_CUT
+
+    # --- The window
+
+    def _next(self) -> str:
+        """Skip white space and commas, and return the character after them; "" at the end."""
+        self._at += self._blank(0)
+        return self._text[self._at : self._at + 1]
+
+    def _blank(self, offset: int) -> int:
+        """Return the offset from the position at which white space and commas end that begin at `offset`."""
+        while True:
+            end = BETWEEN.match(self._text, self._at + offset).end()  # type: ignore[union-attr]  # always matches
+            if end < len(self._text) or not self._read_on():
+                return end - self._at
+
+    def _value(self) -> object:
+        """Return the value here, and go to its end. Raises RecordError if it is cut off, too long or not JSON."""
+        value, size = self._peek(0)
+        text = self._text[self._at : self._at + size]
+        self._at += size
+        if not is_unicode(text):
+            raise RecordError(NOT_UTF8)
+        return value
+
+    def _peek(self, offset: int) -> tuple[object, int]:
+        """Return the value that begins at an offset from the position, and the offset of its end; errors as above."""
+        while True:
+            try:
+                value, end = _decoded(self._text, self._at + offset)
+                # A number at the end of the window may have further digits.
+                if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
+                    return value, end - self._at
+            except (ValueError, RecursionError) as error:
+                if not _is_cut(error, self._text):
+                    raise RecordError(NOT_JSON) from None
+                if len(self._text) - self._at > MAX_JSON:
+                    raise RecordError(JSON_TOO_LONG) from None
+                if not self._read_on():
+                    raise RecordError(JSON_CUT) from None
+
+    def _begins_record(self) -> bool:
+        """Return whether the array here is one record, by its first element."""
+        first = self._blank(1)
+        with suppress(RecordError):
+            char = self._text[self._at + first : self._at + first + 1]
+            return char not in ("[", "]", "") and _is_record([self._peek(first)[0]])
+        return False
+
+    def _skip_line(self) -> None:
+        """Go to the next line that begins with a value and is not indented more than this one."""
+        line = self._text[self._text.rfind("\n", 0, self._at) + 1 : self._at]
+        beginning = re.compile(rf"\n[ \t]{{0,{0 if line.strip() else len(line)}}}(?=[\[\]{{])")
+        while not (found := beginning.search(self._text, self._at)):
+            last = self._text.rfind("\n", max(self._at, len(self._text) - KEPT_CHARS))
+            self._at = len(self._text) if last < 0 else last
+            if not self._read_on():
+                self._at = len(self._text)
+                return
+        self._at = found.end()
+
+    def _read_on(self) -> bool:
+        """Extend the window, by as much as it has after the position. Return whether there was more to read."""
+        data = self._opened.data.read(max(self._reading.block_bytes, len(self._text) - self._at))
+        self._opened.advance()
+        dropped = max(0, self._at - KEPT_CHARS)
+        self._text = self._text[dropped:] + self._decode(data, not data)
+        self._at -= dropped
+        return bool(data)

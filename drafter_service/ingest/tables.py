@@ -1,0 +1,163 @@
+"""Tables: CSV and TSV with a header, Parquet, Arrow. Each row is a record; columns of token ids stay arrays."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import orjson
+
+from drafter_service.ingest.documents import RecordError
+from drafter_service.ingest.files import Opened
+from drafter_service.ingest.formats import FIELDS, Record, read_records
+from drafter_service.ingest.json_text import MAX_JSON, NOT_UTF8, is_unicode
+from drafter_service.ingest.reading import Reading
+from ssd.errors import missing_extra
+
+MAX_ROWS = 4096
+PROBED_ROWS = 8
+"""Number of first rows by which the columns to read are selected."""
+DELIMITERS = ",\t;|"
+MAX_NAME = 100
+BAD_ROW = "a row of CSV with broken quotes, or with more cells than the header"
+NO_HEADER = "CSV whose first line has no names of columns, or one of them twice; write a header"
+
+
+def is_csv(head: bytes) -> bool:
+    """Return whether a text begins with a header of CSV that has a known column, and with a row of as many cells."""
+    rows = csv.reader(io.StringIO(head.decode(errors="replace"), newline=""), delimiter=_delimiter(head))
+    try:
+        first, second = next(rows, []), next(rows, [])
+    except csv.Error:
+        return False
+    return len(first) == len(second) > 1 and not FIELDS.isdisjoint(first)
+
+
+def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the rows of a table. Cells that contain JSON objects or arrays are decoded; empty ones are None.
+
+    Raises RecordError if there is no header.
+    """
+    csv.field_size_limit(MAX_JSON)
+    lines = io.TextIOWrapper(opened.data, "utf-8", "surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter=_delimiter(opened.head), strict=True)
+    try:
+        header = next(rows, [])
+    except csv.Error:
+        raise RecordError(NO_HEADER) from None
+    # The name of the first column may be empty: pandas writes an index without one.
+    names = {name for name in header[:1] + list(filter(None, header[1:])) if len(name) <= MAX_NAME}
+    if len(names) < len(header) or any(name.replace(".", "").isdigit() for name in names):
+        raise RecordError(NO_HEADER)
+    number = 0
+    while True:
+        number += 1
+        place = f"{opened.label}:{number}"
+        if number % MAX_ROWS == 0:
+            opened.advance()
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error:
+            row = [""] * (len(header) + 1)
+        if len(row) > len(header) or not is_unicode("".join(row)):
+            reading.faults.record(BAD_ROW if len(row) > len(header) else NOT_UTF8, place)
+        elif row:
+            yield Record(dict(zip(header, map(_cell, row), strict=False)), place)
+
+
+def _delimiter(head: bytes) -> str:
+    return max(DELIMITERS, key=head.partition(b"\n")[0].decode(errors="replace").count)
+
+
+def _cell(text: str) -> object:
+    if text[:1] in ("{", "["):
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            pass
+    return text or None
+
+
+# --- With pyarrow
+
+
+def read_parquet(opened: Opened, reading: Reading) -> Iterator[Record]:
+    """Yield the rows of a table, with the columns that are needed. Raises UserError without pyarrow."""
+    _check_pyarrow()
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(opened.seekable(), pre_buffer=False, buffer_size=reading.block_bytes)
+    columns = _needed(file, reading.fields)
+    row, rows = 0, max(1, file.metadata.num_rows)
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
+        at_once = min(MAX_ROWS, max(1, reading.block_bytes // row_bytes))
+        for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
+            for number, values in enumerate(_rows(batch), row + 1):
+                yield Record(values, f"{opened.label}:{number}")
+            row += batch.num_rows
+            opened.bytes_read = opened.file.size * row // rows
+
+
+def _needed(file: Any, fields: tuple[str, ...]) -> list[str]:
+    """Return the columns to read: those that may have known fields, unless the first rows need others, too."""
+    names = list(file.schema_arrow.names)
+    wanted = {re.split(r"[.\[]", field)[0] for field in fields} | set(fields) or FIELDS
+    columns = [name for name in names if name in wanted]
+    first = next(file.iter_batches(PROBED_ROWS), None)
+    if first is None or len(columns) == len(names):
+        return names
+    whole = list(_rows(first))
+    reads = read_records([Record(row, "") for row in whole], fields)
+    part = [{name: row[name] for name in columns} for row in whole]
+    reads_of_part = read_records([Record(row, "") for row in part], fields)
+    found, found_in_part = ([(read.format, len(read.outputs)) for read in each] for each in (reads, reads_of_part))
+    return columns if found == found_in_part and any(count for _, count in found) else names
+
+
+def read_arrow(opened: Opened, _: Reading) -> Iterator[Record]:
+    """Yield the rows of a table in Arrow's file or stream format. Raises UserError without pyarrow."""
+    _check_pyarrow()
+    import pyarrow.ipc
+
+    if opened.head.startswith(b"ARROW1"):
+        opened.data.read(8)  # A file is a stream after its magic number; its end, which may be missing, is not needed.
+    number = 0
+    for batch in pyarrow.ipc.open_stream(opened.data):
+        for first in range(0, batch.num_rows, MAX_ROWS):
+            for values in _rows(batch.slice(first, MAX_ROWS)):
+                number += 1
+                yield Record(values, f"{opened.label}:{number}")
+        opened.advance()
+
+
+def _check_pyarrow() -> None:
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise missing_extra("Parquet and Arrow files need pyarrow", "parquet") from None
+
+
+def _rows(batch: Any) -> Iterable[dict[str, Any]]:
+    names = batch.schema.names
+    return (dict(zip(names, values, strict=True)) for values in zip(*map(_values, batch.columns), strict=True))
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column, lists of integers as arrays."""
+    import pyarrow as pa
+
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list or not pa.types.is_integer(kind.value_type) or column.values.null_count:
+        return list(column.to_pylist())
+    values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
+    return [values[first:end] for first, end in pairwise(offsets)]

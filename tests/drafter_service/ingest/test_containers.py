@@ -1,0 +1,601 @@
+"""Reading each container."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import threading
+import tracemalloc
+import zipfile
+from collections import Counter
+
+import fsspec
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from drafter_service.ingest import containers, json_text, tables, token_arrays
+from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NO_RECORDS, NOT_TEXT, kind_of, read_batches
+from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER, RecordError
+from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
+from drafter_service.ingest.formats import Found, Read
+from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, NOT_UTF8
+from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
+from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
+from ssd.corpus import snapshot
+from ssd.corpus.corpus import Corpus
+from ssd.corpus.ring import SEPARATOR
+from tests.drafter_service.ingest.loads import counts_of, documents_in, tokenized, write_jsonl
+
+RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
+LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
+
+
+def small(**settings):
+    """Return a `Reading` with blocks of a few records."""
+    return Reading(block_bytes=1000, **settings)
+
+
+def test_json_lines(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:{line}" for line in range(1, 51)]
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+def test_whole_prompts(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    documents, _ = documents_in(path, reading=Reading(whole_prompts=True))
+    assert list(documents.values()) == [[*range(100), 7, index] for index in range(50)]
+
+
+def test_bad_lines_are_counted_with_places_but_without_content(tmp_path):
+    good = orjson.dumps(RECORDS[0])
+    lines = [b'{"secret', good, b"", b"[1]", b"\xff\xfe", b'{"text": "secret"}', good, b'{"token_ids": [-1]}']
+    lines += [b"nonsense"] * 10
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:2", f"{path}:7"]
+    by_reason = reading.faults.by_reason
+    assert by_reason[NOT_JSON].count == 12
+    assert by_reason[NOT_JSON].places == [f"{path}:{line}" for line in (1, 5, 9)]
+    assert len(by_reason[NOT_JSON].places) == MAX_PLACES
+    assert by_reason[NO_TOKENIZER].places == [f"{path}:6"]
+    assert reading.faults.count == 15
+    assert "secret" not in str(by_reason)
+
+
+def test_very_long_lines_are_skipped_without_keeping_them_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_text, "MAX_JSON", 4000)
+    good = orjson.dumps(RECORDS[0])
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([good, b'{"text": "' + b"x" * 50_000 + b'"}', good, good]) + b"\n")
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert reading.faults.by_reason[JSON_TOO_LONG].places == [f"{path}:2"]
+
+
+def test_byte_order_marks_and_missing_ends_of_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(map(orjson.dumps, RECORDS)))
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+REFUSED = "refused"
+REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
+ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"completion": "no"}], "b": '[{\\"'}}
+CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "one"}]
+PRETTY = json.dumps(TWO, indent=2)
+LINE = json.dumps(ONE)
+
+
+def outputs_in(path, **settings):
+    """Return the outputs of a file as text, and the faults by reason."""
+    reading = Reading(block_bytes=16, **settings)
+    items = [item for batch in read_batches(list_files([str(path)]), reading, Counter()) for item in batch.items]
+    assert len({item.name for item in items}) == len(items), "each document has a name of its own"
+    return [item.output for item in items], faults_of(reading)
+
+
+def faults_of(reading):
+    """Return the number of faults by reason; those that formats give are one."""
+    counts = Counter()
+    for reason, count in counts_of(reading.faults).items():
+        counts[reason if reason in REASONS else REFUSED] += count
+    return dict(counts)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".log", ".txt", ".jsonl", ""])
+@pytest.mark.parametrize(
+    ("content", "outputs"),
+    [
+        (json.dumps([ONE, TWO]), ["one", "two"]),
+        (json.dumps([ONE, TWO], indent=4), ["one", "two"]),
+        (f"[\n{LINE},\n{LINE}\n]\n", ["one", "one"]),
+        (f"[{LINE},\n {LINE}]\n", ["one", "one"]),
+        (f"[\n{LINE}\n,\n{LINE}\n]\n", ["one", "one"]),
+        (f"[{LINE}]\n[{LINE}, {LINE}]\n", ["one", "one", "one"]),
+        (f"{LINE}\n[{LINE}, {LINE}]\n", ["one", "one", "one"]),
+        (f"[[{LINE}], [{LINE}]]", ["one", "one"]),
+        (PRETTY, ["two"]),
+        (PRETTY + PRETTY + "\n" + PRETTY, ["two"] * 3),
+        (LINE, ["one"]),
+        (LINE * 3, ["one"] * 3),
+        (f"{LINE},\n{LINE},\n", ["one", "one"]),
+        (f"\n\n# a comment\n{LINE}\n\n{LINE}", ["one", "one"]),
+        (f"# header\n{PRETTY}", ["two"]),
+        ('{"completion": "one", "p": NaN}\n{"completion": "two", "p": -Infinity}', ["one", "two"]),
+        ('[{"completion": "one", "p": NaN},\n{"completion": "two", "p": Infinity}]', ["one", "two"]),
+        ('{"completion": "a \\ud83d b \\\\ud83d \\ud83e\\udd84"}\n' + LINE, ["a \ufffd b \\ud83d 🦄", "one"]),
+        ('[{"completion": "a \\udc00"}]', ["a \ufffd"]),
+        (f"10:00 INFO [x.py:3] call {{}} {LINE} took 3 s\n10:01 INFO {LINE}\n", ["one", "one"]),
+        (f"event: a\nid: 1\ndata: {LINE}\n\n: ping\n\ndata:{LINE}\n\ndata: [DONE]\n", ["one", "one"]),
+        (json.dumps(CHAT), ["one"]),
+        (json.dumps([CHAT, CHAT], indent=1), ["one", "one"]),
+        (json.dumps({"version": 1, "runs": [ONE, ONE]}, indent=1), ["one", "one"]),
+    ],
+)
+def test_layouts_of_json(tmp_path, suffix, content, outputs):
+    path = tmp_path / f"a{suffix}"
+    for data in (content.encode(), content.encode("utf-8-sig"), content.encode("utf-16"), content.encode("utf-16-be")):
+        path.write_bytes(data)
+        assert outputs_in(path) == (outputs, {})
+
+
+@pytest.mark.parametrize(
+    ("content", "outputs", "faults"),
+    [
+        (f"{LINE}\n{LINE[:12]}", ["one"], {JSON_CUT: 1}),
+        (f"{LINE}\n{LINE[:12]}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        (f"{LINE[:12]}\n{LINE}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        ('{"request": {"completion": "x"}, "a": \n' + f"{LINE}\n{LINE}\n", ["one", "one"], {NOT_JSON: 1}),
+        (f"[{LINE}, {LINE[:-3]}", ["one"], {JSON_CUT: 1}),
+        (f"[{LINE}, {LINE},", ["one", "one"], {JSON_CUT: 1}),
+        (json.dumps([ONE, TWO, TWO], indent=2)[:-40], ["one", "two"], {JSON_CUT: 1}),
+        (PRETTY + PRETTY[:-9], ["two"], {JSON_CUT: 1}),
+        (f"[\n{LINE},\n{LINE[:12]},\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
+        (f"[\n{LINE},\nnonsense,\n{LINE}\n]", ["one", "one"], {NOT_JSON: 1}),
+        (json.dumps([ONE, TWO, ONE], indent=2).replace('"a":', "a"), ["one", "one"], {NOT_JSON: 1}),
+        (
+            json.dumps({"n": 1, "x": {"y": [{}]}, "runs": [ONE, ONE, ONE]}, indent=1)[:-20],
+            ["one", "one"],
+            {JSON_CUT: 1},
+        ),
+        (b'[{"completion": "\xff"}, {"completion": "one"}]', ["one"], {NOT_UTF8: 1}),
+        (b'{"completion": "\xff"}\n{"completion": "one"}\n', ["one"], {NOT_UTF8: 1}),
+    ],
+)
+def test_broken_json_is_read_as_far_as_it_is_complete(tmp_path, content, outputs, faults):
+    path = tmp_path / "a.log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert outputs_in(path) == (outputs, faults)
+
+
+def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"id": 1, "messages": [*CHAT, *CHAT]}, indent=1)[:-30])
+    records = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
+        outputs_in(tmp_path / "a.json")
+    assert [record.value for record in records] == [[*CHAT, CHAT[0]]]
+
+
+def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
+    record = json.dumps({"completion": "x" * 10_000})
+    for name, layout in {
+        "line.json": "[{}]",
+        "lines.json": "[\n{}\n]",
+        "runs.json": '{{"n": 1, "runs": [{}]}}',
+    }.items():
+        (tmp_path / name).write_text(layout.format(", ".join([record] * 4000)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_text, "MAX_JSON", 1 << 20)
+            tracemalloc.start()
+            batches = read_batches(list_files([str(tmp_path / name)]), Reading(), Counter())
+            assert sum(len(batch.items) for batch in batches) == 4000
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 16 << 20 < (tmp_path / name).stat().st_size / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "outputs", "faults"),
+    [
+        ("a.csv", "prompt,completion\nq,one\nr,two\n", ["one", "two"], {}),
+        ("a.csv", '\ufeffprompt,completion\r\nq,"one, ""two""\r\n\r\nthree"\r\n\r\n', ['one, "two"\r\n\r\nthree'], {}),
+        ("a.csv", ",prompt,completion\n0,q,one\n1,r,two\n", ["one", "two"], {}),
+        ("a.csv", "prompt,completion\n", [], {NO_RECORDS: 1}),
+        ("a.json", "[]", [], {NO_RECORDS: 1}),
+        ("a.jsonl", "# nothing\n\n", [], {NO_RECORDS: 1}),
+        ("a.csv", "completion,completion\none,two\n", [], {NO_HEADER: 1}),
+        ("a.csv", 'id;completion\n1;"a;b"\n', ["a;b"], {}),
+        ("a.tsv", "prompt\tcompletion\nq\tone, two\n", ["one, two"], {}),
+        ("a.txt", "prompt\tcompletion\nq\tone\n", ["one"], {}),
+        ("a.csv", "completion\n" + "x" * 200_000 + "\n", ["x" * 200_000], {}),
+        ("a.csv", 'response\n"{""choices"": [{""text"": ""one""}]}"\n{not json}\n', ["one", "{not json}"], {}),
+        ("a.csv", 'prompt,completion\na,"one\nb,two\n', [], {BAD_ROW: 1}),
+        ("a.csv", 'prompt,completion\na,"o"ne\nb,two\nc,d,e\nf\n', ["two"], {BAD_ROW: 2, REFUSED: 1}),
+        ("a.csv", "prompt,completion\na,\udcff\nb,two\n", ["two"], {NOT_UTF8: 1}),
+        ("a.csv", "What is it?,1\nNo,2\n", [], {NO_HEADER: 1}),
+        ("a.csv", 'prompt,"comp"letion\na,b\n', [], {NO_HEADER: 1}),
+        ("a.csv", "essay,grade\nlong,2\n", [], {REFUSED: 1}),
+    ],
+)
+def test_csv(tmp_path, name, content, outputs, faults):
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    assert outputs_in(tmp_path / name) == (outputs, faults)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "cut"])
+def test_arrow(tmp_path, kind):
+    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
+    new = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
+    with new(tmp_path / "a.feather", table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    if kind == "cut":
+        (tmp_path / "a.feather").write_bytes((tmp_path / "a.feather").read_bytes()[:8000])
+    documents, reading = documents_in(tmp_path / "a.feather", reading=small())
+    assert list(documents.values()) == LEARNED[: len(documents)]
+    assert list(documents)[-1] == f"{tmp_path}/a.feather:{len(documents)}"
+    assert (len(documents) < 50, reading.faults.count) == ((True, 1) if kind == "cut" else (False, 0))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_compressed_files_are_recognized_by_their_content(tmp_path, compress, name):
+    lines = write_jsonl(tmp_path / "lines", RECORDS).read_bytes()
+    (tmp_path / name).write_bytes(compress(lines))
+    documents, reading = documents_in(tmp_path / name, reading=small())
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+@pytest.mark.parametrize(
+    "compress", [gzip.compress, bz2.compress, lambda data: lzma.compress(data, preset=0), zstandard.compress]
+)
+def test_compressed_files_are_read_up_to_where_they_are_cut_off(tmp_path, compress):
+    random = np.random.default_rng(0)
+    records = [{"tokens": random.integers(0, 1 << 30, 1000).tolist()} for _ in range(150)]
+    data = compress(write_jsonl(tmp_path / "lines", records).read_bytes())
+    (tmp_path / "a.jsonl.gz").write_bytes(data[: len(data) * 7 // 8])
+    documents, reading = documents_in(tmp_path / "a.jsonl.gz")
+    assert list(documents.values()) == [record["tokens"] for record in records[: len(documents)]]
+    assert 50 < len(documents) < 150
+    assert CUT in reading.faults.by_reason or compress is zstandard.compress  # Its package does not tell.
+    assert reading.faults.count >= 1
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_pipes(tmp_path, compress):
+    """Names of documents depend on the content: another pipe has other documents, and the same one the same."""
+    os.mkfifo(tmp_path / "pipe")
+    names = []
+    for first in (1, 1, 2):
+        lines = write_jsonl(tmp_path / "lines", [{"tokens": [first, index]} for index in range(9000)]).read_bytes()
+        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[compress(lines)])
+        writer.start()
+        documents, reading = documents_in(tmp_path / "pipe", reading=small())
+        writer.join()
+        assert list(documents.values()) == [[first, index] for index in range(9000)]
+        assert reading.faults.count == 0
+        names.append(list(documents))
+    assert names[0] == names[1]
+    assert not set(names[0]) & set(names[2])
+
+
+def test_a_parquet_file_in_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[b"PAR1" + bytes(100)])
+    writer.start()
+    documents, reading = documents_in(tmp_path / "pipe")
+    writer.join()
+    assert (documents, counts_of(reading.faults)) == ({}, {NOT_SEEKABLE: 1})
+
+
+@pytest.mark.parametrize("name", ["conversation", "other"])
+def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monkeypatch, name):
+    def read(records, fields):
+        for record in records:
+            yield Read(record, "f", [tables_found("x")] if name in record.value else [], [])
+
+    def tables_found(output):
+        return Found(output, None, None)
+
+    monkeypatch.setattr(tables, "read_records", read)
+    monkeypatch.setattr(tables, "FIELDS", frozenset(("id", "conversation")))
+    rows = [{"id": index, name: "a", "large": "b"} for index in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    columns = tables._needed(pq.ParquetFile(tmp_path / "a.parquet"), ())
+    assert columns == (["id", "conversation"] if name == "conversation" else ["id", "other", "large"])
+
+
+def test_samples_are_taken_of_each_format(tmp_path, vocabulary):
+    write_jsonl(tmp_path / "a.jsonl", [{"completion": f"{index} " + "x" * 1000} for index in range(5)])
+    (tmp_path / "b.py").write_text("import os\n")
+    np.save(tmp_path / "c.npy", np.arange(6).reshape(2, 3))
+    _, reading = documents_in(tmp_path, reading=Reading(vocabulary))
+    samples = list(reading.samples.by_format.values())
+    assert [(sample.documents, len(sample.outputs)) for sample in samples] == [(5, 2), (1, 1), (2, 2)]
+    assert samples[0].outputs[1] == "1 " + "x" * 198
+    assert samples[2].outputs[1].tolist() == [3, 4, 5]
+
+
+def test_text_records_have_the_end_of_their_prompt_as_prefix(tmp_path, vocabulary):
+    prompt = "import os\n" * 2000 + "def f():\n    return os.path.join(a, b)\n"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": "print(f())\n"}])
+    (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
+    assert document == tokenized(prompt)[-PREFIX_TOKENS:] + tokenized("print(f())\n")
+    (document,) = documents_in(path, reading=Reading(vocabulary, whole_prompts=True))[0].values()
+    assert document == tokenized(prompt) + tokenized("print(f())\n")
+
+
+def test_messages_pass_through_the_chat_template(tmp_path, vocabulary):
+    messages = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    (document,) = documents_in(path, reading=Reading(vocabulary))[0].values()
+    assert document == tokenized("<|user|>import os<|end|><|assistant|>")[-PREFIX_TOKENS:] + tokenized("def f")
+
+
+@pytest.mark.parametrize("group_rows", [7, 1000])
+def test_parquet(tmp_path, group_rows):
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist([{**record, "unused": {"x": 1}} for record in RECORDS])
+    pq.write_table(table, path, row_group_size=group_rows)
+    documents, reading = documents_in(path, reading=small())
+    assert list(documents) == [f"{path}:{row}" for row in range(1, 51)]
+    assert list(documents.values()) == LEARNED
+    assert reading.faults.count == 0
+
+
+def test_parquet_with_gaps(tmp_path):
+    path = tmp_path / "a.parquet"
+    ids = pa.array([[1, 2], None, [], [3], [4, None], [-1]], pa.list_(pa.int64()))
+    pq.write_table(pa.table({"token_ids": ids, "text": ["a", "b", None, None, None, None]}), path)
+    documents, reading = documents_in(path)
+    assert documents == {f"{path}:1": [1, 2], f"{path}:4": [3]}
+    assert reading.faults.count == 4
+
+
+@pytest.mark.parametrize("column", ["messages", "response"])
+def test_parquet_with_messages_and_with_json_in_strings(tmp_path, vocabulary, column):
+    path = tmp_path / "a.parquet"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]
+    answer = orjson.dumps({"choices": [{"message": messages[1]}]}).decode()
+    pq.write_table(pa.Table.from_pylist([{column: {"messages": messages, "response": answer}[column]}]), path)
+    documents, _ = documents_in(path, reading=Reading(vocabulary))
+    prompt = tokenized("<|user|>a<|end|><|assistant|>")[-PREFIX_TOKENS:] if column == "messages" else []
+    assert list(documents.values()) == [prompt + tokenized("def f")]
+
+
+def test_parquet_without_known_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"essay": ["a"], "ids": [[5, 6]]}), path)
+    documents, reading = documents_in(path)
+    assert (documents, reading.faults.count) == ({}, 1)
+    documents, reading = documents_in(path, reading=Reading(fields=("ids",)))
+    assert list(documents.values()) == [[5, 6]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, ">u4"])
+def test_rows_of_an_array_are_documents(tmp_path, dtype):
+    rows = np.arange(3000).reshape(30, 100)
+    np.save(tmp_path / "a.npy", rows.astype(dtype))
+    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
+    assert list(documents.values()) == rows.tolist()
+
+
+def test_arrays_without_lengths_are_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_arrays, "PIECE_TOKENS", 400)
+    np.save(tmp_path / "a.npy", np.arange(1000))
+    documents, _ = documents_in(tmp_path / "a.npy", reading=small())
+    assert [len(document) for document in documents.values()] == [400, 400, 200]
+    assert [token for document in documents.values() for token in document] == list(range(1000))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_archives_contain_lengths_of_documents(tmp_path, save):
+    save(tmp_path / "a.npz", tokens=np.arange(10), offsets=[0, 3, 3, 10])
+    documents, _ = documents_in(tmp_path / "a.npz")
+    assert list(documents.values()) == [[0, 1, 2], list(range(3, 10))]
+    assert [name.rpartition(":")[2] for name in documents] == ["1", "3"]
+
+
+def test_traces_have_prompts(tmp_path):
+    tokens = np.arange(2000, dtype=np.uint32)
+    np.savez(tmp_path / "a.npz", tokens=tokens, prompt_len=[900, 40, 10], output_len=[100, 0, 950], session=[0, 1, 2])
+    documents, _ = documents_in(tmp_path / "a.npz")
+    assert list(documents.values()) == [list(range(900 - PREFIX_TOKENS, 1000)), list(range(1040, 2000))]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"other": [1]},
+        {"tokens": [1.5]},
+        {"tokens": [1, 2], "offsets": [0, 3]},
+        {"tokens": [1, 2], "offsets": [1, 3]},
+        {"tokens": [1, 2], "offsets": [0, 3, 2]},
+        {"tokens": [1, 2], "prompt_len": [1], "output_len": [1, 0]},
+    ],
+)
+def test_inconsistent_archives_are_skipped(tmp_path, arrays):
+    np.savez(tmp_path / "a.npz", **{name: np.array(values) for name, values in arrays.items()})
+    documents, reading = documents_in(tmp_path / "a.npz")
+    assert (documents, reading.faults.count) == ({}, 1)
+
+
+def test_invalid_ids_in_arrays_are_skipped(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([[1, 2], [-1, 2], [1 << 32, 0], [int(SEPARATOR), 1], [3, 4]]))
+    documents, reading = documents_in(tmp_path / "a.npy")
+    assert list(documents.values()) == [[1, 2], [3, 4]]
+    assert reading.faults.count == 3
+
+
+def test_snapshots(tmp_path):
+    corpus = Corpus(10_000, 32)
+    texts = [np.arange(index, 2 * index, dtype=np.uint32) for index in range(1, 60)]
+    for index, text in enumerate(texts):
+        corpus.append(text, f"request {index}" if index % 2 else None)
+    corpus.forget("request 3")
+    snapshot.save(corpus, tmp_path / "a.ssd")
+    documents, _ = documents_in(tmp_path / "a.ssd", reading=small())
+    assert list(documents.values()) == [text.tolist() for index, text in enumerate(texts) if index != 3]
+    again, _ = documents_in(tmp_path / "a.ssd", reading=Reading(block_bytes=1 << 20))
+    assert again == documents
+
+
+def test_plain_text_and_source_trees(tmp_path, vocabulary):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "b.py").write_text("import os\n")
+    (tmp_path / "pkg" / "a.py").write_text("import sys\n")
+    (tmp_path / "pkg" / "data.json").write_text('{\n "a": 1}\n')
+    (tmp_path / "pkg" / "image").write_bytes(b"\x89PNG\0\0\0")
+    (tmp_path / "pkg" / "notes").write_text("a: 1")
+    (tmp_path / "pkg" / "latin.c").write_bytes("é".encode("latin-1"))
+    (tmp_path / "pkg" / "empty").write_bytes(b"\n")
+    (tmp_path / "pkg" / ".git").mkdir()
+    (tmp_path / "pkg" / ".git" / "config").write_text("no")
+    documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary))
+    expected = {"a.py": "import sys\n", "b.py": "import os\n"}
+    assert documents == {f"{tmp_path}/pkg/{name}:1": tokenized(text) for name, text in expected.items()}
+    assert faults_of(reading) == {EMPTY: 1, BINARY: 1, NOT_UTF8: 1, REFUSED: 1, NOT_TEXT: 1}
+    documents, reading = documents_in(tmp_path / "pkg", reading=Reading(vocabulary, as_text=True))
+    assert [name.rpartition("/")[2] for name in documents] == ["a.py:1", "b.py:1", "data.json:1", "notes:1"]
+
+
+def test_long_text_is_split_at_the_end_of_a_line(tmp_path, vocabulary, monkeypatch):
+    monkeypatch.setattr(containers, "PIECE_BYTES", 100)
+    lines = [f"value_{index} = {index}\n" for index in range(50)]
+    (tmp_path / "a.py").write_text("".join(lines))
+    documents, _ = documents_in(tmp_path / "a.py", reading=Reading(vocabulary))
+    firsts = [int(name.rpartition(":")[2]) for name in documents]
+    assert len(firsts) > 5
+    for first, end, document in zip(firsts, [*firsts[1:], 51], documents.values(), strict=True):
+        assert document == tokenized("".join(lines[first - 1 : end - 1]))
+
+
+def test_containers_are_detected_by_the_first_bytes(tmp_path):
+    record = orjson.dumps(RECORDS[0])
+    contents = {
+        "server.log": (record + b"\n" + record, "JSON lines"),
+        "prefixed.txt": (b"started\nINFO " + record + b"\nINFO [x.py] " + record, "JSON lines"),
+        "long.json": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON"),
+        "long.jsonl": (b'{"tokens": [' + b"1, " * 50_000 + b"1]}", "JSON lines"),
+        "header.txt": (b"log of a service\n" + record, "JSON lines"),
+        "banner.log": (b"starting\n" * 8 + b"INFO " + record, "JSON lines"),
+        "dicts.txt": (b"{'completion': 'a'}\n{'completion': 'b'}\n", NOT_JSON),
+        "pretty.txt": (b'{\n  "a": 1\n}', "JSON"),
+        "array.log": (b'[\n{"a": 1},\n', "JSON"),
+        "broken.jsonl": (b'{"a": 1', "JSON lines"),
+        "broken.json": (b"nothing", "JSON"),
+        "comments.jsonl": (b"# log\n\n// of it\n" + record + b"\n" + record, "JSON lines"),
+        "events.txt": (b"event: a\ndata: " + record + b"\n\n: ping\n\ndata: [DONE]\n", "JSON lines"),
+        "table.txt": (b"prompt\tcompletion\na\tb\n", "CSV"),
+        "nothing.txt": (b'prompt,"a\rb\n\rc', "text"),
+        "any.csv": (b"essay\nb\n", "CSV"),
+        "json.csv": (record + b"\n" + record, "JSON lines"),
+        "notes.txt": (b"[1] A. Author: a title\n[2] Another\n", "text"),
+        "code.py": (record, "text"),
+        "LICENSE": (b"text", "text"),
+        "glossary.md": (b"### Action\nA step.\n### Observation\nIts result.\n### Model\nActions: some.\n", "text"),
+        "template.md": (b"{% if a %}\n", "text"),
+        "table": (b"PAR1....", "Parquet"),
+        "rows": (b"\x93NUMPY....", "npy"),
+        "corpus": (b"SSDSNAP\n....", "snapshot"),
+        "arrow": (b"ARROW1\0\0", "Arrow"),
+        "stream.json": (b"\xff\xff\xff\xff\x10\0\0\0", "Arrow"),
+        "program": (b"\x7fELF\0", BINARY),
+        "config.yaml": (b"a: 1\n", NOT_TEXT),
+        "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),
+        "notes": (b"text", NOT_TEXT),
+        "empty.json": (b" \n", EMPTY),
+        "chat.md": (b"## User\n\nWhy?\n\n## Assistant\n\nSo.\n", CHAT_LOG),
+        "agent.txt": (b"Question: who?\nThought 1: I search.\nAction 1: Search[a]\nObservation 1: b\n", CHAT_LOG),
+        "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
+    }
+    for name, (content, expected) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        assert kind_in(tmp_path / name) == expected, name
+
+
+def kind_in(path):
+    """Return the container of a file, or the reason for which it is refused."""
+    (file,) = list_files([str(path)])
+    with Opened(file) as opened:
+        try:
+            return kind_of(opened)
+        except RecordError as problem:
+            return str(problem)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.npy", "a.npz", "corpus"])
+def test_damaged_files_are_counted_and_loading_continues(tmp_path, name):
+    corpus = Corpus(10_000, 32)
+    corpus.append(np.arange(1000, dtype=np.uint32))
+    snapshot.save(corpus, tmp_path / "corpus")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(map(orjson.dumps, RECORDS))))
+    pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
+    np.save(tmp_path / "a.npy", np.arange(1000).reshape(10, 100))
+    np.savez(tmp_path / "a.npz", tokens=np.arange(1000).reshape(10, 100))
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
+    good = write_jsonl(tmp_path / "good.jsonl", [{"tokens": [1]}])
+    documents, reading = documents_in(tmp_path / name, good)
+    assert documents[f"{good}:1"] == [1]
+    assert name in reading.faults.summary
+
+
+def test_other_file_systems(tmp_path):
+    memory = fsspec.filesystem("memory")
+    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
+    memory.pipe({"/logs/a.jsonl": lines, "/logs/deep/b.jsonl.gz": gzip.compress(lines)})
+    documents, reading = documents_in("memory://logs", reading=small())
+    assert list(documents.values()) == LEARNED * 2
+    assert next(iter(documents)) == "memory:///logs/a.jsonl:1"
+    assert reading.faults.count == 0
+    corpus = Corpus(10_000, 32)
+    corpus.append(np.arange(10, dtype=np.uint32))
+    snapshot.save(corpus, tmp_path / "corpus.ssd")
+    memory.pipe("/corpus.ssd", (tmp_path / "corpus.ssd").read_bytes())
+    assert list(documents_in("memory://corpus.ssd")[0].values()) == [list(range(10))]
+
+
+def test_archives_are_read_member_by_member(tmp_path):
+    lines = write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()
+    rows = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(RECORDS), rows)
+    with zipfile.ZipFile(tmp_path / "b.log", "w") as archive:
+        for name, content in {"x/a.jsonl": lines, "b.gz": gzip.compress(lines), "c": rows.getvalue()}.items():
+            archive.writestr(name, content)
+        archive.writestr("inner.zip", (b"PK\x03\x04"))
+        archive.writestr("picture.png", b"\x89PNG\0")
+    documents, reading = documents_in(tmp_path / "b.log", reading=small())
+    assert list(documents.values()) == LEARNED * 3
+    assert list(documents)[::50] == [f"{tmp_path}/b.log/{name}:1" for name in ("x/a.jsonl", "b.gz", "c")]
+    assert sorted(fault.places[0].rpartition("/")[2] for fault in reading.faults.by_reason.values()) == [
+        "inner.zip",
+        "picture.png",
+    ]
+    with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
+        archive.writestr("[Content_Types].xml", "<x/>")
+    assert kind_in(tmp_path / "b.docx") == BINARY
+    np.savez(tmp_path / "a.npz", tokens=np.arange(10))
+    (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
+    assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]
+
+
+def test_logs_of_vllm_are_not_learned_as_prose(tmp_path, vocabulary):
+    line = "INFO 11-22 10:00:00 [logger.py:42] Received request cmpl-1-0: prompt: 'a'\n"
+    (tmp_path / "vllm.log").write_text(line * 3)
+    documents, reading = documents_in(tmp_path / "vllm.log", reading=Reading(vocabulary))
+    assert documents == {}
+    assert "no outputs" in next(iter(reading.faults.by_reason))
