@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
-from drafter_service.client.chat_template import RefusedMessagesError, normalized
+from drafter_service.client.chat_template import normalized
 
 Message = dict[str, Any]
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+ASSISTANT, USER, SYSTEM, TOOL = "assistant", "user", "system", "tool"
+CALL = "function_call"
+"""Role of a message of ShareGPT whose text is a tool call as JSON."""
+ROLES = {
+    name: role
+    for role, names in {
+        ASSISTANT: "assistant gpt chatgpt model ai bot chatbot bing bard claude aimessage aimessagechunk",
+        USER: "user human prompter humanmessage",
+        SYSTEM: "system systemmessage",
+        "developer": "developer",
+        TOOL: "tool function observation function_response tool_response ipython toolmessage functionmessage",
+        CALL: "function_call tool_call",
+    }.items()
+    for name in names.split()
+}
+"""Roles in OpenAI's names, by the lowercase names that logs have for them."""
+ITEMS = {
+    **dict.fromkeys(("reasoning", "function_call", "custom_tool_call"), ASSISTANT),
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), TOOL),
+}
+"""Roles of items of the Responses API by their types; messages are items, too."""
+UNUSUAL = frozenset(
+    "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id name"
+    " additional_kwargs refusal weight loss_weight source".split()
+)
+"""Fields of messages with more than a text."""
+RENDERED = frozenset(("tool_calls", "reasoning_content"))
+"""Fields of messages that only a chat template can convert to the text that the model wrote."""
+UNTRAINED = "weight"
+"""Field of messages of the assistant that are not outputs."""
+
+ARGUMENTS = ("arguments", "args", "input", "parameters")
+CALLS = frozenset("tool_use tool_call function_call custom_tool_call toolUse functionCall".split())
+RESULTS = frozenset(
+    "tool_result function_result function_call_output custom_tool_call_output toolResult functionResponse".split()
+)
+THOUGHTS = frozenset("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent".split())
+"""Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+
+BROKEN_CALL = "a tool call whose arguments are not JSON"
+NAMELESS_CALL = "a tool call without the name of a function"
+NO_CONTENT = "a message whose content is neither text nor parts with text"
 
 
 class Chat(NamedTuple):
@@ -24,75 +66,261 @@ class Chat(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer with tool calls, whose text depends on the model's chat template."""
+    """An answer with reasoning or tool calls, whose text depends on the model's chat template."""
 
     message: Message
 
 
-def chat_of(messages: object, request: Mapping[str, Any] | None = None) -> Chat | None:
-    """Return a list of messages as a chat; None if it is not one. `request`: the object that may have its tools."""
-    if not isinstance(messages, list) or not messages:
-        return None
-    read = [_message(message) for message in messages]
-    known = [message for message in read if message is not None]
-    if len(known) < len(read):
-        return None
-    fields = request or {}
-    tools, arguments = fields.get("tools"), fields.get("chat_template_kwargs")
-    offered = tools if isinstance(tools, list) and tools else None
-    return Chat(known, offered, arguments if isinstance(arguments, dict) else None)
-
-
-def reply_of(message: object) -> str | Reply | None:
-    """Return the contents of an assistant's message; None if there are none."""
-    read = _message(message) if isinstance(message, dict) else None
-    if read is None:
-        return None
-    return Reply(read) if read.get("tool_calls") else plain_text(read) or None
-
-
-def plain_text(message: Message) -> str:
-    """Return the text of a message without a template: reasoning, content and arguments of tool calls."""
-    fields = normalized(message)
-    calls = fields.get("tool_calls") or []
-    arguments = [orjson.dumps(call["function"]["arguments"], default=str).decode() for call in calls]
-    return "\n\n".join(filter(None, [fields.get("reasoning_content", ""), fields["content"], *arguments]))
-
-
-def _message(message: object) -> Message | None:
-    """Return a message without what only logs have; None if it is not one, or cannot be rendered."""
+def role_of(message: object) -> str | None:
+    """Return the role of a message in OpenAI's names, or an unknown one as it is; None if it is not a message."""
     if not isinstance(message, dict):
         return None
-    read = {name: value for name, value in message.items() if value is not None}
-    if "from" in read and "value" in read:
-        read |= {"role": SHAREGPT_ROLES.get(str(read.pop("from"))), "content": read.pop("value")}
-    role, content = read.get("role", "assistant"), _readable_content(read.get("content", ""))
-    if not isinstance(role, str) or content is None:
-        return None
-    other_name = read.pop("reasoning", None)
-    reasoning = read.pop("reasoning_content", other_name)
-    if isinstance(reasoning, str):
-        read["reasoning_content"] = reasoning
-    calls = read.pop("tool_calls", None)
-    if isinstance(calls, list):
-        read["tool_calls"] = [call for call in calls if _is_call(call)]
-    read |= {"role": role, "content": content}
-    try:
-        normalized(read)  # Rendering does that, and a second time would decode encoded arguments twice.
-    except RefusedMessagesError:
-        return None
+    role = message.get("role") or message.get("from") or message.get("author")
+    if role is None and isinstance(kind := message.get("type"), str):
+        if kind in ITEMS:
+            return ITEMS[kind]
+        name = message["id"][-1:] if isinstance(message.get("id"), list) and "kwargs" in message else [kind]
+        is_known = name and str(name[0]).lower() in ROLES and ("content" in message or "data" in message or "kwargs" in message)
+        role = name[0] if is_known else None  # LangChain
+    role = role.get("role") if isinstance(role, dict) else role
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def is_chat(value: object) -> bool:
+    """Return whether a value is a list of messages, all of known roles."""
+    known = ROLES.values()
+    return isinstance(value, list) and bool(value) and all(role_of(message) in known for message in value)
+
+
+def messages_of(message: object, skipped: list[str], default: str | None = None) -> list[Message]:
+    """Return a message as messages of OpenAI's API: several if it contains results of tools; [] if it is not one.
+
+    skipped: gets the reason for each part that is left out. default: role of a message without one.
+    """
+    role = role_of(message) or default
+    if role is None or not isinstance(message, dict):
+        return []
+    content = message.get("content")
+    if isinstance(content, str) and role != CALL and not UNUSUAL & message.keys():
+        return [{"role": role, "content": content}]
+    for inner in ("kwargs", "data"):  # LangChain
+        message = message[inner] if isinstance(message.get(inner), dict) else message
+    parts = _Parts(skipped)
+    content = next((message[name] for name in ("content", "value", "parts", "text") if message.get(name)), None)
+    if role == CALL:
+        role = ASSISTANT
+        content = None if parts.add_encoded_calls(content) else content
+    if "role" not in message and message.get("type") in ITEMS:
+        content = message
+    else:
+        parts.thoughts += _thoughts_beside(message)
+    parts.add(content)
+    parts.add(message.get("refusal"))
+    for source in (message, message.get("additional_kwargs")):
+        if isinstance(source, dict) and not parts.calls:
+            parts.add_encoded_calls(source.get("tool_calls") or source.get("function_call"))
+    named = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    if message.get("weight", message.get("loss_weight")) == 0 or message.get("source") == "input":
+        named[UNTRAINED] = 0
+    return parts.messages(role, named)
+
+
+def read_messages(messages: list[Any], skipped: list[str]) -> list[Message]:
+    """Return all messages of a list; consecutive items of the Responses API that the model wrote are one message."""
+    read: list[Message] = []
+    for message in messages:
+        is_item = isinstance(message, dict) and (message.get("type") == "message" or message.get("type") in ITEMS)
+        for converted in messages_of(message, skipped):
+            if is_item and converted["role"] == ASSISTANT and read and read[-1]["role"] == ASSISTANT:
+                read[-1] = joined(read[-1], converted)
+            else:
+                read.append(converted)
     return read
 
 
-def _readable_content(content: object) -> str | list[Message] | None:
-    """Return a content without parts that are not text; None if it is neither a string nor a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+def joined(first: Message, second: Message) -> Message:
+    """Return two parts of one message of the assistant as one."""
+    message = {**first, "content": "\n".join(filter(None, [first["content"], second["content"]]))}
+    if thoughts := [part["reasoning_content"] for part in (first, second) if "reasoning_content" in part]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        message["tool_calls"] = calls
+    return message
+
+
+def chat_of(messages: object, request: object = None, skipped: list[str] | None = None) -> Chat | None:
+    """Return a list of messages as a chat; None if it is not one.
+
+    request: the object that may have the system prompt, the tools and variables of the template.
+    """
+    if not isinstance(messages, list) or not messages or any(role_of(message) is None for message in messages):
         return None
-    return [{"type": "text", "text": part["text"]} for part in content if isinstance(part.get("text"), str)]
+    read = read_messages(messages, [] if skipped is None else skipped)
+    fields = request if isinstance(request, dict) else {}
+    arguments = fields.get("chat_template_kwargs")
+    return with_request(Chat(read, None, arguments if isinstance(arguments, dict) else None), fields) if read else None
 
 
-def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
+    """Return a chat with the system prompt and the tools that a request has beside its messages."""
+    system: list[Message] = []
+    if chat.messages[0]["role"] not in (SYSTEM, "developer"):
+        names = ("system", "system_prompt", "systemInstruction", "system_instruction", "instructions")
+        value = next((request[name] for name in names if request.get(name)), None)
+        system = messages_of({"role": SYSTEM, "content": value}, []) if value else []
+    return chat._replace(messages=[*system, *chat.messages], tools=chat.tools or _tools_of(request))
+
+
+def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a request offers, in OpenAI's format; None if there are none."""
+    offered = parsed(request.get("tools") or request.get("functions"))
+    tools: list[Any] = []
+    for tool in offered if isinstance(offered, list) else ():
+        inner = tool.get("functionDeclarations") if isinstance(tool, dict) else None
+        for one in inner if isinstance(inner, list) else [tool]:
+            if isinstance(one, dict) and "function" not in one and isinstance(one.get("name"), str):
+                schema = one.get("parameters") or one.get("input_schema") or {}
+                described = {"name": one["name"], "description": one.get("description") or "", "parameters": schema}
+                one = {"type": "function", "function": described}
+            tools.append(one)
+    return tools or None
+
+
+def reply_of(message: object, skipped: list[str]) -> str | Reply | None:
+    """Return the contents of an assistant's message; None if there are none."""
+    read = messages_of(message, skipped, ASSISTANT)
+    return reply_to(read[-1]) if read else None
+
+
+def reply_to(message: Message) -> str | Reply | None:
+    """Return a converted message as an output; None if it is empty."""
+    return Reply(message) if len(message) > 2 and RENDERED & message.keys() else message["content"] or None
+
+
+def plain_text(message: Message) -> str:
+    """Return the text of a message without a template: reasoning, content and tool calls as JSON."""
+    fields = normalized(message)
+    calls = fields.get("tool_calls") or []
+    written = [as_json({name: call["function"][name] for name in ("name", "arguments")}) for call in calls]
+    return "\n\n".join(filter(None, [fields.get("reasoning_content", ""), fields["content"], *written]))
+
+
+def parsed(value: object) -> object:
+    """Return an object or a list that may be encoded as a JSON string."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value
+
+
+class _Parts:
+    """The contents of a message, sorted by kind."""
+
+    def __init__(self, skipped: list[str]) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[Message] = []
+        self.results: list[Message] = []
+        self._skipped = skipped
+
+    def add(self, content: object) -> None:
+        """Add a content: a text, a list of parts, or an object, which is added as JSON unless it is a part."""
+        if isinstance(content, str):
+            self.texts.append(content)
+        elif isinstance(content, list):
+            for part in content:
+                self.add(part)
+        elif isinstance(content, dict):
+            self._add_object(content)
+        elif content is not None:
+            self._skipped.append(NO_CONTENT)
+
+    def _add_object(self, part: Message) -> None:
+        kind = part.get("type")
+        if kind is None and (names := (CALLS | RESULTS | THOUGHTS) & part.keys()):
+            kind = next(iter(names))
+            part = part[kind] if isinstance(part[kind], dict) else part
+        if kind in CALLS:
+            if not isinstance(part.get("value"), str) or not self.add_encoded_calls(part["value"]):
+                self.add_call(part)
+        elif kind in RESULTS:
+            result = next((part[name] for name in ("content", "response", "output") if part.get(name)), "")
+            texts = _texts(result) or [as_json(result)]
+            known = part.get("tool_use_id") or part.get("call_id") or part.get("toolUseId")
+            self.results.append({"role": TOOL, "content": "\n".join(texts)})
+            self.results[-1] |= {"tool_call_id": known} if isinstance(known, str) else {}
+        elif kind in THOUGHTS or part.get("thought") is True:
+            self.thoughts += _texts(part)
+        elif isinstance(part.get("parts"), list):
+            self.add(part["parts"])
+        elif kind is None or "text" in str(kind) or kind == "refusal":
+            text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
+            is_other = part.keys() & {"inlineData", "inline_data", "fileData", "image", "image_url"}
+            self.texts += [text] if text is not None else [] if kind or is_other or not part else [as_json(part)]
+
+    def add_call(self, call: object) -> None:
+        """Add a tool call in the format of any API."""
+        function = call.get("function") or call.get("custom") or call if isinstance(call, dict) else None
+        if not isinstance(call, dict) or function is None:
+            return
+        fields = function if isinstance(function, dict) else call
+        name = function if isinstance(function, str) else fields.get("name")
+        arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
+        if not isinstance(name, str) or not name:
+            self._skipped.append(NAMELESS_CALL)
+        elif isinstance(arguments, str) and not _is_json(arguments) and "input" not in fields:
+            self._skipped.append(BROKEN_CALL)
+        else:
+            if isinstance(arguments, str) and not _is_json(arguments):  # A custom tool, whose input is a text
+                arguments = {"input": arguments}
+            known = call.get("id") or call.get("call_id")
+            identified = {"id": known} if isinstance(known, str) else {}
+            self.calls.append({**identified, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def add_encoded_calls(self, calls: object) -> bool:
+        """Add tool calls that may be JSON; return whether there are any."""
+        calls = parsed(calls)
+        for call in calls if isinstance(calls, list) else [calls]:
+            self.add_call(call)
+        return bool(self.calls)
+
+    def messages(self, role: str, named: Message) -> list[Message]:
+        """Return the contents as messages: results of tools first."""
+        if self.results and not (self.texts or self.thoughts or self.calls):
+            return self.results
+        message: Message = {"role": role, "content": "\n".join(filter(None, self.texts)), **named}
+        message |= {"reasoning_content": "\n".join(self.thoughts)} if self.thoughts else {}
+        message |= {"tool_calls": self.calls} if self.calls else {}
+        return [*self.results, message]
+
+
+def _thoughts_beside(message: Message) -> list[str]:
+    """Return the reasoning that a message has beside its content, which some services repeat in other fields."""
+    names = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
+    return next((texts for name in names if (texts := _texts(message.get(name)))), [])
+
+
+def _texts(content: object) -> list[str]:
+    """Return the texts in a value: a string, or parts with texts, summaries or thoughts."""
+    if isinstance(content, str):
+        return [content] if content else []
+    if isinstance(content, list):
+        return [text for part in content for text in _texts(part)]
+    names = ("thinking", "reasoning", "text", "value", "content", "summary", "output", "reasoningText")
+    present = [content[name] for name in names if name in content] if isinstance(content, dict) else []
+    return next((texts for value in present if (texts := _texts(value))), [])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON, in the spacing that models use."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,303 @@
+"""Formats whose answers take several records: streamed chunks, events of agents' sessions, and aider's chat history."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange, prompt_of
+from drafter_service.ingest.chats import (
+    ASSISTANT,
+    ITEMS,
+    ROLES,
+    SYSTEM,
+    TOOL,
+    USER,
+    Chat,
+    Message,
+    joined,
+    messages_of,
+    reply_to,
+    role_of,
+)
+
+Event = Mapping[str, Any]
+
+MAX_MESSAGES = 1000
+"""Messages before an answer that are kept."""
+
+
+class Record(NamedTuple):
+    """A value of a log."""
+
+    value: object
+    """A decoded JSON value, or a row of a table; columns of token ids may be arrays, uint32 or int64 [N]."""
+    place: str
+    """FILE:NUMBER of the line, row or element."""
+
+
+class Read(NamedTuple):
+    """Contents of a record, or of several that belong together."""
+
+    record: Record
+    """The (first) record."""
+    format: str
+    """Name in the table of formats; "" if none fits."""
+    outputs: list[Found]
+    skipped: list[str]
+    """The reason for each part that is left out."""
+
+
+class Stream:
+    """Chunks of a response, one per record."""
+
+    is_finished = False
+    """Whether no further record belongs to it."""
+
+    def __init__(self, name: str) -> None:
+        """name: name of the format."""
+        self._name = name
+        self._answers: dict[int, tuple[Record, Streamed]] = {}
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return what the chunks of one response have in common; None for other records."""
+        kind = value.get("type")
+        if isinstance(kind, str) and kind.startswith("response."):
+            return kind == "response.completed"
+        known = value.get("id") or value.get("model")
+        return None if deltas_of(value) is None else known if isinstance(known, str) else ""
+
+    def add(self, record: Record) -> Iterator[Read]:
+        """Add a chunk, and yield the answers that it completes."""
+        value = record.value
+        if isinstance(value, dict) and value.get("type") == "response.completed":  # It repeats all chunks.
+            skipped: list[str] = []
+            found = exchange(value.get("response"), value.get("response"), skipped)
+            yield Read(record, self._name, found, skipped)
+        for delta in deltas_of(value) or ():
+            _, answer = self._answers.setdefault(delta.index, (record, Streamed()))
+            answer.add(delta.fields)
+            if delta.is_last:
+                yield from self._complete(delta.index)
+                self.is_finished = not self._answers
+
+    def finish(self) -> Iterator[Read]:
+        """Yield the answers whose end is missing."""
+        for index in list(self._answers):
+            yield from self._complete(index)
+
+    def _complete(self, index: int) -> Iterator[Read]:
+        record, answer = self._answers.pop(index)
+        skipped: list[str] = []
+        output = answer.output(skipped)
+        name = record.value.get("id") if isinstance(record.value, dict) else None
+        name = f"{name}/{index}" if index and name else name if isinstance(name, str) else None
+        found = [] if output is None else [Found(output, prompt_of(record.value), name)]
+        if found or skipped:
+            yield Read(record, self._name, found, skipped)
+
+
+class Session:
+    """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
+
+    is_finished = False
+
+    def __init__(self, name: str) -> None:
+        """name: name of the format."""
+        self._name = name
+        self._before: list[Message] = []
+        self._answer: Message | None = None
+        self._first = Record(None, "")
+        """The event with the beginning of the answer."""
+        self._id: str | None = None
+        """Id of the response that the answer is from."""
+        self._skipped: list[str] = []
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return what the events of one session have in common; None for other records."""
+        raise NotImplementedError
+
+    def messages(self, event: Event) -> tuple[str | None, list[Message]]:
+        """Return the id of the response that an event is from, if it has one, and the event's messages."""
+        raise NotImplementedError
+
+    def add(self, record: Record) -> Iterator[Read]:
+        """Add an event, and yield the answer that it completes."""
+        known, messages = self.messages(record.value) if isinstance(record.value, dict) else (None, [])
+        for message in messages:
+            if message["role"] == ASSISTANT and self._answer is not None and known == self._id:
+                self._answer = joined(self._answer, message)
+                continue
+            yield from self.finish()
+            if message["role"] == ASSISTANT:
+                self._answer, self._id, self._first = message, known, record
+            else:
+                self._before.append(message)
+
+    def finish(self) -> Iterator[Read]:
+        """Yield the last answer."""
+        if self._answer is None:
+            return
+        output, event = reply_to(self._answer), self._first.value
+        name = event.get("uuid") if isinstance(event, dict) else None
+        prompt = Chat(self._before[-MAX_MESSAGES:]) if self._before else None
+        found = [] if output is None else [Found(output, prompt, name if isinstance(name, str) else None)]
+        if found or self._skipped:
+            yield Read(self._first, self._name, found, self._skipped)
+        self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
+        self._answer, self._skipped = None, []
+
+
+class Messages(Session):
+    """Messages of conversations, one per record. A system prompt begins the next conversation."""
+
+    OTHERS = frozenset("prompt messages choices response completion output conversations".split())
+    """Fields of records that are more than a message."""
+
+    @classmethod
+    def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102
+        is_message = role_of(value) in ROLES.values() and not cls.OTHERS & value.keys() and "type" not in value
+        return "" if is_message else None
+
+    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+        if role_of(event) == SYSTEM:
+            self._before = []
+        self._number += 1
+        return str(self._number), messages_of(event, self._skipped)
+
+    _number = 0
+
+
+class ClaudeCode(Session):
+    """Sessions of Claude Code, and what it writes as stream-json."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        names = ("sessionId", "session_id", "isSidechain", "agentId", "parent_tool_use_id")
+        is_event = isinstance(value.get("type"), str) and not {"input", "inputs", "choices"} & value.keys()
+        return tuple(str(value.get(name)) for name in names) if is_event else None
+
+    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+        message = event.get("message")
+        if event["type"] not in (USER, ASSISTANT) or not isinstance(message, dict) or event.get("isApiErrorMessage"):
+            return None, []
+        if message.get("model") == "<synthetic>":
+            return None, []
+        known = message.get("id")
+        fields = {"role": event["type"], "content": message.get("content")}
+        return known if isinstance(known, str) else None, messages_of(fields, self._skipped)
+
+
+class Codex(Session):
+    """Sessions of Codex: items of the Responses API, as they are or as the payload of an event."""
+
+    EVENTS = frozenset("response_item session_meta turn_context event_msg compacted".split())
+
+    @classmethod
+    def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102
+        kind = value.get("type")
+        is_item = kind in ITEMS or (kind == "message" and "stop_reason" not in value and isinstance(value.get("content"), list))
+        is_event = "payload" in value and kind in cls.EVENTS
+        return "" if is_event or (is_item and "model" not in value) or "record_type" in value else None
+
+    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+        item = event.get("payload", event)
+        if event.get("type") == "session_meta" and isinstance(item, dict):
+            instructions = item.get("instructions") or item.get("base_instructions")
+            return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
+        if "payload" in event and event["type"] != "response_item":
+            return None, []
+        return None, [read for read in messages_of(item, self._skipped) if reply_to(read) is not None]
+
+
+class OpenHands(Session):
+    """Events of OpenHands: actions of the agent and of the user, and observations."""
+
+    TEXTS = ("content", "message", "final_thought", "thought")
+    ARGUMENTS = ("command", "code", "path", "content", "url", "browser_actions")
+    _seen = ""
+    """Id of the last response: each of its tool calls is an event."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        return "" if isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str) else None
+
+    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+        action, args = event.get("action"), event.get("args")
+        args = args if isinstance(args, dict) else event
+        if not isinstance(action, str):
+            content = event.get("content")
+            is_result = isinstance(content, str) and "observation" in event
+            return None, [{"role": TOOL, "content": content}] if is_result else []
+        texts = [value for name in self.TEXTS if isinstance(value := args.get(name), str) and value]
+        source = event.get("source", USER if "wait_for_response" in event else "agent")
+        if action == "system" or source != "agent":
+            role = SYSTEM if action == "system" else USER
+            return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
+        metadata = event.get("tool_call_metadata")
+        response = metadata.get("model_response") if isinstance(metadata, dict) else None
+        if isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]:
+            known, is_new = str(response.get("id")), str(response.get("id")) != self._seen
+            self._seen, choice = known, response["choices"][0]
+            message = choice.get("message") if isinstance(choice, dict) and is_new else None
+            return known, messages_of(message, self._skipped, ASSISTANT)
+        if action in ("message", "finish", "think"):
+            return None, [{"role": ASSISTANT, "content": texts[0]}] if texts else []
+        arguments = {name: args[name] for name in self.ARGUMENTS if args.get(name)}
+        thought = args.get("thought")
+        call = {"name": action, "arguments": arguments}
+        fields = {"content": thought, "tool_calls": [call] if arguments else None}
+        return None, messages_of(fields, self._skipped, ASSISTANT) if arguments or thought else []
+
+
+# --- aider
+
+AIDER_BEGINS = "# aider chat started at"
+AIDER_NOTES = ("> Tokens: ", "> Applied edit to ", "> Commit ")
+"""Lines that aider itself writes after an answer, even if a block of code in it did not end."""
+AIDER_ANSWERED = ("/ask", "/code", "/architect", "/help", "/context", "/add", "/read")
+"""Commands of the user that may be before an answer of the model; others have an output of their own."""
+
+
+def is_markdown_chat(head: str) -> bool:
+    """Return whether the beginning of a text is that of aider's chat history."""
+    return AIDER_BEGINS in head
+
+
+def markdown_chat(lines: Iterable[str]) -> Iterator[object]:
+    """Yield each session of aider's chat history as a value that `read_records` understands.
+
+    Lines of the user begin with "####", those of aider itself with ">"; others, after one of the user, are the model's.
+    """
+    turns: list[tuple[str, list[str]]] = []
+    is_code = has_ended = is_command = False
+    for line in lines:
+        line = line.rstrip("\r\n")
+        if line.startswith(AIDER_BEGINS):
+            yield from _aider_session(turns)
+            turns, is_code = [], False
+            continue
+        role = USER if line.startswith("#### ") else ASSISTANT
+        if role == USER:
+            line, is_code = line[5:].rstrip(), False
+            is_command = line.startswith(("/", "!")) and not line.startswith(AIDER_ANSWERED)
+        elif line.startswith(AIDER_NOTES) or (line.startswith(">") and not is_code):
+            is_code, has_ended = False, True
+            continue
+        is_code ^= role == ASSISTANT and line.startswith("```")
+        if is_command or (role == ASSISTANT and not turns):
+            continue
+        if turns[-1:] and turns[-1][0] == role and not (has_ended and line.strip()):
+            turns[-1][1].append(line)
+        else:
+            turns.append((role, [line]))
+        has_ended &= not line.strip()
+    yield from _aider_session(turns)
+
+
+def _aider_session(turns: list[tuple[str, list[str]]]) -> Iterator[object]:
+    texts = [(role, "\n".join(lines).strip()) for role, lines in turns]
+    if messages := [{"role": role, "content": text} for role, text in texts if text]:
+        yield {"aider": messages}
