@@ -19,7 +19,7 @@ PROMPT_IDS = ("prompt_token_ids", "input_ids")
 OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_ids")
 CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
 PROMPTS = (
-    "prompt model_input origin_prompt instruction instructions question query problem input inputs input_text"
+    "prompt model_input origin_prompt instruction question query problem input inputs input_text"
     " chat_history user_prompt request raw"
 ).split()
 """Names of fields with a prompt, the most exact ones first."""
@@ -160,8 +160,6 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
         return ids
     for name in CHATS:
         if name in request and name != skip and isinstance(chat := prompt_of(parsed(request[name])), Chat):
-            arguments = request.get("chat_template_kwargs")
-            chat = chat._replace(template_arguments=arguments if isinstance(arguments, dict) else None)
             return chats.with_request(chat, request)
     for name in PROMPTS:
         prompt = prompt_of(body_of(request[name])) if request.get(name) is not None and name != skip else None
@@ -174,9 +172,12 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
 
 
 def body_of(value: object) -> object:
-    """Return a body that may be encoded as a JSON string, or be the field `body` of another object."""
+    """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
     decoded = parsed(value)
     if isinstance(value, str):
+        if value.startswith(("data:", "event:")):
+            events = [parsed(line[5:].strip()) for line in value.splitlines() if line.startswith("data:")]
+            return [event for event in events if isinstance(event, dict)] or value
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
@@ -214,14 +215,15 @@ def deltas_of(event: object) -> list[Delta] | None:
 
 
 def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
-    """Return the deltas of OpenAI's choices. A chunk of completions has texts without a reason for the end."""
+    """Return the deltas of OpenAI's choices. Unlike a chunk of a text, a whole one has its usage."""
+    if choices and isinstance(choices[0], dict) and "message" in choices[0]:
+        return None
     deltas, is_chunk = [], str(event.get("object")).endswith(".chunk")
+    is_text = event.get("object") == "text_completion" and not event.get("usage") and "prompt" not in event
     for choice in choices:
         if isinstance(choice, dict):
             ended = choice.get("finish_reason") is not None
-            is_chunk |= "delta" in choice or (
-                event.get("object") == "text_completion" and "finish_reason" in choice and not ended
-            )
+            is_chunk |= "delta" in choice or (is_text and "finish_reason" in choice)
             fields = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
             index = choice.get("index")
             deltas.append(Delta(index if isinstance(index, int) else 0, fields, ended))

@@ -28,11 +28,7 @@ ROLES = {
     for name in names.split()
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
-ITEMS = {
-    **dict.fromkeys(("reasoning", "function_call", "custom_tool_call"), ASSISTANT),
-    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), TOOL),
-}
-"""Roles of items of the Responses API by their types; messages are items, too."""
+PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
     "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id name"
     " additional_kwargs refusal weight loss_weight source".split()
@@ -77,13 +73,19 @@ def role_of(message: object) -> str | None:
         return None
     role = message.get("role") or message.get("from") or message.get("author")
     if role is None and isinstance(kind := message.get("type"), str):
-        if kind in ITEMS:
-            return ITEMS[kind]
+        if (item := item_role(kind)) is not None:
+            return item
         name = message["id"][-1:] if isinstance(message.get("id"), list) and "kwargs" in message else [kind]
         is_known = name and str(name[0]).lower() in ROLES and ("content" in message or "data" in message or "kwargs" in message)
         role = name[0] if is_known else None  # LangChain
     role = role.get("role") if isinstance(role, dict) else role
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def item_role(kind: object) -> str | None:
+    """Return the role of an item of the Responses API, except messages, by its type; None for other types."""
+    is_model = isinstance(kind, str) and (kind == "reasoning" or kind.endswith("_call"))
+    return ASSISTANT if is_model else TOOL if isinstance(kind, str) and kind.endswith("_call_output") else None
 
 
 def is_chat(value: object) -> bool:
@@ -97,12 +99,14 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
 
     skipped: gets the reason for each part that is left out. default: role of a message without one.
     """
-    role = role_of(message) or default
-    if role is None or not isinstance(message, dict):
+    if not isinstance(message, dict):
         return []
-    content = message.get("content")
-    if isinstance(content, str) and role != CALL and not UNUSUAL & message.keys():
+    content, role = message.get("content"), message.get("role", default)
+    if isinstance(content, str) and role in PLAIN and not UNUSUAL & message.keys():
         return [{"role": role, "content": content}]
+    role = role_of(message) or default
+    if role is None:
+        return []
     for inner in ("kwargs", "data"):  # LangChain
         message = message[inner] if isinstance(message.get(inner), dict) else message
     parts = _Parts(skipped)
@@ -110,7 +114,7 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     if role == CALL:
         role = ASSISTANT
         content = None if parts.add_encoded_calls(content) else content
-    if "role" not in message and message.get("type") in ITEMS:
+    if "role" not in message and item_role(message.get("type")):
         content = message
     else:
         parts.thoughts += _thoughts_beside(message)
@@ -129,7 +133,8 @@ def read_messages(messages: list[Any], skipped: list[str]) -> list[Message]:
     """Return all messages of a list; consecutive items of the Responses API that the model wrote are one message."""
     read: list[Message] = []
     for message in messages:
-        is_item = isinstance(message, dict) and (message.get("type") == "message" or message.get("type") in ITEMS)
+        kind = message.get("type") if isinstance(message, dict) else None
+        is_item = kind == "message" or item_role(kind) is not None
         for converted in messages_of(message, skipped):
             if is_item and converted["role"] == ASSISTANT and read and read[-1]["role"] == ASSISTANT:
                 read[-1] = joined(read[-1], converted)
@@ -153,27 +158,30 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
 
     request: the object that may have the system prompt, the tools and variables of the template.
     """
-    if not isinstance(messages, list) or not messages or any(role_of(message) is None for message in messages):
+    if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
     read = read_messages(messages, [] if skipped is None else skipped)
-    fields = request if isinstance(request, dict) else {}
-    arguments = fields.get("chat_template_kwargs")
-    return with_request(Chat(read, None, arguments if isinstance(arguments, dict) else None), fields) if read else None
+    if len(read) < len(messages) and any(role_of(message) is None for message in messages):
+        return None
+    return with_request(Chat(read), request if isinstance(request, dict) else {}) if read else None
 
 
 def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
-    """Return a chat with the system prompt and the tools that a request has beside its messages."""
+    """Return a chat with what a request has beside its messages: a system prompt, tools, variables of the template."""
     system: list[Message] = []
     if chat.messages[0]["role"] not in (SYSTEM, "developer"):
         names = ("system", "system_prompt", "systemInstruction", "system_instruction", "instructions")
         value = next((request[name] for name in names if request.get(name)), None)
         system = messages_of({"role": SYSTEM, "content": value}, []) if value else []
-    return chat._replace(messages=[*system, *chat.messages], tools=chat.tools or _tools_of(request))
+    arguments = request.get("chat_template_kwargs")
+    arguments = arguments if isinstance(arguments, dict) else chat.template_arguments
+    return Chat([*system, *chat.messages], chat.tools or _tools_of(request), arguments)
 
 
 def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that a request offers, in OpenAI's format; None if there are none."""
-    offered = parsed(request.get("tools") or request.get("functions"))
+    offered = request.get("tools") or request.get("functions")
+    offered = parsed(offered) if offered else None
     tools: list[Any] = []
     for tool in offered if isinstance(offered, list) else ():
         inner = tool.get("functionDeclarations") if isinstance(tool, dict) else None

@@ -13,7 +13,20 @@ from drafter_service.ingest import answers, origins
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.sessions import ClaudeCode, Codex, Messages, OpenHands, Read, Record, Session, Stream
+from drafter_service.ingest.sessions import (
+    ClaudeCode,
+    Codex,
+    Messages,
+    OpenHands,
+    Read,
+    Record,
+    Session,
+    Stream,
+    is_markdown_chat,
+    markdown_chat,
+)
+
+__all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
 Value = dict[str, Any]
 Reader = Callable[[Value, list[str]], list[Found] | None]
@@ -28,7 +41,7 @@ COMPLETIONS = (
     " generated_answer prediction predictions pred"
 ).split()
 """Names of fields with what a model wrote, the most exact ones first."""
-OUTPUTS = ("output", "outputs", "answer")
+OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, "traj", "history", "trajectory", "dialogue", "dialog", "chat", "chat_history", "aider")
@@ -41,7 +54,7 @@ STEPS = frozenset("span event tool chain retriever embedding agent guardrail eva
 READABLE = (str, list, dict, np.ndarray, type(None))
 
 NOT_SEARCHED = re.compile(
-    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|args|input|request|question"
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|args|input|requests?$|question"
     "|query|template|metadata|instance|annotat|observ|^id$|_id$|model_name",
     re.IGNORECASE,
 )
@@ -62,6 +75,8 @@ TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
 NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
 
+LONG = 80
+"""Length of texts that may be outputs, whatever the name of their field."""
 MAX_DEPTH = 8
 MAX_NAMES = 12
 """Names of fields in a reason."""
@@ -117,7 +132,10 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         for name, kind in shape.groups:
             if (key := kind.key_of(value)) is not None:
                 group = groups.setdefault((name, key), kind(name))
-                yield from group.add(record)
+                try:
+                    yield from group.add(record)
+                except (RecordError, RecursionError) as problem:
+                    yield _unreadable(record, problem)
                 if group.is_finished:
                     del groups[name, key]
                 elif len(groups) > MAX_GROUPS:
@@ -145,10 +163,12 @@ def _read(record: Record, value: Value, shape: Shape) -> Read:
         if not shape.refusals:
             shape.refusals.append(_refusal(value))
         return Read(record, "", [], shape.refusals[:])
-    except RecordError as problem:
-        return Read(record, "", [], [str(problem)])
-    except RecursionError:
-        return Read(record, "", [], [TOO_DEEP])
+    except (RecordError, RecursionError) as problem:
+        return _unreadable(record, problem)
+
+
+def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
+    return Read(record, "", [], [str(problem) if isinstance(problem, RecordError) else TOO_DEEP])
 
 
 # --- Readers
@@ -243,7 +263,7 @@ def _columns(names: Iterable[str]) -> Reader:
     def read(record: Value, skipped: list[str]) -> list[Found] | None:
         present = [name for name in names if name in record and isinstance(record[name], READABLE)]
         name = next((name for name in present if record[name] is not None and len(record[name])), None)
-        if not present or (names is OUTPUTS and TASK & record.keys()):
+        if not present or (names is not COMPLETIONS and TASK & record.keys()):
             return None
         if name is None or _is_rejected(record, skipped):
             return []
@@ -361,7 +381,7 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     return _searched(value, skipped, depth + 1) or []
 
 
-COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS))
+COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
 
 FORMATS = (
     Format("OpenAI, streamed chunks", "choices id|object|created|model", Stream),
@@ -377,6 +397,7 @@ FORMATS = (
     Format("Anthropic messages", "role content type", _message),
     Format("Gemini", "candidates", _whole),
     Format("Inspect, sample", "messages output epoch", _conversation),
+    Format("Inspect, log", "samples eval", _searched),
     Format("LangSmith", "inputs outputs run_type", _exchange),
     Format("Langfuse", "input output type|traceId|trace_id", _exchange),
     Format("request and response", "|".join(RESPONSES), _exchange),
@@ -394,6 +415,7 @@ FORMATS = (
     Format("conversation", "|".join(CONVERSATIONS), _conversation),
     Format("Alpaca and AlpacaEval", "instruction output", COLUMNS[1]),
     Format("input and output", "|".join(OUTPUTS), COLUMNS[1]),
+    Format("question and answer of a model", "answer model|model_id|generator|usage|contexts|retrieved_contexts", COLUMNS[2]),
     Format("text", "text", _text),
     Format("all token ids", "tokens|input_ids", _all_ids),
     Format("records inside of others", "", _searched),
@@ -422,7 +444,7 @@ def _read_fields(record: Record, fields: tuple[str, ...]) -> Read:
             elif not isinstance(value, dict) or role_of(value) is not None:
                 found += [Found(output, prompt) for output in outputs_of(value, skipped)]
     except (RecordError, RecursionError) as problem:
-        return Read(record, "", [], [str(problem) or TOO_DEEP])
+        return _unreadable(record, problem)
     return Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
 
 
@@ -459,15 +481,15 @@ def _joined(values: list[object]) -> Part | Chat | None:
 
 def _refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
-    known = FIELDS - origins.FIELDS
-    near = {name for field in record for name in get_close_matches(field, known, 1, 0.75)}
-    nearest = max(reversed(FORMATS[:-1]), key=lambda row: row.share(near | record.keys()))
-    needs = ", ".join(field.replace("|", " or ") for field in nearest.fields.split())
+    near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
+    rows = [row for row in FORMATS if row.fields and not isinstance(row.read, type)]
+    nearest = max(reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near))
+    needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
+    shown = f"; the nearest format is {nearest.name} ({needs})" if nearest.share(near) else ""
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
-    path = max(_paths(record), key=lambda path: (LIKELY.search(path[0]) is not None, path[1]), default=None)
-    tried = f"; to read it, give {prompt}--field {path[0]}" if path else ""
-    shown = f"; the nearest format is {nearest.name} (with {needs})" if nearest.share(near | record.keys()) else ""
-    return NO_FORMAT + _names(record) + shown + tried
+    paths = [path for path in _paths(record) if LIKELY.search(path[0]) or path[1] > LONG]
+    path = max(paths, key=lambda path: (LIKELY.search(path[0]) is not None, path[1]), default=("", 0))[0]
+    return NO_FORMAT + _names(record) + shown + (f"; if {path} is an output, give {prompt}--field {path}" if path else "")
 
 
 def _names(record: object) -> str:

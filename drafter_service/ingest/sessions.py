@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange, prompt_of
 from drafter_service.ingest.chats import (
     ASSISTANT,
-    ITEMS,
     ROLES,
     SYSTEM,
     TOOL,
     USER,
     Chat,
     Message,
+    item_role,
     joined,
     messages_of,
     reply_to,
@@ -162,10 +163,14 @@ class Messages(Session):
         return "" if is_message else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
-        if role_of(event) == SYSTEM:
-            self._before = []
         self._number += 1
         return str(self._number), messages_of(event, self._skipped)
+
+    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
+        if role_of(record.value) == SYSTEM:
+            yield from self.finish()
+            self._before = []
+        yield from super().add(record)
 
     _number = 0
 
@@ -198,9 +203,11 @@ class Codex(Session):
     @classmethod
     def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102
         kind = value.get("type")
-        is_item = kind in ITEMS or (kind == "message" and "stop_reason" not in value and isinstance(value.get("content"), list))
+        content = value.get("content")
+        part = content[0] if isinstance(content, list) and content else None
+        is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
         is_event = "payload" in value and kind in cls.EVENTS
-        return "" if is_event or (is_item and "model" not in value) or "record_type" in value else None
+        return "" if is_event or is_message or item_role(kind) or "record_type" in value else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
         item = event.get("payload", event)
@@ -255,10 +262,8 @@ class OpenHands(Session):
 # --- aider
 
 AIDER_BEGINS = "# aider chat started at"
-AIDER_NOTES = ("> Tokens: ", "> Applied edit to ", "> Commit ")
-"""Lines that aider itself writes after an answer, even if a block of code in it did not end."""
-AIDER_ANSWERED = ("/ask", "/code", "/architect", "/help", "/context", "/add", "/read")
-"""Commands of the user that may be before an answer of the model; others have an output of their own."""
+AIDER_COMMANDS = re.compile(r"!|/(?!(ask|code|architect|help|context)\b)")
+"""Lines of the user after which aider writes the output of a command, and not an answer of the model."""
 
 
 def is_markdown_chat(head: str) -> bool:
@@ -270,30 +275,34 @@ def markdown_chat(lines: Iterable[str]) -> Iterator[object]:
     """Yield each session of aider's chat history as a value that `read_records` understands.
 
     Lines of the user begin with "####", those of aider itself with ">"; others, after one of the user, are the model's.
+    aider's and the user's end with two blanks, unless a tool has removed them, and so differ from the model's Markdown.
     """
     turns: list[tuple[str, list[str]]] = []
-    is_code = has_ended = is_command = False
+    is_user = is_note = is_command = False
+    end: str | None = None
     for line in lines:
         line = line.rstrip("\r\n")
         if line.startswith(AIDER_BEGINS):
             yield from _aider_session(turns)
-            turns, is_code = [], False
+            turns = []
             continue
-        role = USER if line.startswith("#### ") else ASSISTANT
-        if role == USER:
-            line, is_code = line[5:].rstrip(), False
-            is_command = line.startswith(("/", "!")) and not line.startswith(AIDER_ANSWERED)
-        elif line.startswith(AIDER_NOTES) or (line.startswith(">") and not is_code):
-            is_code, has_ended = False, True
-            continue
-        is_code ^= role == ASSISTANT and line.startswith("```")
-        if is_command or (role == ASSISTANT and not turns):
-            continue
-        if turns[-1:] and turns[-1][0] == role and not (has_ended and line.strip()):
+        if line.startswith("#### ") and end is None:
+            end = "  " if line.endswith("  ") else ""
+        is_marked = line.endswith(end or "")
+        was_user, is_user = is_user, line.startswith("#### ") and is_marked
+        if line.startswith(">") and (is_marked or is_note):
+            is_note = True
+        elif is_user:
+            line, is_note = line[5:].rstrip(), False
+            if not was_user:
+                turns.append((USER, []))
+                is_command = AIDER_COMMANDS.match(line) is not None
             turns[-1][1].append(line)
-        else:
-            turns.append((role, [line]))
-        has_ended &= not line.strip()
+        elif turns and not is_command:
+            if turns[-1][0] == USER or (is_note and line):
+                turns.append((ASSISTANT, []))
+                is_note = False
+            turns[-1][1].append(line)
     yield from _aider_session(turns)
 
 
