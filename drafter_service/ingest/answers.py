@@ -59,7 +59,9 @@ def exchange(request: object, response: object, skipped: list[str], name: object
     outputs = outputs_of(response, skipped)
     prompt = prompt_of(request) if outputs else None
     if isinstance(prompt, str) and isinstance(fields.get("output"), list):  # The Responses API's input is a message.
-        prompt = chats.with_request(Chat([{"role": chats.USER, "content": prompt}]), request if isinstance(request, dict) else {})
+        prompt = chats.with_request(
+            Chat([{"role": chats.USER, "content": prompt}]), request if isinstance(request, dict) else {}
+        )
     return [Found(output, prompt, name) for output in outputs]
 
 
@@ -70,7 +72,9 @@ def _choices(
     fields = request if isinstance(request, dict) else {}
     prompts = fields.get("prompt")
     ids = next((ids for at in (answer, fields) if (ids := ids_of(at.get("prompt_token_ids"))) is not None), None)
-    several = prompts if ids is None and isinstance(prompts, list) and isinstance(*prompts[:1] or [0], str | list) else None
+    several = (
+        prompts if ids is None and isinstance(prompts, list) and isinstance(*prompts[:1] or [0], str | list) else None
+    )
     prompt = ids if ids is not None else None if several else prompt_of(request)
     for position, choice in enumerate(choices):
         if not isinstance(choice, dict):
@@ -237,7 +241,11 @@ def _anthropic_piece(event: Message) -> Message:
     if not isinstance(delta, dict):
         return {}
     call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
-    return {"tool_calls": [call]} if "partial_json" in delta else {"text": delta.get("text"), "thinking": delta.get("thinking")}
+    return (
+        {"tool_calls": [call]}
+        if "partial_json" in delta
+        else {"text": delta.get("text"), "thinking": delta.get("thinking")}
+    )
 
 
 class Streamed:
@@ -250,23 +258,34 @@ class Streamed:
 
     def add(self, fields: Message) -> None:
         """Add the pieces of a chunk."""
-        for names, pieces in ((("content", "text"), self._texts), (("reasoning_content", "reasoning", "thinking"), self._thoughts)):
+        for names, pieces in (
+            (("content", "text"), self._texts),
+            (("reasoning_content", "reasoning", "thinking"), self._thoughts),
+        ):
             pieces += next(([fields[name]] for name in names if isinstance(fields.get(name), str)), [])
         calls = fields.get("tool_calls")
-        for position, call in enumerate(calls if isinstance(calls, list) else [{"function": fields.get("function_call")}]):
+        for position, call in enumerate(
+            calls if isinstance(calls, list) else [{"function": fields.get("function_call")}]
+        ):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
                 index = call.get("index")
-                whole = self._calls.setdefault(index if isinstance(index, int) else position, {"name": "", "arguments": ""})
+                whole = self._calls.setdefault(
+                    index if isinstance(index, int) else position, {"name": "", "arguments": ""}
+                )
                 for name in whole:
                     piece = function.get(name)
-                    whole[name] += piece if isinstance(piece, str) else chats.as_json(piece) if isinstance(piece, dict) else ""
+                    whole[name] += (
+                        piece if isinstance(piece, str) else chats.as_json(piece) if isinstance(piece, dict) else ""
+                    )
 
     def output(self, skipped: list[str]) -> Output | None:
         """Return the whole answer; None if it is empty."""
         calls = [{"function": call} for call in self._calls.values()]
         texts, thoughts = "".join(self._texts), "".join(self._thoughts)
-        message = {"content": texts, "reasoning": thoughts, "tool_calls": calls} if calls or thoughts else {"content": texts}
+        message = (
+            {"content": texts, "reasoning": thoughts, "tool_calls": calls} if calls or thoughts else {"content": texts}
+        )
         return reply_of(message, skipped)
 
 

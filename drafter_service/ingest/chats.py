@@ -76,7 +76,11 @@ def role_of(message: object) -> str | None:
         if (item := item_role(kind)) is not None:
             return item
         name = message["id"][-1:] if isinstance(message.get("id"), list) and "kwargs" in message else [kind]
-        is_known = name and str(name[0]).lower() in ROLES and ("content" in message or "data" in message or "kwargs" in message)
+        is_known = (
+            name
+            and str(name[0]).lower() in ROLES
+            and ("content" in message or "data" in message or "kwargs" in message)
+        )
         role = name[0] if is_known else None  # LangChain
     role = role.get("role") if isinstance(role, dict) else role
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None

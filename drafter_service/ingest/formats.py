@@ -48,6 +48,8 @@ CONVERSATIONS = (*answers.CHATS, "traj", "history", "trajectory", "dialogue", "d
 MASKS = ("labels", "loss_mask", "assistant_masks", "completion_mask")
 TASK = frozenset("canonical_solution test test_list tests test_cases options choices code starter_code targets".split())
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
+FAILED = frozenset("error error_message exception status status_code".split())
+"""Fields that say why there is no response."""
 STEPS = frozenset("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace".split())
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
 
@@ -128,7 +130,9 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
             shapes = shapes if len(shapes) < MAX_SHAPES else {}
             rows = [row for row in FORMATS if row.share(value) == 1 or not row.fields]
             kinds = [(row.name, row.read) for row in rows if isinstance(row.read, type)]
-            shape = shapes[names] = Shape(kinds, [(row.name, row.read) for row in rows if not isinstance(row.read, type)], [])
+            shape = shapes[names] = Shape(
+                kinds, [(row.name, row.read) for row in rows if not isinstance(row.read, type)], []
+            )
         for name, kind in shape.groups:
             if (key := kind.key_of(value)) is not None:
                 group = groups.setdefault((name, key), kind(name))
@@ -238,7 +242,11 @@ def _lm_eval(record: Value, skipped: list[str]) -> list[Found] | None:
     while isinstance(prompt, list | dict) and prompt and not is_chat(prompt):
         prompt = body_of(next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0])
     samples = record.get("resps") or record.get("filtered_resps") or []
-    texts = [text for one in samples for text in (one if isinstance(one, list) else [one])] if isinstance(samples, list) else []
+    texts = (
+        [text for one in samples for text in (one if isinstance(one, list) else [one])]
+        if isinstance(samples, list)
+        else []
+    )
     if not all(isinstance(text, str) for text in texts):
         skipped.append(SCORES)
         return []
@@ -263,7 +271,8 @@ def _columns(names: Iterable[str]) -> Reader:
     def read(record: Value, skipped: list[str]) -> list[Found] | None:
         present = [name for name in names if name in record and isinstance(record[name], READABLE)]
         name = next((name for name in present if record[name] is not None and len(record[name])), None)
-        if not present or (names is not COMPLETIONS and TASK & record.keys()):
+        is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
+        if is_null or (names is not COMPLETIONS and TASK & record.keys()):
             return None
         if name is None or _is_rejected(record, skipped):
             return []
@@ -332,7 +341,9 @@ def _steps(record: Value, skipped: list[str]) -> list[Found] | None:
 def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
     history = record["history"] if isinstance(record["history"], list) else []
-    events = [event for one in history for event in (one if isinstance(one, list) else [one]) if isinstance(event, dict)]
+    events = [
+        event for one in history for event in (one if isinstance(one, list) else [one]) if isinstance(event, dict)
+    ]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
     session = OpenHands("")
@@ -415,7 +426,11 @@ FORMATS = (
     Format("conversation", "|".join(CONVERSATIONS), _conversation),
     Format("Alpaca and AlpacaEval", "instruction output", COLUMNS[1]),
     Format("input and output", "|".join(OUTPUTS), COLUMNS[1]),
-    Format("question and answer of a model", "answer model|model_id|generator|usage|contexts|retrieved_contexts", COLUMNS[2]),
+    Format(
+        "question and answer of a model",
+        "answer model|model_id|generator|usage|contexts|retrieved_contexts",
+        COLUMNS[2],
+    ),
     Format("text", "text", _text),
     Format("all token ids", "tokens|input_ids", _all_ids),
     Format("records inside of others", "", _searched),
@@ -483,13 +498,17 @@ def _refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
     near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
     rows = [row for row in FORMATS if row.fields and not isinstance(row.read, type)]
-    nearest = max(reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near))
+    nearest = max(
+        reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near)
+    )
     needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
     shown = f"; the nearest format is {nearest.name} ({needs})" if nearest.share(near) else ""
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     paths = [path for path in _paths(record) if LIKELY.search(path[0]) or path[1] > LONG]
     path = max(paths, key=lambda path: (LIKELY.search(path[0]) is not None, path[1]), default=("", 0))[0]
-    return NO_FORMAT + _names(record) + shown + (f"; if {path} is an output, give {prompt}--field {path}" if path else "")
+    return (
+        NO_FORMAT + _names(record) + shown + (f"; if {path} is an output, give {prompt}--field {path}" if path else "")
+    )
 
 
 def _names(record: object) -> str:

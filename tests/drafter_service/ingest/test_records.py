@@ -333,6 +333,7 @@ CASES = {
     "conversation": [
         ([{"messages": [USER, ANSWER, USER, ANSWER]}], [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
         ([{"messages": [ANSWER]}], [(None, "Because.")]),
+        ([{"messages": [USER, ANSWER], "response": None}], [(["Why?"], "Because.")]),
         ([{"messages": [USER, BROKEN, RESULT, ANSWER]}], [(["Why?"], "Well."), (["Why?", "Well.", "seen"], "Because.")]),
         ([{"messages": [USER, {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at": "it"}'}},
                         {"role": "function", "name": "look", "content": "seen"}, ANSWER]}],
@@ -390,14 +391,19 @@ def test_every_format_is_read(name, records, expected):
     assert outputs(*records) == expected
     assert {read.format for read in reads(*records)} <= {name}
     for record in records:
-        assert isinstance(record, list) or name == "records inside of others" or set(record) & FIELDS, "not read of a table"
+        assert isinstance(record, list) or name == "records inside of others" or set(record) & FIELDS, (
+            "not read of a table"
+        )
 
 
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
     documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or | and )?)*) ?\|", section, re.MULTILINE)
-    fields = [" and ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split()) for row in FORMATS]
+    fields = [
+        " and ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
+        for row in FORMATS
+    ]
     assert documented == list(zip(CASES, fields, strict=True))
 
 
@@ -410,6 +416,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({}, NO_FORMAT),
         ({"messages": [USER]}, NO_ANSWER),
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
+        ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
         ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
@@ -473,7 +480,11 @@ def test_a_broken_call_costs_only_itself():
 def test_messages_are_those_of_the_api_for_chat_templates():
     """Names, ids, tools and template arguments are kept; fields that only logs have are not."""
     tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
-    message = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}], "usage": {}}
+    message = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}],
+        "usage": {},
+    }
     request = {"messages": [USER | {"id": "x"}, message, {"role": "tool", "name": "look", "tool_call_id": "1", "content": "s"}],
                "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
     (read,) = reads({"request": request, "response": {"choices": CHOICES}})
@@ -540,7 +551,9 @@ def test_configured_fields_are_read(fields, expected):
     assert outputs(record, fields=fields) == expected
 
 
-@pytest.mark.parametrize("fields", [("x",), ("a",), ("a.b.c",), ("x", "ids"), ("a.b", "ids", "ids"), ("list.5.text",), ("n",)])
+@pytest.mark.parametrize(
+    "fields", [("x",), ("a",), ("a.b.c",), ("x", "ids"), ("a.b", "ids", "ids"), ("list.5.text",), ("n",)]
+)
 def test_missing_fields_are_named_with_those_that_are_there(fields):
     (reason,) = skipped({"a": {"b": "deep"}, "ids": [7], "list": [{"text": "t"}], "n": 3}, fields=fields)
     assert reason.startswith(NO_FIELD)
@@ -586,7 +599,10 @@ def test_the_chat_history_of_aider():
     code = "a.py\n```python\n> not a note of aider\n#### nor a line of the user\n```\nDone."
     before = ["Write it.\nIn two lines.", code, "/run ls\n/ask And why?"]
     values = list(markdown_chat(text.splitlines(keepends=True)))
-    assert outputs(*values) == [(before[:1], code), (["Write it.\nIn two lines.", code, "/run ls", "/ask And why?"], "Because.")]
+    assert outputs(*values) == [
+        (before[:1], code),
+        (["Write it.\nIn two lines.", code, "/run ls", "/ask And why?"], "Because."),
+    ]
     assert skipped(*values) == [NO_ANSWER]
     assert outputs(*markdown_chat(AIDER.format(end="").splitlines()))[-1][1] == "Because."
 
@@ -607,7 +623,9 @@ VALUES = st.recursive(
 )
 
 
-@given(values=st.lists(VALUES, max_size=4), fields=st.lists(st.sampled_from(("a", "messages", "choices.0")), max_size=2))
+@given(
+    values=st.lists(VALUES, max_size=4), fields=st.lists(st.sampled_from(("a", "messages", "choices.0")), max_size=2)
+)
 def test_any_values_are_read_or_refused(values, fields):
     for read in reads(*values, fields=tuple(fields)):
         assert read.outputs or read.skipped
