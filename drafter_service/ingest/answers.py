@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_of, reply_to
+from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_of, reply_to, words
 from drafter_service.ingest.documents import Part, RecordError
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
 
@@ -18,16 +18,16 @@ Output = Part | Reply
 PROMPT_IDS = ("prompt_token_ids", "input_ids")
 OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_ids")
 CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
-PROMPTS = (
+PROMPTS = words(
     "prompt model_input origin_prompt instruction question query problem input inputs input_text"
     " chat_history user_prompt request raw"
-).split()
+)
 """Names of fields with a prompt, the most exact ones first."""
-TEXTS = "text generated_text output_text completion response generation full_model_response output answer".split()
+TEXTS = words("text generated_text output_text completion response generation full_model_response output answer")
 """Names of fields of an answer with its text."""
 SAMPLES = ("candidates", "generations", "completions")
 """Names of fields of a response with its answers: Gemini, LangChain, HELM."""
-BODY = frozenset("choices candidates generations object body role delta messages".split())
+BODY = frozenset(words("choices candidates generations object body role delta messages"))
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 
 SEPARATOR_BYTES = SEPARATOR.tobytes()
@@ -59,9 +59,7 @@ def exchange(request: object, response: object, skipped: list[str], name: object
     outputs = outputs_of(response, skipped)
     prompt = prompt_of(request) if outputs else None
     if isinstance(prompt, str) and isinstance(fields.get("output"), list):  # The Responses API's input is a message.
-        prompt = chats.with_request(
-            Chat([{"role": chats.USER, "content": prompt}]), request if isinstance(request, dict) else {}
-        )
+        prompt = chat_of([{"role": chats.USER, "content": prompt}], request)
     return [Found(output, prompt, name) for output in outputs]
 
 
@@ -72,14 +70,12 @@ def _choices(
     fields = request if isinstance(request, dict) else {}
     prompts = fields.get("prompt")
     ids = next((ids for at in (answer, fields) if (ids := ids_of(at.get("prompt_token_ids"))) is not None), None)
-    several = (
-        prompts if ids is None and isinstance(prompts, list) and isinstance(*prompts[:1] or [0], str | list) else None
-    )
+    several = prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else None
     prompt = ids if ids is not None else None if several else prompt_of(request)
     for position, choice in enumerate(choices):
         if not isinstance(choice, dict):
             continue
-        if several:
+        if several and ids is None:
             index = choice.get("index")
             number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
             prompt = part_of(several[number]) if 0 <= number < len(several) else None
@@ -170,8 +166,8 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
         if isinstance(prompt, Chat):
             return chats.with_request(prompt, request)
         if prompt is not None:
-            more = request.get("input") if name == "instruction" and "input" != skip else None
-            return f"{prompt}\n{more}" if isinstance(prompt, str) and isinstance(more, str) and more else prompt
+            more = request.get("input") if name == "instruction" and isinstance(prompt, str) else None
+            return f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
     return None
 
 
@@ -241,11 +237,7 @@ def _anthropic_piece(event: Message) -> Message:
     if not isinstance(delta, dict):
         return {}
     call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
-    return (
-        {"tool_calls": [call]}
-        if "partial_json" in delta
-        else {"text": delta.get("text"), "thinking": delta.get("thinking")}
-    )
+    return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
 
 
 class Streamed:
@@ -258,35 +250,28 @@ class Streamed:
 
     def add(self, fields: Message) -> None:
         """Add the pieces of a chunk."""
-        for names, pieces in (
-            (("content", "text"), self._texts),
-            (("reasoning_content", "reasoning", "thinking"), self._thoughts),
-        ):
-            pieces += next(([fields[name]] for name in names if isinstance(fields.get(name), str)), [])
-        calls = fields.get("tool_calls")
-        for position, call in enumerate(
-            calls if isinstance(calls, list) else [{"function": fields.get("function_call")}]
-        ):
+        self._texts.append(_piece(fields, "content", "text"))
+        self._thoughts.append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
+        calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
+        for position, call in enumerate(calls if isinstance(calls, list) else ()):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
-                index = call.get("index")
-                whole = self._calls.setdefault(
-                    index if isinstance(index, int) else position, {"name": "", "arguments": ""}
-                )
+                whole = self._calls.setdefault(str(call.get("index", position)), {"name": "", "arguments": ""})
                 for name in whole:
-                    piece = function.get(name)
-                    whole[name] += (
-                        piece if isinstance(piece, str) else chats.as_json(piece) if isinstance(piece, dict) else ""
-                    )
+                    whole[name] += _piece(function, name)
 
     def output(self, skipped: list[str]) -> Output | None:
         """Return the whole answer; None if it is empty."""
         calls = [{"function": call} for call in self._calls.values()]
-        texts, thoughts = "".join(self._texts), "".join(self._thoughts)
-        message = (
-            {"content": texts, "reasoning": thoughts, "tool_calls": calls} if calls or thoughts else {"content": texts}
+        return reply_of(
+            {"content": "".join(self._texts), "reasoning": "".join(self._thoughts), "tool_calls": calls}, skipped
         )
-        return reply_of(message, skipped)
+
+
+def _piece(fields: Message, *names: str) -> str:
+    """Return the text in the first of the fields that has one; an object is JSON."""
+    value = next((fields[name] for name in names if fields.get(name)), "")
+    return value if isinstance(value, str) else chats.as_json(value) if isinstance(value, dict) else ""
 
 
 def merged_chunks(events: list[Any], skipped: list[str]) -> list[Output] | None:

@@ -15,23 +15,30 @@ Message = dict[str, Any]
 ASSISTANT, USER, SYSTEM, TOOL = "assistant", "user", "system", "tool"
 CALL = "function_call"
 """Role of a message of ShareGPT whose text is a tool call as JSON."""
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text, such as a list of names."""
+    return tuple(text.split())
+
+
 ROLES = {
-    name: role
-    for role, names in {
-        ASSISTANT: "assistant gpt chatgpt model ai bot chatbot bing bard claude aimessage aimessagechunk",
-        USER: "user human prompter humanmessage",
-        SYSTEM: "system systemmessage",
-        "developer": "developer",
-        TOOL: "tool function observation function_response tool_response ipython toolmessage functionmessage",
-        CALL: "function_call tool_call",
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(
+        words("assistant gpt chatgpt model ai bot chatbot bing bard claude aimessage aimessagechunk"), ASSISTANT
+    ),
+    **dict.fromkeys(words("user human prompter humanmessage"), USER),
+    **dict.fromkeys(words("system systemmessage"), SYSTEM),
+    **dict.fromkeys(words("tool function observation function_response tool_response ipython toolmessage"), TOOL),
+    **dict.fromkeys(words("function_call tool_call"), CALL),
+    "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
-    "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id name"
-    " additional_kwargs refusal weight loss_weight source".split()
+    words(
+        "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id"
+        " name additional_kwargs refusal weight loss_weight source"
+    )
 )
 """Fields of messages with more than a text."""
 RENDERED = frozenset(("tool_calls", "reasoning_content"))
@@ -40,12 +47,16 @@ UNTRAINED = "weight"
 """Field of messages of the assistant that are not outputs."""
 
 ARGUMENTS = ("arguments", "args", "input", "parameters")
-CALLS = frozenset("tool_use tool_call function_call custom_tool_call toolUse functionCall".split())
+CALLS = frozenset(words("tool_use tool_call function_call custom_tool_call toolUse functionCall"))
 RESULTS = frozenset(
-    "tool_result function_result function_call_output custom_tool_call_output toolResult functionResponse".split()
+    words("tool_result function_result function_call_output custom_tool_call_output toolResult functionResponse")
 )
-THOUGHTS = frozenset("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent".split())
+THOUGHTS = frozenset(words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent"))
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+FILES = frozenset(words("inlineData inline_data fileData image image_url"))
+"""Fields of parts that are not text."""
+THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details")
+"""Fields with the reasoning of a message, in which some services repeat it."""
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 NAMELESS_CALL = "a tool call without the name of a function"
@@ -75,13 +86,10 @@ def role_of(message: object) -> str | None:
     if role is None and isinstance(kind := message.get("type"), str):
         if (item := item_role(kind)) is not None:
             return item
-        name = message["id"][-1:] if isinstance(message.get("id"), list) and "kwargs" in message else [kind]
-        is_known = (
-            name
-            and str(name[0]).lower() in ROLES
-            and ("content" in message or "data" in message or "kwargs" in message)
-        )
-        role = name[0] if is_known else None  # LangChain
+        names = message.get("id")  # LangChain
+        name = names[-1] if kind == "constructor" and isinstance(names, list) and names else kind
+        has_content = message.keys() & {"content", "data", "kwargs"}
+        role = name if has_content and isinstance(name, str) and name.lower() in ROLES else None
     role = role.get("role") if isinstance(role, dict) else role
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
 
@@ -121,7 +129,8 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     if "role" not in message and item_role(message.get("type")):
         content = message
     else:
-        parts.thoughts += _thoughts_beside(message)
+        present = (_texts(message[name]) for name in THOUGHTS_BESIDE if name in message)
+        parts.thoughts += next(filter(None, present), [])
     parts.add(content)
     parts.add(message.get("refusal"))
     for source in (message, message.get("additional_kwargs")):
@@ -188,13 +197,11 @@ def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     offered = parsed(offered) if offered else None
     tools: list[Any] = []
     for tool in offered if isinstance(offered, list) else ():
-        inner = tool.get("functionDeclarations") if isinstance(tool, dict) else None
-        for one in inner if isinstance(inner, list) else [tool]:
-            if isinstance(one, dict) and "function" not in one and isinstance(one.get("name"), str):
-                schema = one.get("parameters") or one.get("input_schema") or {}
-                described = {"name": one["name"], "description": one.get("description") or "", "parameters": schema}
-                one = {"type": "function", "function": described}
-            tools.append(one)
+        if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+            schema = tool.get("parameters") or tool.get("input_schema") or {}
+            tool = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+            tool = {"type": "function", "function": tool}
+        tools.append(tool)
     return tools or None
 
 
@@ -240,7 +247,7 @@ class _Parts:
     def add(self, content: object) -> None:
         """Add a content: a text, a list of parts, or an object, which is added as JSON unless it is a part."""
         if isinstance(content, str):
-            self.texts.append(content)
+            self.texts += [content] if content else []
         elif isinstance(content, list):
             for part in content:
                 self.add(part)
@@ -269,8 +276,9 @@ class _Parts:
             self.add(part["parts"])
         elif kind is None or "text" in str(kind) or kind == "refusal":
             text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
-            is_other = part.keys() & {"inlineData", "inline_data", "fileData", "image", "image_url"}
-            self.texts += [text] if text is not None else [] if kind or is_other or not part else [as_json(part)]
+            if text is None and not kind and part and not FILES & part.keys():
+                text = as_json(part)
+            self.texts += [text] if text else []
 
     def add_call(self, call: object) -> None:
         """Add a tool call in the format of any API."""
@@ -282,14 +290,14 @@ class _Parts:
         arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
         if not isinstance(name, str) or not name:
             self._skipped.append(NAMELESS_CALL)
-        elif isinstance(arguments, str) and not _is_json(arguments) and "input" not in fields:
-            self._skipped.append(BROKEN_CALL)
-        else:
-            if isinstance(arguments, str) and not _is_json(arguments):  # A custom tool, whose input is a text
-                arguments = {"input": arguments}
+        elif _is_json(arguments) or "input" in fields:
+            # The input of a custom tool is a text.
+            arguments = arguments if _is_json(arguments) else {"input": arguments}
             known = call.get("id") or call.get("call_id")
             identified = {"id": known} if isinstance(known, str) else {}
             self.calls.append({**identified, "type": "function", "function": {"name": name, "arguments": arguments}})
+        else:
+            self._skipped.append(BROKEN_CALL)
 
     def add_encoded_calls(self, calls: object) -> bool:
         """Add tool calls that may be JSON; return whether there are any."""
@@ -302,16 +310,12 @@ class _Parts:
         """Return the contents as messages: results of tools first."""
         if self.results and not (self.texts or self.thoughts or self.calls):
             return self.results
-        message: Message = {"role": role, "content": "\n".join(filter(None, self.texts)), **named}
+        # Parts of an answer are pieces of one text, those of a prompt are separate.
+        content = ("" if role == ASSISTANT else "\n").join(self.texts)
+        message: Message = {"role": role, "content": content, **named}
         message |= {"reasoning_content": "\n".join(self.thoughts)} if self.thoughts else {}
         message |= {"tool_calls": self.calls} if self.calls else {}
         return [*self.results, message]
-
-
-def _thoughts_beside(message: Message) -> list[str]:
-    """Return the reasoning that a message has beside its content, which some services repeat in other fields."""
-    names = ("reasoning_content", "reasoning", "thinking", "thinking_blocks", "reasoning_details")
-    return next((texts for name in names if (texts := _texts(message.get(name)))), [])
 
 
 def _texts(content: object) -> list[str]:
@@ -321,13 +325,14 @@ def _texts(content: object) -> list[str]:
     if isinstance(content, list):
         return [text for part in content for text in _texts(part)]
     names = ("thinking", "reasoning", "text", "value", "content", "summary", "output", "reasoningText")
-    present = [content[name] for name in names if name in content] if isinstance(content, dict) else []
-    return next((texts for value in present if (texts := _texts(value))), [])
+    present = (_texts(content[name]) for name in names if name in content) if isinstance(content, dict) else ()
+    return next(filter(None, present), [])
 
 
-def _is_json(text: str) -> bool:
+def _is_json(value: object) -> bool:
+    """Return whether a value is JSON, decoded or not."""
     try:
-        json.loads(text or "{}")
+        json.loads(value or "{}") if isinstance(value, str) else None
     except (ValueError, RecursionError):
         return False
     return True

@@ -11,7 +11,7 @@ import numpy as np
 
 from drafter_service.ingest import answers, origins
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
-from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of
+from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
 from drafter_service.ingest.sessions import (
     ClaudeCode,
@@ -33,24 +33,24 @@ Reader = Callable[[Value, list[str]], list[Found] | None]
 """Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
 does not have the format."""
 
-REQUESTS = ("request", "request_body", "requestBody", "body", "reqPayload", "inputs", "input")
-RESPONSES = ("response", "response_body", "responseBody", "respPayload", "result", "outputs", "output")
-COMPLETIONS = (
+REQUESTS = words("request request_body requestBody body reqPayload inputs input")
+RESPONSES = words("response response_body responseBody respPayload result outputs output")
+COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
     " generated_answer prediction predictions pred"
-).split()
+)
 """Names of fields with what a model wrote, the most exact ones first."""
 OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-CONVERSATIONS = (*answers.CHATS, "traj", "history", "trajectory", "dialogue", "dialog", "chat", "chat_history", "aider")
-MASKS = ("labels", "loss_mask", "assistant_masks", "completion_mask")
-TASK = frozenset("canonical_solution test test_list tests test_cases options choices code starter_code targets".split())
+CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
+MASKS = words("labels loss_mask assistant_masks completion_mask")
+TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
-FAILED = frozenset("error error_message exception status status_code".split())
+FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
-STEPS = frozenset("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace".split())
+STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
 
 READABLE = (str, list, dict, np.ndarray, type(None))
@@ -130,9 +130,8 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
             shapes = shapes if len(shapes) < MAX_SHAPES else {}
             rows = [row for row in FORMATS if row.share(value) == 1 or not row.fields]
             kinds = [(row.name, row.read) for row in rows if isinstance(row.read, type)]
-            shape = shapes[names] = Shape(
-                kinds, [(row.name, row.read) for row in rows if not isinstance(row.read, type)], []
-            )
+            readers = [(row.name, row.read) for row in rows if not isinstance(row.read, type)]
+            shape = shapes[names] = Shape(kinds, readers, [])
         for name, kind in shape.groups:
             if (key := kind.key_of(value)) is not None:
                 group = groups.setdefault((name, key), kind(name))
@@ -178,6 +177,11 @@ def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
 # --- Readers
 
 
+def _none(skipped: list[str], reason: str) -> list[Found]:
+    skipped.append(reason)
+    return []
+
+
 def _whole(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a record that is a response, with its request or without."""
     return exchange(record, record, skipped, record.get("request_id"))
@@ -206,24 +210,22 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     if not isinstance(response, dict) and not isinstance(request, dict | list):
         return None
     if str(record.get("run_type", record.get("type"))).lower() in STEPS:
-        skipped.append(NOT_A_MODEL)
-        return []
+        return _none(skipped, NOT_A_MODEL)
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
     return exchange(record if request is None else request, response, skipped, record.get("request_id"))
 
 
-def _batch_request(record: Value, skipped: list[str]) -> list[Found] | None:
-    skipped.append(NO_RESPONSE)
-    return []
+def _batch_request(_: Value, skipped: list[str]) -> list[Found] | None:
+    return _none(skipped, NO_RESPONSE)
 
 
-def _token_columns(record: Value, skipped: list[str]) -> list[Found] | None:
+def _token_columns(record: Value, _: list[str]) -> list[Found] | None:
     output = answers.first_ids(record, answers.OUTPUT_IDS)
     return None if output is None else [Found(output, answers.first_ids(record, answers.PROMPT_IDS))]
 
 
-def _masked_ids(record: Value, skipped: list[str]) -> list[Found] | None:
+def _masked_ids(record: Value, _: list[str]) -> list[Found] | None:
     """Read token ids with a mask: the label -100, or the mask 0, is of the prompt."""
     ids, name = answers.ids_of(record["input_ids"]), next(name for name in MASKS if name in record)
     try:
@@ -242,14 +244,10 @@ def _lm_eval(record: Value, skipped: list[str]) -> list[Found] | None:
     while isinstance(prompt, list | dict) and prompt and not is_chat(prompt):
         prompt = body_of(next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0])
     samples = record.get("resps") or record.get("filtered_resps") or []
-    texts = (
-        [text for one in samples for text in (one if isinstance(one, list) else [one])]
-        if isinstance(samples, list)
-        else []
-    )
+    samples = samples if isinstance(samples, list) else []
+    texts = [text for one in samples for text in (one if isinstance(one, list) else [one])]
     if not all(isinstance(text, str) for text in texts):
-        skipped.append(SCORES)
-        return []
+        return _none(skipped, SCORES)
     return exchange(prompt, texts, skipped)
 
 
@@ -341,9 +339,8 @@ def _steps(record: Value, skipped: list[str]) -> list[Found] | None:
 def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
     history = record["history"] if isinstance(record["history"], list) else []
-    events = [
-        event for one in history for event in (one if isinstance(one, list) else [one]) if isinstance(event, dict)
-    ]
+    events = [event for one in history for event in (one if isinstance(one, list) else [one])]
+    events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
     session = OpenHands("")
@@ -352,12 +349,12 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     return [found for read in reads for found in read.outputs]
 
 
-def _text(record: Value, skipped: list[str]) -> list[Found] | None:
+def _text(record: Value, _: list[str]) -> list[Found] | None:
     text = record["text"]
     return [Found(text)] if isinstance(text, str) and text and not TASK & record.keys() else None
 
 
-def _all_ids(record: Value, skipped: list[str]) -> list[Found] | None:
+def _all_ids(record: Value, _: list[str]) -> list[Found] | None:
     ids = answers.first_ids(record, ("tokens", "input_ids"))
     return None if ids is None else [Found(ids)]
 

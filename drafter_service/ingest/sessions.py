@@ -20,6 +20,7 @@ from drafter_service.ingest.chats import (
     messages_of,
     reply_to,
     role_of,
+    words,
 )
 
 Event = Mapping[str, Any]
@@ -154,7 +155,7 @@ class Session:
 class Messages(Session):
     """Messages of conversations, one per record. A system prompt begins the next conversation."""
 
-    OTHERS = frozenset("prompt messages choices response completion output conversations".split())
+    OTHERS = frozenset(words("prompt messages choices response completion output conversations"))
     """Fields of records that are more than a message."""
 
     @classmethod
@@ -198,7 +199,7 @@ class ClaudeCode(Session):
 class Codex(Session):
     """Sessions of Codex: items of the Responses API, as they are or as the payload of an event."""
 
-    EVENTS = frozenset("response_item session_meta turn_context event_msg compacted".split())
+    EVENTS = frozenset(words("response_item session_meta turn_context event_msg compacted"))
 
     @classmethod
     def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102

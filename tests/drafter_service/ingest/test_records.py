@@ -1,5 +1,7 @@
 """Finding outputs and prompts in records of every format."""
 
+# ruff: noqa: E501  # Each case is a line.
+
 import json
 import re
 from pathlib import Path
@@ -612,9 +614,9 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 INNER = (
     "role content message function arguments name tool_calls index from value delta type id kwargs data parts input"
     " turns items action observation source args finish_reason payload sessionId messages generations"
-).split()
+)
 KINDS = "message reasoning function_call function_call_output user assistant text tool_use tool_result thinking ai"
-NAMES = st.sampled_from(sorted(FIELDS | set(INNER)))
+NAMES = st.sampled_from(sorted(FIELDS.union(INNER.split())))
 KNOWN = st.sampled_from([USER, ANSWER, [USER, ANSWER], CHOICES, CALLING, BROKEN, "{", '{"a": 1}', *KINDS.split()])
 VALUES = st.recursive(
     LEAVES | st.lists(st.integers(-1, 1 << 32), max_size=4) | KNOWN,

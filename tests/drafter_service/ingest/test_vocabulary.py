@@ -89,13 +89,15 @@ def test_tool_calls_are_rendered_by_the_template(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "expected"),
-    [("<think>{{ message.reasoning_content }}</think>", "<think>Hm.</think>So.<|end|>"), ("", "Hm.\n\nSo.")],
-)
-def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_path, reasoning, expected):
-    template = TEMPLATE.replace("{{ message.content }}", f"{reasoning}{{{{ message.content }}}}")
-    chat = ChatFormatter(model_folder(tmp_path / "m", template.replace("<think>", "{% if message.reasoning_content %}<think>")
-                                      .replace("</think>", "</think>{% endif %}")))  # fmt: skip
+    ("content", "expected"),
+    [
+        ("{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}", "[Hm.]So.<|end|>"),
+        ("", "Hm.\n\nSo."),
+    ],
+)  # fmt: skip
+def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_path, content, expected):
+    template = TEMPLATE.replace("{{ message.content }}", f"{content}{{{{ message.content }}}}")
+    chat = ChatFormatter(model_folder(tmp_path / "m", template))
     answer = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
     assert chat.reply_text(Chat([USER]), answer) == expected
 
