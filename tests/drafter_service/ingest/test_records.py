@@ -4,6 +4,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 
 from drafter_service.ingest.answers import BAD_IDS, UNTRAINED
 from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, Chat, Reply, plain_text
-from drafter_service.ingest.documents import Faults, Item
-from drafter_service.ingest.files import File
+from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
     FIELDS,
     FORMATS,
@@ -32,7 +32,6 @@ from drafter_service.ingest.formats import (
     markdown_chat,
     read_records,
 )
-from drafter_service.ingest.reading import Reading
 
 ROOT = Path(__file__).parents[3]
 
@@ -609,7 +608,6 @@ def test_the_chat_history_of_aider():
     assert outputs(*markdown_chat(AIDER.format(end="").splitlines()))[-1][1] == "Because."
 
 
-FILE = File(None, "a.jsonl", "a.jsonl", 0)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 INNER = (
     "role content message function arguments name tool_calls index from value delta type id kwargs data parts input"
@@ -637,12 +635,14 @@ def test_any_values_are_read_or_refused(values, fields):
 
 
 @given(value=VALUES)
-def test_any_value_is_read_or_counted_with_a_tokenizer(value, vocabulary):
-    reading = Reading(vocabulary=vocabulary, faults=Faults())
-    for item in reading.items_of(value, FILE, 1):
-        assert isinstance(item, Item)
-        assert isinstance(item.output, str | np.ndarray)
-        assert isinstance(item.prompt, str | np.ndarray | None)
+def test_templates_render_any_outputs_and_prompts_or_refuse_them(value, vocabulary):
+    for found in (found for read in reads(value) for found in read.outputs):
+        chat = found.prompt if isinstance(found.prompt, Chat) else None
+        with suppress(RecordError):
+            if isinstance(found.output, Reply):
+                assert vocabulary.chat.reply_text(chat, found.output.message)
+            if chat is not None:
+                assert isinstance(vocabulary.chat.prompt_text(chat), str)
 
 
 def test_records_that_are_nested_too_deeply_are_refused():
