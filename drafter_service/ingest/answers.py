@@ -20,7 +20,7 @@ OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_i
 CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
 PROMPTS = words(
     "prompt model_input origin_prompt instruction question query problem input inputs input_text"
-    " chat_history user_prompt request raw"
+    " question_content chat_history user_prompt request raw"
 )
 """Names of fields with a prompt, the most exact ones first."""
 TEXTS = words("text generated_text output_text completion response generation full_model_response output answer")
@@ -29,6 +29,8 @@ SAMPLES = ("candidates", "generations", "completions")
 """Names of fields of a response with its answers: Gemini, LangChain, HELM."""
 BODY = frozenset(words("choices candidates generations object body role delta messages"))
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
+BODIES = ("body", "inputBodyJson", "outputBodyJson")
+"""Fields of requests and responses with their bodies; the latter are Bedrock's."""
 
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
@@ -181,8 +183,8 @@ def body_of(value: object) -> object:
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
-    inner = parsed(decoded.get("body")) if isinstance(decoded, dict) else None
-    return inner if isinstance(inner, dict) else decoded
+    bodies = (parsed(decoded[name]) for name in BODIES if name in decoded) if isinstance(decoded, dict) else ()
+    return next((body for body in bodies if isinstance(body, dict)), decoded)
 
 
 # --- Streamed chunks

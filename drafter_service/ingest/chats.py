@@ -82,7 +82,7 @@ def role_of(message: object) -> str | None:
     """Return the role of a message in OpenAI's names, or an unknown one as it is; None if it is not a message."""
     if not isinstance(message, dict):
         return None
-    role = message.get("role") or message.get("from") or message.get("author")
+    role = next((message[name] for name in ("role", "from", "author", "sender") if message.get(name)), None)
     if role is None and isinstance(kind := message.get("type"), str):
         if (item := item_role(kind)) is not None:
             return item
@@ -122,7 +122,9 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     for inner in ("kwargs", "data"):  # LangChain
         message = message[inner] if isinstance(message.get(inner), dict) else message
     parts = _Parts(skipped)
-    content = next((message[name] for name in ("content", "value", "parts", "text") if message.get(name)), None)
+    content = next(
+        (message[name] for name in ("content", "value", "parts", "text", "message") if message.get(name)), None
+    )
     if role == CALL:
         role = ASSISTANT
         content = None if parts.add_encoded_calls(content) else content

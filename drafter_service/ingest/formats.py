@@ -33,8 +33,8 @@ Reader = Callable[[Value, list[str]], list[Found] | None]
 """Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
 does not have the format."""
 
-REQUESTS = words("request request_body requestBody body reqPayload inputs input")
-RESPONSES = words("response response_body responseBody respPayload result outputs output")
+REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
+RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
@@ -61,7 +61,7 @@ NOT_SEARCHED = re.compile(
     re.IGNORECASE,
 )
 """Names of fields in which no outputs are searched."""
-LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|content|text", re.IGNORECASE)
+LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result|content|text", re.IGNORECASE)
 """Names of fields that are suggested for --field before others."""
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 """Names of fields that messages repeat. Others may be texts of users."""
@@ -134,7 +134,7 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
             shape = shapes[names] = Shape(kinds, readers, [])
         for name, kind in shape.groups:
             if (key := kind.key_of(value)) is not None:
-                group = groups.setdefault((name, key), kind(name))
+                group = groups.setdefault((name, key), kind(name, record))
                 try:
                     yield from group.add(record)
                 except (RecordError, RecursionError) as problem:
@@ -142,12 +142,18 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
                 if group.is_finished:
                     del groups[name, key]
                 elif len(groups) > MAX_GROUPS:
-                    yield from groups.pop(next(iter(groups))).finish()
+                    yield from _ended(groups.pop(next(iter(groups))))
                 break
         else:
             yield _read(record, value, shape)
     for group in groups.values():
-        yield from group.finish()
+        yield from _ended(group)
+
+
+def _ended(group: Stream | Session) -> Iterator[Read]:
+    yield from group.finish()
+    if group.is_empty:
+        yield Read(group.first, "", [], [NO_ANSWER])
 
 
 def is_conversation(found: list[Found]) -> bool:
@@ -277,6 +283,8 @@ def _columns(names: Iterable[str]) -> Reader:
         prompt, value = prompt_of(record, name), body_of(record[name])
         if is_chat(value):
             return conversation(value, record, skipped, prompt if isinstance(prompt, Chat) else None)
+        while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
+            prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
         thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str)), None)
         if thoughts and len(outputs) == 1 and isinstance(outputs[0], str):
@@ -319,7 +327,8 @@ def _solutions(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read code that a model wrote, and its reflections. Tasks have the right solution in a field of that name."""
     if TASK & record.keys() and "is_solved" not in record:
         return None
-    solution = record.get("implementations") or record.get("code_list") or record.get("solution")
+    names = ("implementations", "code_list", "raw_solution", "solution")
+    solution = next((record[name] for name in names if record.get(name)), None)
     written = [*outputs_of(solution, skipped), *outputs_of(record.get("reflections"), skipped)]
     return [Found(output, prompt_of(record)) for output in written]
 
@@ -343,7 +352,7 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = OpenHands("")
+    session = OpenHands("", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]

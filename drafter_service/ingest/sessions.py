@@ -25,6 +25,12 @@ from drafter_service.ingest.chats import (
 
 Event = Mapping[str, Any]
 
+OTHERS = frozenset(words("prompt question messages choices response completion output conversations"))
+"""Fields of records that are more than a message or an event."""
+CLAUDE_EVENTS = frozenset(
+    words("system summary result progress stream_event attachment file-history-snapshot queue-operation")
+)
+"""Types of Claude Code's events that are no messages."""
 MAX_MESSAGES = 1000
 """Messages before an answer that are kept."""
 
@@ -50,33 +56,60 @@ class Read(NamedTuple):
     """The reason for each part that is left out."""
 
 
-class Stream:
-    """Chunks of a response, one per record."""
+class Group:
+    """Records that belong together. Subclasses read one format."""
 
     is_finished = False
     """Whether no further record belongs to it."""
+    is_empty = True
+    """Whether an answer is missing, as nothing was read from it."""
 
-    def __init__(self, name: str) -> None:
-        """name: name of the format."""
+    def __init__(self, name: str, first: Record) -> None:
+        """name: name of the format; first: the first record."""
+        self.first = first
         self._name = name
-        self._answers: dict[int, tuple[Record, Streamed]] = {}
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
-        """Return what the chunks of one response have in common; None for other records."""
+        """Return what the records of one group have in common; None for records of other formats."""
+        raise NotImplementedError
+
+    def add(self, record: Record) -> Iterator[Read]:
+        """Add a record, and yield the answers that it completes."""
+        raise NotImplementedError
+
+    def finish(self) -> Iterator[Read]:
+        """Yield the answers whose end is missing."""
+        raise NotImplementedError
+
+    def _read(self, record: Record, found: list[Found], skipped: list[str]) -> Iterator[Read]:
+        if found or skipped:
+            self.is_empty = False
+            yield Read(record, self._name, found, skipped)
+
+
+class Stream(Group):
+    """Chunks of a response."""
+
+    def __init__(self, name: str, first: Record) -> None:
+        super().__init__(name, first)
+        self._answers: dict[int, tuple[Record, Streamed]] = {}
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:  # noqa: D102
         kind = value.get("type")
         if isinstance(kind, str) and kind.startswith("response."):
-            return kind == "response.completed"
+            return "response"
         known = value.get("id") or value.get("model")
         return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
-    def add(self, record: Record) -> Iterator[Read]:
-        """Add a chunk, and yield the answers that it completes."""
+    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
         value = record.value
         if isinstance(value, dict) and value.get("type") == "response.completed":  # It repeats all chunks.
             skipped: list[str] = []
             found = exchange(value.get("response"), value.get("response"), skipped)
-            yield Read(record, self._name, found, skipped)
+            yield from self._read(record, found, skipped)
+            self.is_finished = True
         for delta in deltas_of(value) or ():
             _, answer = self._answers.setdefault(delta.index, (record, Streamed()))
             answer.add(delta.fields)
@@ -84,8 +117,7 @@ class Stream:
                 yield from self._complete(delta.index)
                 self.is_finished = not self._answers
 
-    def finish(self) -> Iterator[Read]:
-        """Yield the answers whose end is missing."""
+    def finish(self) -> Iterator[Read]:  # noqa: D102
         for index in list(self._answers):
             yield from self._complete(index)
 
@@ -96,37 +128,27 @@ class Stream:
         name = record.value.get("id") if isinstance(record.value, dict) else None
         name = f"{name}/{index}" if index and name else name if isinstance(name, str) else None
         found = [] if output is None else [Found(output, prompt_of(record.value), name)]
-        if found or skipped:
-            yield Read(record, self._name, found, skipped)
+        yield from self._read(record, found, skipped)
 
 
-class Session:
-    """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
+class Session(Group):
+    """Events of an agent's session. The prompt of each answer is what came before it."""
 
-    is_finished = False
-
-    def __init__(self, name: str) -> None:
-        """name: name of the format."""
-        self._name = name
+    def __init__(self, name: str, first: Record) -> None:
+        super().__init__(name, first)
         self._before: list[Message] = []
         self._answer: Message | None = None
-        self._first = Record(None, "")
-        """The event with the beginning of the answer."""
+        self._event = first
+        """The one with the beginning of the answer."""
         self._id: str | None = None
         """Id of the response that the answer is from."""
         self._skipped: list[str] = []
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:
-        """Return what the events of one session have in common; None for other records."""
-        raise NotImplementedError
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:
         """Return the id of the response that an event is from, if it has one, and the event's messages."""
         raise NotImplementedError
 
-    def add(self, record: Record) -> Iterator[Read]:
-        """Add an event, and yield the answer that it completes."""
+    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
         known, messages = self.messages(record.value) if isinstance(record.value, dict) else (None, [])
         for message in messages:
             if message["role"] == ASSISTANT and self._answer is not None and known == self._id:
@@ -134,20 +156,19 @@ class Session:
                 continue
             yield from self.finish()
             if message["role"] == ASSISTANT:
-                self._answer, self._id, self._first = message, known, record
+                self._answer, self._id, self._event = message, known, record
             else:
                 self._before.append(message)
 
-    def finish(self) -> Iterator[Read]:
-        """Yield the last answer."""
+    def finish(self) -> Iterator[Read]:  # noqa: D102
+        self.is_empty &= bool(self._before)
         if self._answer is None:
             return
-        output, event = reply_to(self._answer), self._first.value
+        output, event = reply_to(self._answer), self._event.value
         name = event.get("uuid") if isinstance(event, dict) else None
         prompt = Chat(self._before[-MAX_MESSAGES:]) if self._before else None
         found = [] if output is None else [Found(output, prompt, name if isinstance(name, str) else None)]
-        if found or self._skipped:
-            yield Read(self._first, self._name, found, self._skipped)
+        yield from self._read(self._event, found, self._skipped)
         self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
         self._answer, self._skipped = None, []
 
@@ -155,12 +176,9 @@ class Session:
 class Messages(Session):
     """Messages of conversations, one per record. A system prompt begins the next conversation."""
 
-    OTHERS = frozenset(words("prompt messages choices response completion output conversations"))
-    """Fields of records that are more than a message."""
-
-    @classmethod
-    def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102
-        is_message = role_of(value) in ROLES.values() and not cls.OTHERS & value.keys() and "type" not in value
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        is_message = role_of(value) in ROLES.values() and not OTHERS & value.keys() and "type" not in value
         return "" if is_message else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
@@ -182,7 +200,8 @@ class ClaudeCode(Session):
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
         names = ("sessionId", "session_id", "isSidechain", "agentId", "parent_tool_use_id")
-        is_event = isinstance(value.get("type"), str) and not {"input", "inputs", "choices"} & value.keys()
+        has_message = value.get("type") in (USER, ASSISTANT) and isinstance(value.get("message"), dict)
+        is_event = has_message or (value.get("type") in CLAUDE_EVENTS and not OTHERS & value.keys())
         return tuple(str(value.get(name)) for name in names) if is_event else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
@@ -208,7 +227,7 @@ class Codex(Session):
         part = content[0] if isinstance(content, list) and content else None
         is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
         is_event = "payload" in value and kind in cls.EVENTS
-        return "" if is_event or is_message or item_role(kind) or "record_type" in value else None
+        return "" if is_event or is_message or item_role(kind) or value.get("record_type") == "state" else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
         item = event.get("payload", event)
@@ -230,7 +249,8 @@ class OpenHands(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        return "" if isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str) else None
+        is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
+        return "" if is_event and not OTHERS & value.keys() else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
         action, args = event.get("action"), event.get("args")
