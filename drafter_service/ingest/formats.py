@@ -152,7 +152,7 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
 
 def _ended(group: Stream | Session) -> Iterator[Read]:
     yield from group.finish()
-    if group.is_empty:
+    if group.is_unanswered:
         yield Read(group.first, "", [], [NO_ANSWER])
 
 

@@ -61,8 +61,7 @@ class Group:
 
     is_finished = False
     """Whether no further record belongs to it."""
-    is_empty = True
-    """Whether an answer is missing, as nothing was read from it."""
+    _has_read = False
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
@@ -82,9 +81,14 @@ class Group:
         """Yield the answers whose end is missing."""
         raise NotImplementedError
 
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether it has a request, but nothing was read from it."""
+        return not self._has_read
+
     def _read(self, record: Record, found: list[Found], skipped: list[str]) -> Iterator[Read]:
         if found or skipped:
-            self.is_empty = False
+            self._has_read = True
             yield Read(record, self._name, found, skipped)
 
 
@@ -144,6 +148,10 @@ class Session(Group):
         """Id of the response that the answer is from."""
         self._skipped: list[str] = []
 
+    @property
+    def is_unanswered(self) -> bool:  # noqa: D102
+        return bool(self._before) and not self._has_read
+
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:
         """Return the id of the response that an event is from, if it has one, and the event's messages."""
         raise NotImplementedError
@@ -161,7 +169,6 @@ class Session(Group):
                 self._before.append(message)
 
     def finish(self) -> Iterator[Read]:  # noqa: D102
-        self.is_empty &= bool(self._before)
         if self._answer is None:
             return
         output, event = reply_to(self._answer), self._event.value
