@@ -2,16 +2,65 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import orjson
 
-from drafter_service.client.chat_template import RefusedMessagesError, normalized
+from drafter_service.client.chat_template import normalized
 
 Message = dict[str, Any]
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+ASSISTANT, USER, SYSTEM, TOOL = "assistant", "user", "system", "tool"
+CALL = "function_call"
+"""Role of a message of ShareGPT whose text is a tool call as JSON."""
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a text, such as a list of names."""
+    return tuple(text.split())
+
+
+ROLES = {
+    **dict.fromkeys(
+        words("assistant gpt chatgpt model ai bot chatbot bing bard claude aimessage aimessagechunk"), ASSISTANT
+    ),
+    **dict.fromkeys(words("user human prompter humanmessage"), USER),
+    **dict.fromkeys(words("system systemmessage"), SYSTEM),
+    **dict.fromkeys(words("tool function observation function_response tool_response ipython toolmessage"), TOOL),
+    **dict.fromkeys(words("function_call tool_call"), CALL),
+    "developer": "developer",
+}
+"""Roles in OpenAI's names, by the lowercase names that logs have for them."""
+PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
+UNUSUAL = frozenset(
+    words(
+        "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id"
+        " name additional_kwargs refusal weight loss_weight source"
+    )
+)
+"""Fields of messages with more than a text."""
+RENDERED = frozenset(("tool_calls", "reasoning_content"))
+"""Fields of messages that only a chat template can convert to the text that the model wrote."""
+UNTRAINED = "weight"
+"""Field of messages of the assistant that are not outputs."""
+
+ARGUMENTS = ("arguments", "args", "input", "parameters")
+CALLS = frozenset(words("tool_use tool_call function_call custom_tool_call toolUse functionCall"))
+RESULTS = frozenset(
+    words("tool_result function_result function_call_output custom_tool_call_output toolResult functionResponse")
+)
+THOUGHTS = frozenset(words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent"))
+"""Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+FILES = frozenset(words("inlineData inline_data fileData image image_url"))
+"""Fields of parts that are not text."""
+THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details")
+"""Fields with the reasoning of a message, in which some services repeat it."""
+
+BROKEN_CALL = "a tool call whose arguments are not JSON"
+NAMELESS_CALL = "a tool call without the name of a function"
+NO_CONTENT = "a message whose content is neither text nor parts with text"
 
 
 class Chat(NamedTuple):
@@ -24,75 +73,273 @@ class Chat(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer with tool calls, whose text depends on the model's chat template."""
+    """An answer with reasoning or tool calls, whose text depends on the model's chat template."""
 
     message: Message
 
 
-def chat_of(messages: object, request: Mapping[str, Any] | None = None) -> Chat | None:
-    """Return a list of messages as a chat; None if it is not one. `request`: the object that may have its tools."""
-    if not isinstance(messages, list) or not messages:
-        return None
-    read = [_message(message) for message in messages]
-    known = [message for message in read if message is not None]
-    if len(known) < len(read):
-        return None
-    fields = request or {}
-    tools, arguments = fields.get("tools"), fields.get("chat_template_kwargs")
-    offered = tools if isinstance(tools, list) and tools else None
-    return Chat(known, offered, arguments if isinstance(arguments, dict) else None)
-
-
-def reply_of(message: object) -> str | Reply | None:
-    """Return the contents of an assistant's message; None if there are none."""
-    read = _message(message) if isinstance(message, dict) else None
-    if read is None:
-        return None
-    return Reply(read) if read.get("tool_calls") else plain_text(read) or None
-
-
-def plain_text(message: Message) -> str:
-    """Return the text of a message without a template: reasoning, content and arguments of tool calls."""
-    fields = normalized(message)
-    calls = fields.get("tool_calls") or []
-    arguments = [orjson.dumps(call["function"]["arguments"], default=str).decode() for call in calls]
-    return "\n\n".join(filter(None, [fields.get("reasoning_content", ""), fields["content"], *arguments]))
-
-
-def _message(message: object) -> Message | None:
-    """Return a message without what only logs have; None if it is not one, or cannot be rendered."""
+def role_of(message: object) -> str | None:
+    """Return the role of a message in OpenAI's names, or an unknown one as it is; None if it is not a message."""
     if not isinstance(message, dict):
         return None
-    read = {name: value for name, value in message.items() if value is not None}
-    if "from" in read and "value" in read:
-        read |= {"role": SHAREGPT_ROLES.get(str(read.pop("from"))), "content": read.pop("value")}
-    role, content = read.get("role", "assistant"), _readable_content(read.get("content", ""))
-    if not isinstance(role, str) or content is None:
-        return None
-    other_name = read.pop("reasoning", None)
-    reasoning = read.pop("reasoning_content", other_name)
-    if isinstance(reasoning, str):
-        read["reasoning_content"] = reasoning
-    calls = read.pop("tool_calls", None)
-    if isinstance(calls, list):
-        read["tool_calls"] = [call for call in calls if _is_call(call)]
-    read |= {"role": role, "content": content}
-    try:
-        normalized(read)  # Rendering does that, and a second time would decode encoded arguments twice.
-    except RefusedMessagesError:
-        return None
+    role = next((message[name] for name in ("role", "from", "author", "sender") if message.get(name)), None)
+    if role is None and isinstance(kind := message.get("type"), str):
+        if (item := item_role(kind)) is not None:
+            return item
+        names = message.get("id")  # LangChain
+        name = names[-1] if kind == "constructor" and isinstance(names, list) and names else kind
+        has_content = message.keys() & {"content", "data", "kwargs"}
+        role = name if has_content and isinstance(name, str) and name.lower() in ROLES else None
+    role = role.get("role") if isinstance(role, dict) else role
+    return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def item_role(kind: object) -> str | None:
+    """Return the role of an item of the Responses API, except messages, by its type; None for other types."""
+    is_model = isinstance(kind, str) and (kind == "reasoning" or kind.endswith("_call"))
+    return ASSISTANT if is_model else TOOL if isinstance(kind, str) and kind.endswith("_call_output") else None
+
+
+def is_chat(value: object) -> bool:
+    """Return whether a value is a list of messages, all of known roles."""
+    known = ROLES.values()
+    return isinstance(value, list) and bool(value) and all(role_of(message) in known for message in value)
+
+
+def messages_of(message: object, skipped: list[str], default: str | None = None) -> list[Message]:
+    """Return a message as messages of OpenAI's API: several if it contains results of tools; [] if it is not one.
+
+    skipped: gets the reason for each part that is left out. default: role of a message without one.
+    """
+    if not isinstance(message, dict):
+        return []
+    content, role = message.get("content"), message.get("role", default)
+    if isinstance(content, str) and role in PLAIN and not UNUSUAL & message.keys():
+        return [{"role": role, "content": content}]
+    role = role_of(message) or default
+    if role is None:
+        return []
+    for inner in ("kwargs", "data"):  # LangChain
+        message = message[inner] if isinstance(message.get(inner), dict) else message
+    parts = _Parts(skipped)
+    content = next(
+        (message[name] for name in ("content", "value", "parts", "text", "message") if message.get(name)), None
+    )
+    if role == CALL:
+        role = ASSISTANT
+        content = None if parts.add_encoded_calls(content) else content
+    if "role" not in message and item_role(message.get("type")):
+        content = message
+    else:
+        present = (_texts(message[name]) for name in THOUGHTS_BESIDE if name in message)
+        parts.thoughts += next(filter(None, present), [])
+    parts.add(content)
+    parts.add(message.get("refusal"))
+    for source in (message, message.get("additional_kwargs")):
+        if isinstance(source, dict) and not parts.calls:
+            parts.add_encoded_calls(source.get("tool_calls") or source.get("function_call"))
+    named = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    if message.get("weight", message.get("loss_weight")) == 0 or message.get("source") == "input":
+        named[UNTRAINED] = 0
+    return parts.messages(role, named)
+
+
+def read_messages(messages: list[Any], skipped: list[str]) -> list[Message]:
+    """Return all messages of a list; consecutive items of the Responses API that the model wrote are one message."""
+    read: list[Message] = []
+    for message in messages:
+        kind = message.get("type") if isinstance(message, dict) else None
+        is_item = kind == "message" or item_role(kind) is not None
+        for converted in messages_of(message, skipped):
+            if is_item and converted["role"] == ASSISTANT and read and read[-1]["role"] == ASSISTANT:
+                read[-1] = joined(read[-1], converted)
+            else:
+                read.append(converted)
     return read
 
 
-def _readable_content(content: object) -> str | list[Message] | None:
-    """Return a content without parts that are not text; None if it is neither a string nor a list of parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+def joined(first: Message, second: Message) -> Message:
+    """Return two parts of one message of the assistant as one."""
+    message = {**first, "content": "\n".join(filter(None, [first["content"], second["content"]]))}
+    if thoughts := [part["reasoning_content"] for part in (first, second) if "reasoning_content" in part]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        message["tool_calls"] = calls
+    return message
+
+
+def chat_of(messages: object, request: object = None, skipped: list[str] | None = None) -> Chat | None:
+    """Return a list of messages as a chat; None if it is not one.
+
+    request: the object that may have the system prompt, the tools and variables of the template.
+    """
+    if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
-    return [{"type": "text", "text": part["text"]} for part in content if isinstance(part.get("text"), str)]
+    read = read_messages(messages, [] if skipped is None else skipped)
+    if len(read) < len(messages) and any(role_of(message) is None for message in messages):
+        return None
+    return with_request(Chat(read), request if isinstance(request, dict) else {}) if read else None
 
 
-def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
+    """Return a chat with what a request has beside its messages: a system prompt, tools, variables of the template."""
+    system: list[Message] = []
+    if chat.messages[0]["role"] not in (SYSTEM, "developer"):
+        names = ("system", "system_prompt", "systemInstruction", "system_instruction", "instructions")
+        value = next((request[name] for name in names if request.get(name)), None)
+        system = messages_of({"role": SYSTEM, "content": value}, []) if value else []
+    arguments = request.get("chat_template_kwargs")
+    arguments = arguments if isinstance(arguments, dict) else chat.template_arguments
+    return Chat([*system, *chat.messages], chat.tools or _tools_of(request), arguments)
+
+
+def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a request offers, in OpenAI's format; None if there are none."""
+    offered = request.get("tools") or request.get("functions")
+    offered = parsed(offered) if offered else None
+    tools: list[Any] = []
+    for tool in offered if isinstance(offered, list) else ():
+        if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+            schema = tool.get("parameters") or tool.get("input_schema") or {}
+            tool = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+            tool = {"type": "function", "function": tool}
+        tools.append(tool)
+    return tools or None
+
+
+def reply_of(message: object, skipped: list[str]) -> str | Reply | None:
+    """Return the contents of an assistant's message; None if there are none."""
+    read = messages_of(message, skipped, ASSISTANT)
+    return reply_to(read[-1]) if read else None
+
+
+def reply_to(message: Message) -> str | Reply | None:
+    """Return a converted message as an output; None if it is empty."""
+    return Reply(message) if len(message) > 2 and RENDERED & message.keys() else message["content"] or None
+
+
+def plain_text(message: Message) -> str:
+    """Return the text of a message without a template: reasoning, content and tool calls as JSON."""
+    fields = normalized(message)
+    calls = fields.get("tool_calls") or []
+    written = [as_json({name: call["function"][name] for name in ("name", "arguments")}) for call in calls]
+    return "\n\n".join(filter(None, [fields.get("reasoning_content", ""), fields["content"], *written]))
+
+
+def parsed(value: object) -> object:
+    """Return an object or a list that may be encoded as a JSON string."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value
+
+
+class _Parts:
+    """The contents of a message, sorted by kind."""
+
+    def __init__(self, skipped: list[str]) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[Message] = []
+        self.results: list[Message] = []
+        self._skipped = skipped
+
+    def add(self, content: object) -> None:
+        """Add a content: a text, a list of parts, or an object, which is added as JSON unless it is a part."""
+        if isinstance(content, str):
+            self.texts += [content] if content else []
+        elif isinstance(content, list):
+            for part in content:
+                self.add(part)
+        elif isinstance(content, dict):
+            self._add_object(content)
+        elif content is not None:
+            self._skipped.append(NO_CONTENT)
+
+    def _add_object(self, part: Message) -> None:
+        kind = part.get("type")
+        if kind is None and (names := (CALLS | RESULTS | THOUGHTS) & part.keys()):
+            kind = next(iter(names))
+            part = part[kind] if isinstance(part[kind], dict) else part
+        if kind in CALLS:
+            if not isinstance(part.get("value"), str) or not self.add_encoded_calls(part["value"]):
+                self.add_call(part)
+        elif kind in RESULTS:
+            result = next((part[name] for name in ("content", "response", "output") if part.get(name)), "")
+            texts = _texts(result) or [as_json(result)]
+            known = part.get("tool_use_id") or part.get("call_id") or part.get("toolUseId")
+            self.results.append({"role": TOOL, "content": "\n".join(texts)})
+            self.results[-1] |= {"tool_call_id": known} if isinstance(known, str) else {}
+        elif kind in THOUGHTS or part.get("thought") is True:
+            self.thoughts += _texts(part)
+        elif isinstance(part.get("parts"), list):
+            self.add(part["parts"])
+        elif kind is None or "text" in str(kind) or kind == "refusal":
+            text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
+            if text is None and not kind and part and not FILES & part.keys():
+                text = as_json(part)
+            self.texts += [text] if text else []
+
+    def add_call(self, call: object) -> None:
+        """Add a tool call in the format of any API."""
+        function = call.get("function") or call.get("custom") or call if isinstance(call, dict) else None
+        if not isinstance(call, dict) or function is None:
+            return
+        fields = function if isinstance(function, dict) else call
+        name = function if isinstance(function, str) else fields.get("name")
+        arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
+        if not isinstance(name, str) or not name:
+            self._skipped.append(NAMELESS_CALL)
+        elif _is_json(arguments) or "input" in fields:
+            # The input of a custom tool is a text.
+            arguments = arguments if _is_json(arguments) else {"input": arguments}
+            known = call.get("id") or call.get("call_id")
+            identified = {"id": known} if isinstance(known, str) else {}
+            self.calls.append({**identified, "type": "function", "function": {"name": name, "arguments": arguments}})
+        else:
+            self._skipped.append(BROKEN_CALL)
+
+    def add_encoded_calls(self, calls: object) -> bool:
+        """Add tool calls that may be JSON; return whether there are any."""
+        calls = parsed(calls)
+        for call in calls if isinstance(calls, list) else [calls]:
+            self.add_call(call)
+        return bool(self.calls)
+
+    def messages(self, role: str, named: Message) -> list[Message]:
+        """Return the contents as messages: results of tools first."""
+        if self.results and not (self.texts or self.thoughts or self.calls):
+            return self.results
+        # Parts of an answer are pieces of one text, those of a prompt are separate.
+        content = ("" if role == ASSISTANT else "\n").join(self.texts)
+        message: Message = {"role": role, "content": content, **named}
+        message |= {"reasoning_content": "\n".join(self.thoughts)} if self.thoughts else {}
+        message |= {"tool_calls": self.calls} if self.calls else {}
+        return [*self.results, message]
+
+
+def _texts(content: object) -> list[str]:
+    """Return the texts in a value: a string, or parts with texts, summaries or thoughts."""
+    if isinstance(content, str):
+        return [content] if content else []
+    if isinstance(content, list):
+        return [text for part in content for text in _texts(part)]
+    names = ("thinking", "reasoning", "text", "value", "content", "summary", "output", "reasoningText")
+    present = (_texts(content[name]) for name in names if name in content) if isinstance(content, dict) else ()
+    return next(filter(None, present), [])
+
+
+def _is_json(value: object) -> bool:
+    """Return whether a value is JSON, decoded or not."""
+    try:
+        json.loads(value or "{}") if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON, in the spacing that models use."""
+    return json.dumps(value, ensure_ascii=False, default=str)

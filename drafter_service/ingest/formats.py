@@ -1,48 +1,537 @@
-"""Outputs and their prompts in records."""
+"""The formats of records: one table, in which each row has a name, the fields by which it is known, and a reader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
-from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.records import KNOWN as FIELDS
-from drafter_service.ingest.records import Found, find_outputs
+import numpy as np
 
-__all__ = ["FIELDS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
+from drafter_service.ingest import answers, origins
+from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
+from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.documents import Part, RecordError
+from drafter_service.ingest.sessions import (
+    ClaudeCode,
+    Codex,
+    Messages,
+    OpenHands,
+    Read,
+    Record,
+    Session,
+    Stream,
+    is_markdown_chat,
+    markdown_chat,
+)
+
+__all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
+
+Value = dict[str, Any]
+Reader = Callable[[Value, list[str]], list[Found] | None]
+"""Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
+does not have the format."""
+
+REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
+RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
+COMPLETIONS = words(
+    "completion completions response responses generation generations generated_text generated_texts model_output"
+    " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
+    " generated_answer prediction predictions pred"
+)
+"""Names of fields with what a model wrote, the most exact ones first."""
+OUTPUTS = ("output", "outputs")
+"""Names of fields that may also have a reference. They are read only if there is none of the others."""
+THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
+MASKS = words("labels loss_mask assistant_masks completion_mask")
+TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
+"""Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
+FAILED = frozenset(words("error error_message exception status status_code"))
+"""Fields that say why there is no response."""
+STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
+"""Types of steps in traces that are not calls of a model, or repeat those of others."""
+
+READABLE = (str, list, dict, np.ndarray, type(None))
+
+NOT_SEARCHED = re.compile(
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|args|input|requests?$|question"
+    "|query|template|metadata|instance|annotat|observ|^id$|_id$|model_name",
+    re.IGNORECASE,
+)
+"""Names of fields in which no outputs are searched."""
+LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result|content|text", re.IGNORECASE)
+"""Names of fields that are suggested for --field before others."""
+NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
+"""Names of fields that messages repeat. Others may be texts of users."""
+
+NOT_A_RECORD = "not a JSON object"
+NO_OUTPUT = "no output: the answer is empty, or the request failed"
+NO_ANSWER = "a conversation without an answer"
+NO_RESPONSE = "a request of a batch without its response"
+NOT_A_MODEL = "a step of a trace that is not a call of a model"
+REJECTED = "an answer that is labelled as bad"
+SCORES = "scores of given answers, which are not outputs"
+TOO_DEEP = "a record that is nested too deeply"
+NO_FORMAT = "no known format"
+NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
+
+LONG = 80
+"""Length of texts that may be outputs, whatever the name of their field."""
+MAX_DEPTH = 8
+MAX_NAMES = 12
+"""Names of fields in a reason."""
+MAX_SHAPES = 32
+"""Different sets of fields in one file for which reasons have the names; a file may have objects keyed by ids."""
+MAX_GROUPS = 256
+"""Groups that wait for further records at the same time."""
 
 
-class Record(NamedTuple):
-    """A decoded JSON value or a row of a table."""
+class Format(NamedTuple):
+    """A row of the table."""
 
-    value: object
-    place: str
+    name: str
+    fields: str
+    """Fields that all its records have, separated by blanks; alternatives by "|"."""
+    read: Reader | type[Stream | Session]
+    """A class for formats whose answers take several records."""
+
+    def share(self, names: Iterable[str]) -> float:
+        """Return the share of its fields that are among the names: 1 if a record with these may have the format."""
+        fields = self.fields.split()
+        return sum(any(name in names for name in field.split("|")) for field in fields) / max(len(fields), 1)
 
 
-class Read(NamedTuple):
-    """What a record contains."""
+class Shape(NamedTuple):
+    """What is known of all records with the same fields."""
 
-    record: Record
-    format: str
-    outputs: list[Found]
-    skipped: list[str]
+    groups: list[tuple[str, type[Stream | Session]]]
+    readers: list[tuple[str, Reader]]
+    refusals: list[str]
+    """The reason for refusing the first one that was refused."""
 
 
 def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Iterator[Read]:
-    """Yield what records contain."""
+    """Yield the contents of each record, or of several that belong together; a reason for each that has no output.
+
+    Holds only records to which others may belong. fields: paths of fields to read, the output last; empty: the formats
+    of the table.
+    """
+    groups: dict[tuple[str, Hashable], Stream | Session] = {}
+    shapes: dict[tuple[object, ...], Shape] = {}
     for record in records:
-        try:
-            value = {"messages": record.value} if isinstance(record.value, list) else record.value
-            yield Read(record, "record", find_outputs(value, fields), [])
-        except RecordError as problem:
-            yield Read(record, "", [], [str(problem)])
+        value = {"": record.value} if isinstance(record.value, list) else record.value
+        if fields or not isinstance(value, dict):
+            yield _read_fields(record, fields) if fields else Read(record, "", [], [NOT_A_RECORD])
+            continue
+        names = tuple(value)
+        if (shape := shapes.get(names)) is None:
+            shapes = shapes if len(shapes) < MAX_SHAPES else {}
+            rows = [row for row in FORMATS if row.share(value) == 1 or not row.fields]
+            kinds = [(row.name, row.read) for row in rows if isinstance(row.read, type)]
+            readers = [(row.name, row.read) for row in rows if not isinstance(row.read, type)]
+            shape = shapes[names] = Shape(kinds, readers, [])
+        for name, kind in shape.groups:
+            if (key := kind.key_of(value)) is not None:
+                group = groups.setdefault((name, key), kind(name, record))
+                try:
+                    yield from group.add(record)
+                except (RecordError, RecursionError) as problem:
+                    yield _unreadable(record, problem)
+                if group.is_finished:
+                    del groups[name, key]
+                elif len(groups) > MAX_GROUPS:
+                    yield from _ended(groups.pop(next(iter(groups))))
+                break
+        else:
+            yield _read(record, value, shape)
+    for group in groups.values():
+        yield from _ended(group)
 
 
-def is_markdown_chat(head: str) -> bool:
-    """Return whether a text is a chat history of aider."""
-    return "# aider chat started at" in head
+def _ended(group: Stream | Session) -> Iterator[Read]:
+    yield from group.finish()
+    if group.is_unanswered:
+        yield Read(group.first, "", [], [NO_ANSWER])
 
 
-def markdown_chat(lines: Iterable[str]) -> Iterator[object]:
-    """Yield the messages of a chat history of aider."""
-    yield {"completion": "".join(lines)}
+def is_conversation(found: list[Found]) -> bool:
+    """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
+    return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
+
+
+def _read(record: Record, value: Value, shape: Shape) -> Read:
+    """Read a record that belongs to no group. Reasons are found once per shape."""
+    try:
+        for name, read in shape.readers:
+            skipped: list[str] = []
+            found = read(value, skipped)
+            if found is not None:
+                return Read(record, name, found, skipped if found or skipped else [NO_OUTPUT])
+        if not shape.refusals:
+            shape.refusals.append(_refusal(value))
+        return Read(record, "", [], shape.refusals[:])
+    except (RecordError, RecursionError) as problem:
+        return _unreadable(record, problem)
+
+
+def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
+    return Read(record, "", [], [str(problem) if isinstance(problem, RecordError) else TOO_DEEP])
+
+
+# --- Readers
+
+
+def _none(skipped: list[str], reason: str) -> list[Found]:
+    skipped.append(reason)
+    return []
+
+
+def _whole(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a record that is a response, with its request or without."""
+    return exchange(record, record, skipped, record.get("request_id"))
+
+
+def _choices(record: Value, skipped: list[str]) -> list[Found] | None:
+    choices = record["choices"]
+    is_response = isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)
+    return _whole(record, skipped) if is_response else None
+
+
+def _items(record: Value, skipped: list[str]) -> list[Found] | None:
+    items = record["output"]
+    is_response = isinstance(items, list) and all(isinstance(item, dict) and "type" in item for item in items)
+    return _whole(record, skipped) if is_response and items else None
+
+
+def _message(record: Value, skipped: list[str]) -> list[Found] | None:
+    return _whole(record, skipped) if record["type"] == "message" and role_of(record) == ASSISTANT else None
+
+
+def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a request and its response, or a step of a trace; not columns of texts."""
+    request = next((body_of(record[name]) for name in REQUESTS if record.get(name)), None)
+    response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
+    if not isinstance(response, dict) and not isinstance(request, dict | list):
+        return None
+    if str(record.get("run_type", record.get("type"))).lower() in STEPS:
+        return _none(skipped, NOT_A_MODEL)
+    if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
+        response = response["message"]  # Anthropic's batches
+    return exchange(record if request is None else request, response, skipped, record.get("request_id"))
+
+
+def _batch_request(_: Value, skipped: list[str]) -> list[Found] | None:
+    return _none(skipped, NO_RESPONSE)
+
+
+def _token_columns(record: Value, _: list[str]) -> list[Found] | None:
+    output = answers.first_ids(record, answers.OUTPUT_IDS)
+    return None if output is None else [Found(output, answers.first_ids(record, answers.PROMPT_IDS))]
+
+
+def _masked_ids(record: Value, _: list[str]) -> list[Found] | None:
+    """Read token ids with a mask: the label -100, or the mask 0, is of the prompt."""
+    ids, name = answers.ids_of(record["input_ids"]), next(name for name in MASKS if name in record)
+    try:
+        mask = np.asarray(record[name], np.int64)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if ids is None or mask.shape != ids.shape:
+        return None
+    is_output = mask != -100 if name == "labels" else mask != 0
+    edges = np.flatnonzero(np.diff(is_output, prepend=False, append=False)).reshape(-1, 2)
+    return [Found(ids[begin:end], ids[:begin] if begin else None) for begin, end in edges]
+
+
+def _lm_eval(record: Value, skipped: list[str]) -> list[Found] | None:
+    prompt: object = record.get("arguments")
+    while isinstance(prompt, list | dict) and prompt and not is_chat(prompt):
+        prompt = body_of(next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0])
+    samples = record.get("resps") or record.get("filtered_resps") or []
+    samples = samples if isinstance(samples, list) else []
+    texts = [text for one in samples for text in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(text, str) for text in texts):
+        return _none(skipped, SCORES)
+    return exchange(prompt, texts, skipped)
+
+
+def _chosen(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the better one of two answers."""
+    chosen = record.get("chosen") or record.get("chosen_messages")
+    prompt = prompt_of(record)
+    if isinstance(chosen, str) and prompt is None:  # Conversations of HH-RLHF
+        before, mark, answer = chosen.rpartition("\n\nAssistant:")
+        return exchange(before + mark, answer.strip(), skipped)
+    if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
+        return conversation(chosen, record, skipped)[-1:]
+    return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
+
+
+def _columns(names: Iterable[str]) -> Reader:
+    """Return a reader of rows with an output in the first of these fields that has one."""
+
+    def read(record: Value, skipped: list[str]) -> list[Found] | None:
+        present = [name for name in names if name in record and isinstance(record[name], READABLE)]
+        name = next((name for name in present if record[name] is not None and len(record[name])), None)
+        is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
+        if is_null or (names is not COMPLETIONS and TASK & record.keys()):
+            return None
+        if name is None or _is_rejected(record, skipped):
+            return []
+        prompt, value = prompt_of(record, name), body_of(record[name])
+        if is_chat(value):
+            return conversation(value, record, skipped, prompt if isinstance(prompt, Chat) else None)
+        while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
+            prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
+        outputs = outputs_of(value, skipped)
+        thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str)), None)
+        if thoughts and len(outputs) == 1 and isinstance(outputs[0], str):
+            outputs = outputs_of({"role": ASSISTANT, "content": outputs[0], "reasoning": thoughts}, skipped)
+        several = next((record[key] for key in ("prompts", "inputs", "input_texts") if key in record), None)
+        if isinstance(several, list) and len(several) == len(outputs):
+            return [Found(output, prompt_of(one)) for output, one in zip(outputs, several, strict=True)]
+        return [Found(output, prompt) for output in outputs]
+
+    return read
+
+
+def _is_rejected(record: Value, skipped: list[str]) -> bool:
+    """Return whether a row, as of KTO, has an answer that is not wanted, and note it."""
+    is_rejected = record.get("label") is False or record.get("kto_tag") is False
+    skipped += [REJECTED] if is_rejected else []
+    return is_rejected
+
+
+def _conversation(record: Value, skipped: list[str]) -> list[Found] | None:
+    for name in CONVERSATIONS:
+        messages = parsed(record[name]) if name in record else None
+        if not isinstance(messages, list) or chat_of(messages) is None:
+            continue
+        if _is_rejected(record, skipped):
+            return []
+        if "uid" in record:  # Arena-Hard has answers as objects.
+            messages = [{**one, "content": _answer_in(one.get("content"))} for one in messages]
+        found = conversation(messages, record, skipped)
+        skipped += [] if found or skipped else [NO_ANSWER]
+        return found
+    return None
+
+
+def _answer_in(content: object) -> object:
+    return content.get("answer", content) if isinstance(content, dict) else content
+
+
+def _solutions(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read code that a model wrote, and its reflections. Tasks have the right solution in a field of that name."""
+    if TASK & record.keys() and "is_solved" not in record:
+        return None
+    names = ("implementations", "code_list", "raw_solution", "solution")
+    solution = next((record[name] for name in names if record.get(name)), None)
+    written = [*outputs_of(solution, skipped), *outputs_of(record.get("reflections"), skipped)]
+    return [Found(output, prompt_of(record)) for output in written]
+
+
+def _steps(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a trajectory of SWE-agent that has no messages."""
+    steps = record["trajectory"] if isinstance(record["trajectory"], list) and "history" not in record else []
+    messages = [
+        {"role": role, "content": step[name]}
+        for step in steps
+        for role, name in ((ASSISTANT, "response"), (USER, "observation"))
+        if isinstance(step, dict) and isinstance(step.get(name), str)
+    ]
+    return conversation(messages, record, skipped) or None
+
+
+def _events(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
+    history = record["history"] if isinstance(record["history"], list) else []
+    events = [event for one in history for event in (one if isinstance(one, list) else [one])]
+    events = [event for event in events if isinstance(event, dict)]
+    if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
+        return None
+    session = OpenHands("", Record(record, ""))
+    reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
+    skipped += [reason for read in reads for reason in read.skipped]
+    return [found for read in reads for found in read.outputs]
+
+
+def _text(record: Value, _: list[str]) -> list[Found] | None:
+    text = record["text"]
+    return [Found(text)] if isinstance(text, str) and text and not TASK & record.keys() else None
+
+
+def _all_ids(record: Value, _: list[str]) -> list[Found] | None:
+    ids = answers.first_ids(record, ("tokens", "input_ids"))
+    return None if ids is None else [Found(ids)]
+
+
+def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] | None:
+    """Read conversations and records in lists and objects of a record, the outermost ones."""
+    found: list[Found] = []
+    for name, value in record.items():
+        if not isinstance(value, list | dict) or NOT_SEARCHED.search(name) or depth > MAX_DEPTH:
+            continue
+        if is_chat(value):
+            found += conversation(value, record, skipped)
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                found += _found_in(one, skipped, depth)
+            elif isinstance(one, list) and one and isinstance(one[0], dict | list):
+                found += _searched({"": one}, skipped, depth + 1) or []
+    return found or None
+
+
+def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
+    """Read an object inside of a record; rows of a table only with a prompt and an output."""
+    for row in FORMATS:
+        if isinstance(row.read, type) or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
+            continue
+        notes: list[str] = []
+        found = row.read(value, notes)
+        if found and (row.read not in COLUMNS or found[0].prompt is not None):
+            skipped += notes
+            return found
+    return _searched(value, skipped, depth + 1) or []
+
+
+COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
+
+FORMATS = (
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", Stream),
+    Format("Anthropic and Responses API, streamed events", "type", Stream),
+    Format("Ollama", "done message|response", Stream),
+    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", ClaudeCode),
+    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", Codex),
+    Format("OpenHands, events", "action|observation source", OpenHands),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls", Messages),
+    Format("MT-Bench", "choices question_id", _choices),
+    Format("OpenAI chat and completions", "choices", _choices),
+    Format("OpenAI Responses API", "output", _items),
+    Format("Anthropic messages", "role content type", _message),
+    Format("Gemini", "candidates", _whole),
+    Format("Inspect, sample", "messages output epoch", _conversation),
+    Format("Inspect, log", "samples eval", _searched),
+    Format("LangSmith", "inputs outputs run_type", _exchange),
+    Format("Langfuse", "input output type|traceId|trace_id", _exchange),
+    Format("request and response", "|".join(RESPONSES), _exchange),
+    Format("OpenAI batch, input", "custom_id body", _batch_request),
+    Format("token ids with a mask", "input_ids " + "|".join(MASKS), _masked_ids),
+    Format("token ids", "|".join(answers.OUTPUT_IDS), _token_columns),
+    Format("lm-eval", "resps|filtered_resps", _lm_eval),
+    Format("TRL and DPO, preferences", "chosen|chosen_messages", _chosen),
+    Format("OpenHands, history", "history", _events),
+    Format("SWE-agent, steps", "trajectory", _steps),
+    Format("vLLM and SGLang, benchmark", "generated_texts", COLUMNS[0]),
+    Format("prompt and completion", "|".join(COMPLETIONS), COLUMNS[0]),
+    Format("HumanEval, EvalPlus, LiveCodeBench", "solution|code_list task_id|question_id|is_solved", _solutions),
+    Format("aider, chat history", "aider", _conversation),
+    Format("conversation", "|".join(CONVERSATIONS), _conversation),
+    Format("Alpaca and AlpacaEval", "instruction output", COLUMNS[1]),
+    Format("input and output", "|".join(OUTPUTS), COLUMNS[1]),
+    Format(
+        "question and answer of a model",
+        "answer model|model_id|generator|usage|contexts|retrieved_contexts",
+        COLUMNS[2],
+    ),
+    Format("text", "text", _text),
+    Format("all token ids", "tokens|input_ids", _all_ids),
+    Format("records inside of others", "", _searched),
+)
+"""All formats. The first one that a record has is read."""
+
+FIELDS = frozenset(
+    (*(name for row in FORMATS for field in row.fields.split() for name in field.split("|")), *REQUESTS, *answers.CHATS)
+) | frozenset((*answers.PROMPT_IDS, *answers.PROMPTS, *THOUGHTS, "tools", "chat_template_kwargs", *origins.FIELDS))
+"""Names of all fields that are read in a row of a table."""
+
+
+# --- Fields that the user names
+
+
+def _read_fields(record: Record, fields: tuple[str, ...]) -> Read:
+    skipped: list[str] = []
+    found: list[Found] = []
+    try:
+        *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
+        prompt = _joined([value for values in before for value in values])
+        chat = prompt if isinstance(prompt, Chat) else None
+        for value in outputs if all(before) else ():
+            if is_chat(value):
+                found += conversation(value, record.value, skipped, chat)
+            elif not isinstance(value, dict) or role_of(value) is not None:
+                found += [Found(output, prompt) for output in outputs_of(value, skipped)]
+    except (RecordError, RecursionError) as problem:
+        return _unreadable(record, problem)
+    return Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+
+
+def _reached(value: object, path: str) -> Iterator[object]:
+    """Yield what is at a path such as "choices.0.text", or "choices.text" for the texts of all elements."""
+    value = parsed(value) if path else value
+    name, _, rest = path.partition(".")
+    if not path:
+        yield value
+    elif isinstance(value, dict) and (path in value or name in value):
+        yield from _reached(value[path], "") if path in value else _reached(value[name], rest)
+    elif isinstance(value, dict) and name == "*":
+        for inner in value.values():
+            yield from _reached(inner, rest)
+    elif isinstance(value, list):
+        for element in value[int(name) : int(name) + 1] if name.isdecimal() else value:
+            yield from _reached(element, rest if name.isdecimal() else path)
+
+
+def _joined(values: list[object]) -> Part | Chat | None:
+    """Return the parts of a prompt as one. Raises RecordError for parts that are of different kinds."""
+    if len(values) == 1 and (chat := chat_of(values[0])) is not None:
+        return chat
+    parts = [answers.part_of(value) for value in values]
+    texts = [part for part in parts if isinstance(part, str)]
+    tokens = [part for part in parts if isinstance(part, np.ndarray)]
+    if max(len(texts), len(tokens)) < len(parts):
+        raise RecordError(NO_FIELD)
+    return "\n".join(texts) if texts else np.concatenate(tokens) if tokens else None
+
+
+# --- Refusals
+
+
+def _refusal(record: Value) -> str:
+    """Return why a record is not read, with the names of its fields but without any of its values."""
+    near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
+    rows = [row for row in FORMATS if row.fields and not isinstance(row.read, type)]
+    nearest = max(
+        reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near)
+    )
+    needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
+    shown = f"; the nearest format is {nearest.name} ({needs})" if nearest.share(near) else ""
+    prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
+    paths = [path for path in _paths(record) if LIKELY.search(path[0]) or path[1] > LONG]
+    path = max(paths, key=lambda path: (LIKELY.search(path[0]) is not None, path[1]), default=("", 0))[0]
+    return (
+        NO_FORMAT + _names(record) + shown + (f"; if {path} is an output, give {prompt}--field {path}" if path else "")
+    )
+
+
+def _names(record: object) -> str:
+    names = sorted(name for name in record if isinstance(name, str)) if isinstance(record, dict) else []
+    shown = [name for name in names if NAME.fullmatch(name)][:MAX_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f" in a record with the fields {', '.join(shown)}{more}" if shown else ""
+
+
+def _paths(record: Value, before: str = "", depth: int = 3) -> Iterator[tuple[str, int]]:
+    """Yield the paths of texts in a record that may be outputs, with their lengths."""
+    for name, value in record.items():
+        if not NAME.fullmatch(name) or NOT_SEARCHED.search(name) or name in answers.PROMPTS:
+            continue
+        first = value[0] if isinstance(value, list) and value else value
+        path = before + ("*" if name.isdecimal() else name) + ("[]" if isinstance(value, list) else "")
+        if isinstance(first, str):
+            yield path, len(first)
+        elif isinstance(first, dict) and depth:
+            yield from _paths(first, f"{path}.", depth - 1)

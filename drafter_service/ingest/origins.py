@@ -7,21 +7,18 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from drafter_service.ingest.chats import words
+
 Record = dict[str, Any]
 
-BEGAN = ("timestamp", "time", "ts", "created_at", "start_time", "started_at", "request_time", "created")
-ENDED = ("end_time", "ended_at", "finished_at", "completed_at", "response_time")
-SECONDS = {
-    "latency": 1.0,
-    "duration": 1.0,
-    "latency_s": 1.0,
-    "duration_s": 1.0,
-    "latency_ms": 1e-3,
-    "duration_ms": 1e-3,
-}
+BEGAN = words("timestamp time ts created_at createdAt start_time startTime started_at request_time created tstamp")
+ENDED = words("end_time endTime ended_at finished_at completed_at completedAt response_time")
+SECONDS = {name + unit: {"_ms": 1e-3}.get(unit, 1.0) for unit in ("", "_s", "_ms") for name in ("latency", "duration")}
 """Fields with the duration of a request, and their units in seconds."""
-USERS = ("user", "user_id", "end_user", "safety_identifier")
-SESSIONS = ("session_id", "session", "conversation_id", "chat_id", "thread_id")
+USERS = words("user user_id userId end_user safety_identifier")
+SESSIONS = words("session_id sessionId session conversation_id chat_id thread_id trace_id traceId")
+PLACES = ("request", "body", "response", "metadata")
+"""Fields with objects that may have these, too."""
 FIELDS = frozenset((*BEGAN, *ENDED, *SECONDS, *USERS, *SESSIONS, "metadata"))
 """Names of all fields that are read."""
 UNITS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))
@@ -42,7 +39,7 @@ def origin_of(record: object) -> Origin:
     """Return what a record, or the request and the response in it, say of the origin."""
     if not isinstance(record, dict):
         return Origin()
-    places = [record, *(record[name] for name in ("request", "body", "response", "metadata") if name in record)]
+    places = [record, *(record[name] for name in PLACES if name in record)]
     places += [place["metadata"] for place in places[1:] if isinstance(place, dict) and "metadata" in place]
     objects = [place for place in places if isinstance(place, dict)]
     began = _first(map(_time, _values(objects, BEGAN)))

@@ -18,9 +18,8 @@ from drafter_service.ingest.documents import (
     RecordError,
     Samples,
 )
-from drafter_service.ingest.formats import Found, Read
+from drafter_service.ingest.formats import Found, Read, is_conversation
 from drafter_service.ingest.origins import Origin, origin_of
-from drafter_service.ingest.records import is_conversation
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
 from ssd.types import offsets_of

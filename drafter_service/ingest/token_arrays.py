@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.lib import format as npy
 
+from drafter_service.ingest.answers import token_ids
 from drafter_service.ingest.documents import NO_TOKENS, Chunk, Item, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.records import token_ids
 
 PIECE_TOKENS = 1 << 16
 TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))

@@ -129,7 +129,9 @@ class ChatFormatter:
             return plain_text(message)
         prompt = self._render(chat, True)
         whole = self._render(chat._replace(messages=[*chat.messages, message]), False)
-        return whole[len(prompt) :] if whole.startswith(prompt) else plain_text(message)
+        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        # Some templates leave out the reasoning, which the model wrote nevertheless.
+        return text if text and message.get("reasoning_content", "").strip() in text else plain_text(message)
 
     def _render(self, chat: Chat, for_answer: bool) -> str:
         assert self._template is not None

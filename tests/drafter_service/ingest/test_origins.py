@@ -28,6 +28,8 @@ def test_other_values_are_no_times(value):
         ({"request": {"user": "u"}, "response": {"created": 3}}, Origin(3, user="u")),
         ({"request": {"metadata": {"session_id": 7}}}, Origin(session="7")),
         ({"metadata": {"user_id": "a"}}, Origin(user="a")),
+        ({"startTime": 10, "endTime": 14, "userId": "u", "traceId": "t"}, Origin(10, 14, "u", "t")),
+        ({"timestamp": 10, "type": "assistant", "sessionId": "s"}, Origin(10, session="s")),
         ({"latency": 3}, Origin()),
         ({"user": ""}, Origin()),
         ("text", Origin()),

@@ -1,176 +1,661 @@
-"""Finding outputs and prompts in records."""
+"""Finding outputs and prompts in records of every format."""
+
+# ruff: noqa: E501  # Each case is a line.
 
 import json
+import re
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.chats import Chat, Reply
-from drafter_service.ingest.documents import Faults, Item, RecordError
-from drafter_service.ingest.formats import Record, read_records
-from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.records import BAD_IDS, KNOWN, NO_FIELD, NO_OUTPUT, NOT_A_RECORD, find_outputs
+from drafter_service.ingest.answers import BAD_IDS, UNTRAINED
+from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, Chat, Reply, plain_text
+from drafter_service.ingest.documents import RecordError
+from drafter_service.ingest.formats import (
+    FIELDS,
+    FORMATS,
+    NO_ANSWER,
+    NO_FIELD,
+    NO_FORMAT,
+    NO_OUTPUT,
+    NO_RESPONSE,
+    NOT_A_MODEL,
+    NOT_A_RECORD,
+    REJECTED,
+    SCORES,
+    Record,
+    is_markdown_chat,
+    markdown_chat,
+    read_records,
+)
+
+ROOT = Path(__file__).parents[3]
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 CHOICES = [{"index": 0, "message": ANSWER}]
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+CALLED = '{"name": "look", "arguments": {"at": "it"}}'
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "seen"}
+BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
+CHUNK = {"id": "c", "object": "chat.completion.chunk"}
 
 
-def seen(record, fields=()):
-    """Return (prompt, output) of each output, as plain values."""
-    return [(plain(found.prompt), plain(found.output)) for found in find_outputs(record, fields)]
+def reads(*values, fields=()):
+    """Return the contents of values, one record each."""
+    return list(read_records([Record(value, f"a:{number}") for number, value in enumerate(values, 1)], fields))
+
+
+def outputs(*values, fields=()):
+    """Return (prompt, output) of each output as plain values."""
+    return [(plain(one.prompt), plain(one.output)) for read in reads(*values, fields=fields) for one in read.outputs]
+
+
+def skipped(*values, fields=()):
+    """Return the reasons for what is left out."""
+    return [reason for read in reads(*values, fields=fields) for reason in read.skipped]
 
 
 def plain(part):
     if isinstance(part, np.ndarray):
         assert part.dtype == np.uint32
         return part.tolist()
-    return [message["content"] for message in part.messages] if isinstance(part, Chat) else part
+    if isinstance(part, Chat):
+        return [plain_text(message) for message in part.messages]
+    return plain_text(part.message) if isinstance(part, Reply) else part
+
+
+def deltas(*pieces, **fields):
+    """Return the choices of chunks, the last one with the end."""
+    ends = [None] * (len(pieces) - 1) + ["stop"]
+    return [CHUNK | {"choices": [{"index": 0, "delta": piece, "finish_reason": end}]} | fields
+            for piece, end in zip(pieces, ends, strict=True)]  # fmt: skip
+
+
+def claude(role, content, **fields):
+    message = {"role": role, "content": content} | ({"id": fields.pop("id")} if "id" in fields else {})
+    return {"type": role, "sessionId": "s", "message": message, "uuid": f"u-{content}"[:12]} | fields
+
+
+def codex(**payload):
+    return {"timestamp": "2026-01-01T00:00:00Z", "type": "response_item", "payload": payload}
+
+
+CASES = {
+    "OpenAI, streamed chunks": [
+        (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), [(None, "Because.")]),
+        (deltas({"reasoning_content": "Hm."}, {"content": "So."}, {}), [(None, "Hm.\n\nSo.")]),
+        (deltas({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "look", "arguments": ""}}]},
+                {"tool_calls": [{"index": 0, "function": {"arguments": '{"at": '}}]},
+                {"tool_calls": [{"index": 0, "function": {"arguments": '"it"}'}}]}), [(None, CALLED)]),
+        ([{"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]}
+          for text, end in (("Be", None), ("cause.", "stop"))], [(None, "Because.")]),
+        ([CHUNK | {"choices": [{"index": index, "delta": {"content": text}}]}
+          for index, text in ((0, "a"), (1, "b"), (0, "c"), (1, "d"))], [(None, "ac"), (None, "bd")]),
+        ([one for two in zip(deltas({"content": "a"}, {"content": "b"}), deltas({"content": "c"}, {"content": "d"}, id="d"),
+                             strict=True) for one in two], [(None, "ab"), (None, "cd")]),
+    ],
+    "Anthropic and Responses API, streamed events": [
+        ([{"type": "message_start", "message": {"id": "m", "content": []}},
+          {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+          {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
+          {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
+          {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "name": "look", "input": {}}},
+          {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"at": '}},
+          {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '"it"}'}},
+          {"type": "message_stop"}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"type": "response.output_text.delta", "delta": "Be"},
+          {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}],
+         [(None, "Because.")]),
+    ],
+    "Ollama": [
+        ([{"model": "m", "message": ANSWER, "done": True}], [(None, "Because.")]),
+        ([{"model": "m", "message": {"content": "Be"}, "done": False}, {"model": "m", "message": {"content": "cause."}, "done": True}],
+         [(None, "Because.")]),
+        ([{"model": "m", "prompt": "Why?", "response": "Because.", "done": True}], [("Why?", "Because.")]),
+        ([{"model": "m", "message": {"content": "So.", "thinking": "Hm."}, "done": True}], [(None, "Hm.\n\nSo.")]),
+        ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
+           "done": True}], [(None, CALLED)]),
+    ],
+    "Claude Code, session": [
+        ([{"type": "summary", "summary": "s", "leafUuid": "l"}, claude("user", "Why?"),
+          claude("assistant", [{"type": "thinking", "thinking": "Hm."}], id="m1"),
+          claude("assistant", [{"type": "text", "text": "I look."}], id="m1"),
+          claude("assistant", [{"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}], id="m1"),
+          claude("user", [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "seen"}]}]),
+          claude("assistant", [{"type": "text", "text": "So."}], id="m2"),
+          claude("assistant", [{"type": "text", "text": "API Error"}], isApiErrorMessage=True)],
+         [(["Why?"], f"Hm.\n\nI look.\n\n{CALLED}"), (["Why?", f"Hm.\n\nI look.\n\n{CALLED}", "seen"], "So.")]),
+        ([claude("user", "Why?"), claude("user", "Task", isSidechain=True), claude("assistant", "Done.", isSidechain=True),
+          claude("assistant", "Because.")], [(["Why?"], "Because."), (["Task"], "Done.")]),
+    ],
+    "Codex, session": [
+        ([{"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": "Be short."}},
+          codex(type="message", role="user", content=[{"type": "input_text", "text": "Why?"}]),
+          codex(type="reasoning", summary=[{"type": "summary_text", "text": "Hm."}], encrypted_content="x"),
+          codex(type="function_call", name="look", arguments='{"at": "it"}', call_id="1"),
+          {"timestamp": "t", "type": "event_msg", "payload": {"type": "agent_reasoning", "text": "Hm."}},
+          codex(type="function_call_output", call_id="1", output='{"output": "seen"}'),
+          codex(type="message", role="assistant", content=[{"type": "output_text", "text": "So."}]),
+          codex(type="custom_tool_call", name="apply_patch", input="*** Begin", call_id="2")],
+         [(["Be short.", "Why?"], f"Hm.\n\n{CALLED}"),
+          (["Be short.", "Why?", f"Hm.\n\n{CALLED}", '{"output": "seen"}'],
+           'So.\n\n{"name": "apply_patch", "arguments": {"input": "*** Begin"}}')]),
+        ([{"id": "s", "timestamp": "t", "record_type": "state"},
+          {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]},
+          {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Because."}]}],
+         [(["Why?"], "Because.")]),
+    ],
+    "OpenHands, events": [
+        ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
+          {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
+           "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
+          {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
+          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+    ],
+    "messages, one per record": [
+        ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
+         [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
+    ],
+    "MT-Bench": [
+        ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
+         [(None, "one"), (None, "two")]),
+    ],
+    "OpenAI chat and completions": [
+        ([{"messages": [USER], "choices": CHOICES}], [(["Why?"], "Because.")]),
+        ([{"prompt": "p", "choices": [{"text": "t"}, {"text": "u"}]}], [("p", "t"), ("p", "u")]),
+        ([{"prompt": ["p", "q"], "choices": [{"text": "t", "index": 0}, {"text": "u", "index": 1}]}],
+         [("p", "t"), ("q", "u")]),
+        ([{"prompt": ["p", "q"], "choices": [{"text": x, "index": i} for i, x in enumerate("tuvw")]}],
+         [("p", "t"), ("p", "u"), ("q", "v"), ("q", "w")]),
+        ([{"prompt": [5, 6], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
+        ([{"prompt": [[5, 6]], "choices": [{"text": "t"}]}], [([5, 6], "t")]),
+        ([{"prompt": "p", "choices": [{"text": "t", "token_ids": [1, 2], "prompt_token_ids": [3]}]}], [([3], [1, 2])]),
+        ([{"prompt_token_ids": [3], "choices": [{"message": ANSWER, "token_ids": [1, 2]}]}], [([3], [1, 2])]),
+        ([{"messages": [USER | {"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}], "choices": CHOICES}],
+         [(["a"], "Because.")]),
+        ([{"choices": [{"message": {"content": None, "function_call": {"name": "look", "arguments": '{"at": "it"}'}}}]}],
+         [(None, CALLED)]),
+        ([{"choices": [{"message": {"content": "So.", "reasoning": "Hm.", "reasoning_details": [{"text": "Hm."}]}}]}],
+         [(None, "Hm.\n\nSo.")]),
+        ([{"choices": [{"message": {"content": "So.", "reasoning_details": [
+            {"type": "reasoning.summary", "summary": "Hm."}, {"type": "reasoning.encrypted", "data": "x"}]}}]}],
+         [(None, "Hm.\n\nSo.")]),
+        ([{"choices": [{"message": {"content": None, "refusal": "No."}}]}], [(None, "No.")]),
+    ],
+    "OpenAI Responses API": [
+        ([{"id": "r", "input": "Why?", "instructions": "Be short.", "output": [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, {"type": "web_search_call"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+            {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'}]}],
+         [(["Be short.", "Why?"], f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"input": [USER, {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'},
+                     {"type": "function_call_output", "call_id": "1", "output": "seen"}],
+           "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
+         [(["Why?", CALLED, "seen"], "So.")]),
+    ],
+    "Anthropic messages": [
+        ([{"id": "m", "type": "message", "role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "So."}, {"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
+         [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
+    ],
+    "Gemini": [
+        ([{"contents": [{"role": "user", "parts": [{"text": "Why?"}]},
+                        {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {"at": "it"}}}]},
+                        {"role": "user", "parts": [{"functionResponse": {"name": "look", "response": {"content": "seen"}}}]}],
+           "systemInstruction": {"parts": [{"text": "Be short."}]},
+           "candidates": [{"content": {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": "So."}]}}]}],
+         [(["Be short.", "Why?", CALLED, "seen"], "Hm.\n\nSo.")]),
+    ],
+    "Inspect, sample": [
+        ([{"id": 1, "epoch": 1, "input": "Why?", "target": "gold", "output": {"choices": CHOICES},
+           "messages": [USER | {"source": "input"}, ANSWER | {"source": "input"}, USER, ANSWER | {"source": "generate"}]}],
+         [(["Why?", "Because.", "Why?"], "Because.")]),
+    ],
+    "Inspect, log": [
+        ([{"eval": {"task": "t"}, "plan": {"steps": []}, "samples": [
+            {"id": 1, "epoch": 1, "messages": [USER, {"role": "assistant", "content": "So.", "tool_calls": [
+                {"id": "1", "function": "look", "arguments": {"at": "it"}, "type": "function"}]}], "output": {"choices": CHOICES}}]}],
+         [(["Why?"], f"So.\n\n{CALLED}")]),
+    ],
+    "LangSmith": [
+        ([{"run_type": "llm", "inputs": {"messages": [[{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Why?"}}]]},
+           "outputs": {"generations": [[{"text": "Because.", "message": {"kwargs": {"content": "Because."}}}]]}}],
+         [(["Why?"], "Because.")]),
+        ([{"run_type": "llm", "inputs": {"messages": [{"type": "human", "content": "Why?"}]},
+           "outputs": {"output": {"type": "ai", "content": "", "tool_calls": [{"name": "look", "args": {"at": "it"}, "id": "1"}]}}}],
+         [(["Why?"], CALLED)]),
+        ([{"run_type": "chain", "inputs": {"messages": [USER]}, "outputs": {"messages": [USER, ANSWER]}}], []),
+    ],
+    "Langfuse": [
+        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": {"messages": [USER]}, "output": {"role": "assistant", "content": "Because."}}],
+         [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
+        ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
+    ],
+    "request and response": [
+        ([{"request": {"messages": [USER]}, "response": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
+        ([{"custom_id": "1", "request": {"body": {"messages": [USER]}}, "response": {"status_code": 200, "body": {"choices": CHOICES}}}],
+         [(["Why?"], "Because.")]),
+        ([{"custom_id": "1", "response": {"body": {"choices": CHOICES}}, "error": None}], [(None, "Because.")]),
+        ([{"body": {"messages": [USER]}, "response": {"body": {"choices": CHOICES}}}], [(["Why?"], "Because.")]),
+        ([{"request": json.dumps({"messages": [USER]}), "response": json.dumps({"choices": CHOICES})}], [(["Why?"], "Because.")]),
+        ([{"request": {"prompt": "p"}, "response": {"choices": [{"text": "t"}]}}], [("p", "t")]),
+        ([{"request_body": {"messages": [USER]}, "response_body": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
+        ([{"custom_id": "a", "result": {"type": "succeeded", "message": {"type": "message", "role": "assistant", "content": [
+            {"type": "text", "text": "Because."}]}}}], [(None, "Because.")]),
+        ([{"request": {"system": [{"type": "text", "text": "Be short."}], "messages": [
+            USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "seen"}, {"type": "text", "text": "So?"}]}]},
+           "response": {"role": "assistant", "content": [{"type": "text", "text": "Because."}]}}],
+         [(["Be short.", "Why?", CALLED, "seen", "So?"], "Because.")]),
+        ([{"messages": json.dumps([USER]), "call_type": "completion", "response": json.dumps({"choices": CHOICES})}],
+         [(["Why?"], "Because.")]),
+        ([{"request": {"messages": [USER]}, "response": deltas({"content": "Be"}, {"content": "cause."})}], [(["Why?"], "Because.")]),
+        ([{"request": {"messages": [USER]}, "response": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas(
+            {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], [(["Why?"], "Because.")]),
+        ([{"request": {"contents": [{"parts": [{"text": "q"}], "role": "user"}]},
+           "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
+        ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
+        ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
+        ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
+    ],
+    "OpenAI batch, input": [([{"custom_id": "1", "method": "POST", "body": {"messages": [USER, ANSWER, USER]}}], [])],
+    "token ids with a mask": [
+        ([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}], [([1, 2], [3, 4])]),
+        ([{"input_ids": np.array([1, 2, 3, 4]), "labels": np.array([-100, 2, -100, 4])}], [([1], [2]), ([1, 2, 3], [4])]),
+        ([{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}], [([1], [2, 3])]),
+        ([{"input_ids": [1, 2], "labels": [1, 2]}], [(None, [1, 2])]),
+    ],
+    "token ids": [
+        ([{"prompt_token_ids": [1], "token_ids": [2, 3]}], [([1], [2, 3])]),
+        ([{"prompt_token_ids": [1], "completion_token_ids": [2]}], [([1], [2])]),
+        ([{"input_ids": [1], "output_ids": [2]}], [([1], [2])]),
+        ([{"prompt": "p", "completion": "c", "token_ids": [2]}], [(None, [2])]),
+    ],
+    "lm-eval": [
+        ([{"doc": {"answer": "gold"}, "arguments": {"gen_args_0": {"arg_0": "Q"}}, "resps": [["one", "two"]], "filtered_resps": ["1"]}],
+         [("Q", "one"), ("Q", "two")]),
+        ([{"arguments": [["Q", {"until": []}]], "resps": [["one"]]}], [("Q", "one")]),
+        ([{"arguments": {"gen_args_0": {"arg_0": [json.dumps([USER])]}}, "resps": [["one"]]}], [(["Why?"], "one")]),
+        ([{"arguments": [["Q", " A"]], "resps": [[["-3.0", "False"]]]}], []),
+    ],
+    "TRL and DPO, preferences": [
+        ([{"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]}], [(["Why?"], "Because.")]),
+        ([{"prompt": "p", "chosen": "good", "rejected": "bad"}], [("p", "good")]),
+        ([{"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER]}], [(["Why?", "Because.", "Why?"], "Because.")]),
+        ([{"conversations": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": {}}], [(["a"], "b")]),
+        ([{"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "x"}], [("\n\nHuman: Why?\n\nAssistant:", "Because.")]),
+    ],
+    "OpenHands, history": [
+        ([{"instance_id": "i", "instruction": "Why?", "history": [
+            [{"source": "user", "action": "message", "args": {"content": "Why?"}}, {}],
+            [{"source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."}}, {"observation": "run", "content": "a"}]]}],
+         [(["Why?"], 'I look.\n\n{"name": "run", "arguments": {"command": "ls"}}')]),
+    ],
+    "SWE-agent, steps": [
+        ([{"trajectory": [{"action": "ls", "observation": "a", "response": "I look."}, {"response": "So."}]}],
+         [(None, "I look."), (["I look.", "a"], "So.")]),
+    ],
+    "vLLM and SGLang, benchmark": [
+        ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
+    ],
+    "prompt and completion": [
+        ([{"messages": [USER], "response": "r"}], [(["Why?"], "r")]),
+        ([{"prompt": [USER], "completion": [ANSWER]}], [(["Why?"], "Because.")]),
+        ([{"prompt": [USER], "completion": [CALLING, RESULT, ANSWER]}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+        ([{"prompt": "p", "completion": "c"}], [("p", "c")]),
+        ([{"completion": "c"}], [(None, "c")]),
+        ([{"prompt": "p", "responses": ["a", "b"]}], [("p", "a"), ("p", "b")]),
+        ([{"prompts": ["p", "q"], "completions": ["a", "b"]}], [("p", "a"), ("q", "b")]),
+        ([{"prompt": "q", "reasoning": "Hm.", "response": "So."}], [("q", "Hm.\n\nSo.")]),
+        ([{"question": "q", "answer": "gold", "prediction": "pred", "model_output": "written"}], [("q", "written")]),
+        ([{"prompt": "p", "completions": [{"model": "m", "completion": "c"}]}], [("p", "c")]),
+        ([{"type": "chat", "session_id": "s", "prompt": "p", "response": "r"}], [("p", "r")]),
+        ([{"source": "x", "observation": "o", "prompt": "p", "response": "r"}], [("p", "r")]),
+        ([{"messages": [USER, ANSWER], "generations": ["a", "b"]}], [(["Why?"], "a"), (["Why?"], "b")]),
+        ([{"prompt": "p", "response": '{"text": "JSON of a model"}'}], [("p", '{"text": "JSON of a model"}')]),
+        ([{"prompt": "p", "completion": "good", "label": True}, {"prompt": "p", "completion": "bad", "label": False}], [("p", "good")]),
+        ([{"question": "q", "response": "", "answer": "gold"}], []),
+    ],
+    "HumanEval, EvalPlus, LiveCodeBench": [
+        ([{"task_id": "HumanEval/0", "solution": "def f(): pass"}], [(None, "def f(): pass")]),
+        ([{"question_id": "1", "code_list": ["a", "b"]}], [(None, "a"), (None, "b")]),
+        ([{"prompt": "p", "test": "t", "is_solved": True, "solution": "s", "implementations": ["i", "s"], "reflections": ["r"]}],
+         [("p", "i"), ("p", "s"), ("p", "r")]),
+    ],
+    "aider, chat history": [
+        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
+    ],
+    "conversation": [
+        ([{"messages": [USER, ANSWER, USER, ANSWER]}], [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
+        ([{"messages": [ANSWER]}], [(None, "Because.")]),
+        ([{"messages": [USER, ANSWER], "response": None}], [(["Why?"], "Because.")]),
+        ([{"messages": [USER, BROKEN, RESULT, ANSWER]}], [(["Why?"], "Well."), (["Why?", "Well.", "seen"], "Because.")]),
+        ([{"messages": [USER, {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at": "it"}'}},
+                        {"role": "function", "name": "look", "content": "seen"}, ANSWER]}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+        ([{"messages": [USER, {"role": "model", "content": "m"}]}], [(["Why?"], "m")]),
+        ([{"messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], '{"answer": "a"}')]),
+        ([{"uid": "1", "messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], "a")]),
+        ([{"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}], [(["Why?", "Because.", "Why?"], "Because.")]),
+        ([{"messages": [USER, {"role": "assistant", "content": [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "So."}]}]}],
+         [(["Why?"], "Hm.\n\nSo.")]),
+        ([{"messages": [USER, ANSWER], "answer": "gold"}], [(["Why?"], "Because.")]),
+        ([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be short."}], [(["Be short.", "a"], "b")]),
+        ([{"conversations": [{"from": "user", "value": "a"}, {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "it"}}'},
+                             {"from": "observation", "value": "seen"}, {"from": "chatgpt", "value": "b"}]}],
+         [(["a"], CALLED), (["a", CALLED, "seen"], "b")]),
+        ([{"conversation": [USER, ANSWER], "model": "m"}], [(["Why?"], "Because.")]),
+        ([{"task_id": 0, "traj": [USER, CALLING, RESULT, ANSWER], "info": {"task": {"instruction": "x"}}}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+        ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
+        ([{"info": {"model_stats": {}}, "messages": [USER, ANSWER | {"extra": {"response": {"choices": CHOICES}}}]}], [(["Why?"], "Because.")]),
+    ],
+    "Alpaca and AlpacaEval": [
+        ([{"instruction": "Say it.", "input": "", "output": "a"}], [("Say it.", "a")]),
+        ([{"instruction": "Say it.", "input": "it", "output": "a", "generator": "m"}], [("Say it.\nit", "a")]),
+    ],
+    "input and output": [
+        ([{"input": "p", "output": "c"}], [("p", "c")]),
+        ([{"prompt": "p", "output": [["nested"]]}], [("p", "nested")]),
+        ([{"model_input": "<u>q<a>", "chat_history": ["q"], "output": ["a"], "answer": "gold"}], [("<u>q<a>", "a")]),
+        ([{"prompt": "p", "outputs": [{"index": 0, "text": "a", "token_ids": [1]}]}], [("p", [1])]),
+    ],
+    "question and answer of a model": [
+        ([{"question": "q", "answer": "a", "contexts": ["c"], "ground_truth": "gold"}], [("q", "a")]),
+    ],
+    "text": [([{"text": "t", "meta": {}}], [(None, "t")])],
+    "all token ids": [
+        ([{"input_ids": [1, 2]}], [(None, [1, 2])]),
+        ([{"tokens": [4_294_967_294, 0]}], [(None, [4_294_967_294, 0])]),
+    ],
+    "records inside of others": [
+        ([{"model": "m", "results": [{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "d"}]}], [("p", "c"), ("q", "d")]),
+        ([{"info": {}, "tasks": [{"messages": [USER, ANSWER]}], "simulations": [{"id": 1, "messages": [USER, ANSWER]}]}], [(["Why?"], "Because.")]),
+        ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
+        ([{"request_states": [{"request": {"prompt": "p"}, "result": {"completions": [{"text": "t"}]}}]}], [("p", "t")]),
+        ([[USER, ANSWER]], [(["Why?"], "Because.")]),
+        ([{"state": {"history": [USER, ANSWER]}, "task": {"prompt": "p", "reference": "gold"}}], [(["Why?"], "Because.")]),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"request": {"messages": [USER]}, "response": {"choices": CHOICES}}, [(["Why?"], "Because.")]),
-        ({"messages": [USER], "choices": CHOICES}, [(["Why?"], "Because.")]),
-        (
-            {
-                "custom_id": "1",
-                "request": {"body": {"messages": [USER]}},
-                "response": {"status_code": 200, "body": {"choices": CHOICES}},
-            },
-            [(["Why?"], "Because.")],
-        ),
-        ({"custom_id": "1", "response": {"body": {"choices": CHOICES}}, "error": None}, [(None, "Because.")]),
-        ({"body": {"messages": [USER]}, "response": {"body": {"choices": CHOICES}}}, [(["Why?"], "Because.")]),
-        (
-            {"request": json.dumps({"messages": [USER]}), "response": json.dumps({"choices": CHOICES})},
-            [(["Why?"], "Because.")],
-        ),
-        ({"request": {"prompt": "p"}, "response": {"choices": [{"text": "t"}]}}, [("p", "t")]),
-        ({"prompt": "p", "choices": [{"text": "t"}, {"text": "u"}]}, [("p", "t"), ("p", "u")]),
-        ({"prompt": ["p", "q"], "choices": [{"text": "t", "index": 0}, {"text": "u", "index": 1}]},
-         [("p", "t"), ("q", "u")]),
-        ({"prompt": ["p", "q"], "choices": [{"text": x, "index": i} for i, x in enumerate("tuvw")]},
-         [("p", "t"), ("p", "u"), ("q", "v"), ("q", "w")]),
-        ({"prompt": [5, 6], "choices": [{"text": "t"}]}, [([5, 6], "t")]),
-        ({"prompt": [[5, 6]], "choices": [{"text": "t"}]}, [([5, 6], "t")]),
-        ({"prompt": "p", "choices": [{"text": "t", "token_ids": [1, 2], "prompt_token_ids": [3]}]}, [([3], [1, 2])]),
-        ({"prompt_token_ids": [3], "choices": [{"message": ANSWER, "token_ids": [1, 2]}]}, [([3], [1, 2])]),
-        ({"messages": [USER, ANSWER]}, [(["Why?"], "Because.")]),
-        ({"messages": [USER, ANSWER, USER, ANSWER]},
-         [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
-        ({"messages": [ANSWER]}, [(None, "Because.")]),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [(["a"], "b")]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
-          "choices": CHOICES}, [([[{"type": "text", "text": "a"}]], "Because.")]),
-        ({"messages": [USER], "response": "r"}, [(["Why?"], "r")]),
-        ({"prompt": [USER], "completion": [ANSWER]}, [(["Why?"], "Because.")]),
-        ({"prompt": "p", "completion": "c"}, [("p", "c")]),
-        ({"prompt": "p", "response": "c"}, [("p", "c")]),
-        ({"input": "p", "output": "c"}, [("p", "c")]),
-        ({"question": "p", "answer": "c"}, [("p", "c")]),
-        ({"completion": "c"}, [(None, "c")]),
-        ({"text": "t", "meta": {}}, [(None, "t")]),
-        ({"prompt_token_ids": [1], "token_ids": [2, 3]}, [([1], [2, 3])]),
-        ({"prompt_token_ids": [1], "completion_token_ids": [2]}, [([1], [2])]),
-        ({"input_ids": [1], "output_ids": [2]}, [([1], [2])]),
-        ({"input_ids": [1, 2]}, [(None, [1, 2])]),
-        ({"tokens": [4_294_967_294, 0]}, [(None, [4_294_967_294, 0])]),
-        ({"prompt": "p", "completion": "c", "token_ids": [2]}, [(None, [2])]),
-    ],
-)  # fmt: skip
-def test_known_formats_are_read(record, expected):
-    assert seen(record) == expected
-    assert set(record) & KNOWN, "Parquet files would not read these columns"
+    ("name", "records", "expected"), [(name, *case) for name, cases in CASES.items() for case in cases]
+)
+def test_every_format_is_read(name, records, expected):
+    assert outputs(*records) == expected
+    assert {read.format for read in reads(*records)} <= {name}
+    for record in records:
+        assert isinstance(record, list) or name == "records inside of others" or set(record) & FIELDS, (
+            "not read of a table"
+        )
+
+
+def test_every_format_has_a_case_and_a_row_in_the_documentation():
+    assert list(CASES) == [row.name for row in FORMATS]
+    section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or | and )?)*) ?\|", section, re.MULTILINE)
+    fields = [
+        " and ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
+        for row in FORMATS
+    ]
+    assert documented == list(zip(CASES, fields, strict=True))
 
 
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ([1, 2], NOT_A_RECORD),
+        (["text"], NO_FORMAT),
         ("text", NOT_A_RECORD),
-        ({}, NO_OUTPUT),
-        ({"messages": [USER]}, NO_OUTPUT),
-        ({"text": ""}, NO_OUTPUT),
+        (None, NOT_A_RECORD),
+        ({}, NO_FORMAT),
+        ({"messages": [USER]}, NO_ANSWER),
+        (USER, NO_ANSWER),
+        (claude("user", "Why?"), NO_ANSWER),
+        ({"type": "response.output_text.delta", "delta": "a"}, NO_ANSWER),
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
-        ({"choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
-        ({"token_ids": []}, NO_OUTPUT),
+        ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
+        ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
+        ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
+        ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
+        ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
+        ({"messages": [USER, {"role": "assistant", "content": 3}]}, NO_CONTENT),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, UNTRAINED),
+        ({"prompt": "p", "completion": "c", "label": False}, REJECTED),
+        ({"custom_id": "1", "body": {"messages": [USER]}}, NO_RESPONSE),
+        ({"run_type": "tool", "inputs": {"input": "x"}, "outputs": {"output": "x"}}, NOT_A_MODEL),
+        ({"resps": [[["-1.0", "True"]]]}, SCORES),
         ({"token_ids": [1, -1]}, BAD_IDS),
         ({"token_ids": [4_294_967_295]}, BAD_IDS),
         ({"token_ids": [1.5]}, BAD_IDS),
         ({"token_ids": [1, None]}, BAD_IDS),
     ],
-)
-def test_other_records_are_refused_with_a_reason(record, reason):
-    with pytest.raises(RecordError) as problem:
-        find_outputs(record)
-    assert str(problem.value) == reason
+)  # fmt: skip
+def test_a_record_without_an_output_has_one_reason(record, reason):
+    assert outputs(record) == []
+    assert skipped(record) == [reason]
 
 
-def test_configured_fields_are_read():
-    record = {"a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "unused"}
-    assert seen(record, ("a.b",)) == [(None, "deep")]
-    assert seen(record, ("c.d",)) == [(None, "dotted")]
-    assert seen(record, ("a.b", "c.d", "ids")) == [("deep\ndotted", [7])]
-    for missing in (("x",), ("a",), ("a.b.c",), ("x", "ids")):
-        with pytest.raises(RecordError, match=NO_FIELD):
-            find_outputs(record, missing)
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        ({"question": "q", "answer": "gold"}, ("answer, question", "question and answer of a model", "--field question --field answer")),
+        ({"prompt": "p", "canonical_solution": "s", "test": "t", "task_id": "1"}, ("canonical_solution, prompt, task_id, test",)),
+        ({"question": "q", "choices": ["a", "b"], "answer": "a"}, ("answer, choices, question",)),
+        ({"question": "q", "m": {"solution": "s"}}, ("m, question", "--field question --field m.solution")),
+        ({"respones": "typo"}, ("respones", "prompt and completion")),
+        ({"idx": 1, "ys": ["long " * 20]}, ("idx, ys", "--field ys[]")),
+        ({"0": {"log": {"actions_text": ["a"]}}, "1": {}}, ("--field *.log.actions_text[]",)),
+        ({"instruction": "i", "output_1": "a", "output_2": "b"}, ("input and output", "--field instruction --field output_1")),
+        ({"output": "o", "code": "c", "input": "i"}, ("code, input, output", "--field input --field output")),
+        ({"messages": [USER, ANSWER], "rejected_messages": []} | {"messages": "none"}, ("messages, rejected_messages",)),
+    ],
+)  # fmt: skip
+def test_refusals_name_fields_the_nearest_format_and_the_option(record, parts):
+    (reason,) = skipped(record)
+    assert reason.startswith(NO_FORMAT)
+    for part in parts:
+        assert part in reason
+
+
+def test_refusals_have_neither_values_nor_names_that_may_be_texts():
+    (reason,) = skipped({"secret value": "another secret", "a": "third secret"})
+    assert "secret" not in reason
+    reasons = skipped(*({f"id{number}": 1} for number in range(1000)))
+    assert len(reasons) == 1000
+    (reason,) = skipped({f"id{number}": 1 for number in range(1000)})
+    assert len(reason) < 300
+
+
+def test_a_broken_call_costs_only_itself():
+    conversation = {"messages": [USER, ANSWER, USER, BROKEN, RESULT, ANSWER]}
+    assert [output for _, output in outputs(conversation)] == ["Because.", "Well.", "Because."]
+    assert skipped(conversation) == [BROKEN_CALL]
+    prompt = {"request": {"messages": [USER, BROKEN, RESULT, USER]}, "response": {"choices": CHOICES}}
+    assert outputs(prompt) == [(["Why?", "Well.", "seen", "Why?"], "Because.")]
+
+
+def test_messages_are_those_of_the_api_for_chat_templates():
+    """Names, ids, tools and template arguments are kept; fields that only logs have are not."""
+    tool = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
+    message = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}],
+        "usage": {},
+    }
+    request = {"messages": [USER | {"id": "x"}, message, {"role": "tool", "name": "look", "tool_call_id": "1", "content": "s"}],
+               "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
+    (read,) = reads({"request": request, "response": {"choices": CHOICES}})
+    (found,) = read.outputs
+    assert found.prompt == Chat(
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}]},
+            {"role": "tool", "content": "s", "name": "look", "tool_call_id": "1"},
+        ],
+        [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}],
+        {"enable_thinking": False},
+    )  # fmt: skip
+    (read,) = reads({"messages": [USER], "choices": [{"message": CALLING}]})
+    assert read.outputs[0].output == Reply({"role": "assistant", "content": "", "tool_calls": [CALL]})
 
 
 def test_requests_keep_their_names():
     """Record numbers of a log are not used as names, since other files have the same numbers."""
 
-    def names(record):
-        return [found.request for found in find_outputs(record)]
+    def names(*records):
+        return [found.request for read in reads(*records) for found in read.outputs]
 
     assert names({"response": {"id": "chatcmpl-1", "choices": CHOICES}}) == ["chatcmpl-1"]
     assert names({"request_id": "r", "id": "cmpl-1", "choices": CHOICES}) == ["r"]
     assert names({"custom_id": "request-1", "response": {"body": {"choices": CHOICES}}}) == [None]
     assert names({"id": 1, "text": "t"}) == [None]
+    assert names(*deltas({"content": "a"}, {"content": "b"})) == ["c"]
+    assert names(claude("user", "Why?"), claude("assistant", "So.")) == ["u-So."]
 
 
-def test_tool_calls_are_kept_for_the_chat_template():
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
-    (found,) = find_outputs({"messages": [USER], "choices": [{"message": {"role": "assistant", "tool_calls": [call]}}]})
-    assert isinstance(found.output, Reply)
-    assert found.output.message["tool_calls"] == [call]
+def test_only_unfinished_groups_are_held():
+    """An answer is read when its last chunk arrives, not at the end of the file."""
+    stream = read_records(Record(one, "") for one in [*deltas({"content": "a"}, {"content": "b"}), {"text": "t"}])
+    assert [read.format for read in stream] == ["OpenAI, streamed chunks", "text"]
+    unfinished = [CHUNK | {"id": str(number), "choices": [{"delta": {"content": "a"}}]} for number in range(300)]
+    stream = read_records(Record(one, "") for one in [*unfinished, {"text": "t"}])
+    assert [read.format for read in stream].index("text") == 300 - 256
 
 
-def test_reasoning_is_part_of_the_output():
-    message = {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
-    assert seen({"choices": [{"message": message}]}) == [(None, "Hm.\n\nYes.")]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (("a.b",), [(None, "deep")]),
+        (("c.d",), [(None, "dotted")]),
+        (("a.b", "c.d", "ids"), [("deep\ndotted", [7])]),
+        (("list[].text",), [(None, "one"), (None, "two")]),
+        (("list.text",), [(None, "one"), (None, "two")]),
+        (("list.1.text",), [(None, "two")]),
+        (("a.*",), [(None, "deep")]),
+        (("chat",), [(["Why?"], "Because.")]),
+        (("chat.1",), [(None, "Because.")]),
+        (("before", "message"), [(["Why?"], "Because.")]),
+        (("encoded.x", "response"), [("in JSON", "unused")]),
+        (("samples",), [(None, "s"), (None, "t")]),
+    ],
+)
+def test_configured_fields_are_read(fields, expected):
+    record = {
+        "a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "unused", "list": [{"text": "one"}, {"text": "two"}],
+        "chat": [USER, ANSWER], "before": [USER], "message": ANSWER, "encoded": '{"x": "in JSON"}', "samples": ["s", "t"],
+    }  # fmt: skip
+    assert outputs(record, fields=fields) == expected
 
 
-def items_of(value, reading):
-    return [item for read in read_records([Record(value, "a.jsonl:1")]) for item in reading.items_of(read)]
+@pytest.mark.parametrize(
+    "fields", [("x",), ("a",), ("a.b.c",), ("x", "ids"), ("a.b", "ids", "ids"), ("list.5.text",), ("n",)]
+)
+def test_missing_fields_are_named_with_those_that_are_there(fields):
+    (reason,) = skipped({"a": {"b": "deep"}, "ids": [7], "list": [{"text": "t"}], "n": 3}, fields=fields)
+    assert reason.startswith(NO_FIELD)
+    assert "a, ids, list, n" in reason or len(fields) == 3
+
+
+AIDER = """
+# aider chat started at 2026-01-01 10:00:00
+
+> aider --model m{end}
+> Git repo: none{end}
+
+#### Write it.{end}
+#### In two lines.{end}
+
+a.py
+```python
+> not a note of aider
+#### nor a line of the user
+```
+Done.
+
+> Tokens: 1k sent, 2 received.{end}
+> Applied edit to a.py{end}
+
+#### /run ls{end}
+
+a.py
+
+#### /ask And why?{end}
+
+Because.
+
+# aider chat started at 2026-01-01 11:00:00
+
+#### Hello{end}
+"""
+
+
+def test_the_chat_history_of_aider():
+    text = AIDER.format(end="  ")
+    assert is_markdown_chat(text)
+    code = "a.py\n```python\n> not a note of aider\n#### nor a line of the user\n```\nDone."
+    before = ["Write it.\nIn two lines.", code, "/run ls\n/ask And why?"]
+    values = list(markdown_chat(text.splitlines(keepends=True)))
+    assert outputs(*values) == [
+        (before[:1], code),
+        (["Write it.\nIn two lines.", code, "/run ls", "/ask And why?"], "Because."),
+    ]
+    assert skipped(*values) == [NO_ANSWER]
+    assert outputs(*markdown_chat(AIDER.format(end="").splitlines()))[-1][1] == "Because."
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-INNER = {"role", "content", "message", "function", "arguments", "name", "tool_calls", "index", "from", "value"}
-NAMES = st.sampled_from(sorted(KNOWN | INNER))
+INNER = (
+    "role content message function arguments name tool_calls index from value delta type id kwargs data parts input"
+    " turns items action observation source args finish_reason payload sessionId messages generations"
+)
+KINDS = "message reasoning function_call function_call_output user assistant text tool_use tool_result thinking ai"
+NAMES = st.sampled_from(sorted(FIELDS.union(INNER.split())))
+KNOWN = st.sampled_from([USER, ANSWER, [USER, ANSWER], CHOICES, CALLING, BROKEN, "{", '{"a": 1}', *KINDS.split()])
 VALUES = st.recursive(
-    LEAVES | st.lists(st.integers(-1, 1 << 32), max_size=4) | st.sampled_from([USER, ANSWER, [USER, ANSWER], CHOICES]),
+    LEAVES | st.lists(st.integers(-1, 1 << 32), max_size=4) | KNOWN,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=5),
     max_leaves=12,
 )
 
 
-@given(value=VALUES)
-def test_any_value_is_read_or_counted(value):
-    reading = Reading(faults=Faults())
-    items = items_of(value, reading)
-    assert items or reading.faults.count
-    for item in items:
-        assert isinstance(item, Item)
+@given(
+    values=st.lists(VALUES, max_size=4), fields=st.lists(st.sampled_from(("a", "messages", "choices.0")), max_size=2)
+)
+def test_any_values_are_read_or_refused(values, fields):
+    for read in reads(*values, fields=tuple(fields)):
+        assert read.outputs or read.skipped
+        assert bool(read.outputs) <= bool(read.format)
+        for found in read.outputs:
+            assert isinstance(found.output, Reply) or len(found.output) > 0
 
 
 @given(value=VALUES)
-def test_any_value_is_read_or_counted_with_a_tokenizer(value, vocabulary):
-    reading = Reading(vocabulary=vocabulary, faults=Faults())
-    items = items_of(value, reading)
-    assert items or reading.faults.count
-    for item in items:
-        assert isinstance(item.output, str | np.ndarray)
-        assert isinstance(item.prompt, str | np.ndarray | None)
+def test_templates_render_any_outputs_and_prompts_or_refuse_them(value, vocabulary):
+    for found in (found for read in reads(value) for found in read.outputs):
+        chat = found.prompt if isinstance(found.prompt, Chat) else None
+        with suppress(RecordError):
+            if isinstance(found.output, Reply):
+                assert vocabulary.chat.reply_text(chat, found.output.message)
+            if chat is not None:
+                assert isinstance(vocabulary.chat.prompt_text(chat), str)
+
+
+def test_records_that_are_nested_too_deeply_are_refused():
+    value = {"text": "t"}
+    for _ in range(5000):
+        value = [value]
+    for record in (value, {"messages": value}, {"response": value}, {"completion": value}, {"choices": [{"message": {"content": value}}]},
+                   {"role": "assistant", "content": value}):  # fmt: skip
+        assert outputs(record) == []

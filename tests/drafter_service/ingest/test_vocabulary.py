@@ -174,7 +174,21 @@ def test_templates_are_found_in_all_usual_places(tmp_path):
 def test_tool_calls_are_rendered_by_the_template(tmp_path):
     chat = ChatFormatter(model_folder(tmp_path / "m"))
     assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}<|end|>'
-    assert chat.reply_text(None, CALL) == '{"at":"<it>"}'
+    assert chat.reply_text(None, CALL) == '{"name": "look", "arguments": {"at": "<it>"}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %}", "[Hm.]So.<|end|>"),
+        ("", "Hm.\n\nSo."),
+    ],
+)  # fmt: skip
+def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_path, content, expected):
+    template = TEMPLATE.replace("{{ message.content }}", f"{content}{{{{ message.content }}}}")
+    chat = ChatFormatter(model_folder(tmp_path / "m", template))
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}
+    assert chat.reply_text(Chat([USER]), answer) == expected
 
 
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])
@@ -182,7 +196,7 @@ def test_without_a_usable_template_messages_are_concatenated(tmp_path, template)
     chat = ChatFormatter(model_folder(tmp_path / "m", template))
     assert not chat.was_missing
     assert chat.prompt_text(Chat([USER, {"role": "assistant", "content": "So."}])) == "Why <b>?\nSo.\n"
-    assert chat.reply_text(Chat([USER]), CALL) == '{"at":"<it>"}'
+    assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}'
     assert chat.was_missing
     assert "concatenated" in chat.note
 

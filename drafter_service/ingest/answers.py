@@ -1,0 +1,327 @@
+"""Outputs and prompts in the requests and responses of any API. Where records have these is in formats.py."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from drafter_service.ingest import chats
+from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_of, reply_to, words
+from drafter_service.ingest.documents import Part, RecordError
+from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
+
+Output = Part | Reply
+
+PROMPT_IDS = ("prompt_token_ids", "input_ids")
+OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_ids")
+CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
+PROMPTS = words(
+    "prompt model_input origin_prompt instruction question query problem input inputs input_text"
+    " question_content chat_history user_prompt request raw"
+)
+"""Names of fields with a prompt, the most exact ones first."""
+TEXTS = words("text generated_text output_text completion response generation full_model_response output answer")
+"""Names of fields of an answer with its text."""
+SAMPLES = ("candidates", "generations", "completions")
+"""Names of fields of a response with its answers: Gemini, LangChain, HELM."""
+BODY = frozenset(words("choices candidates generations object body role delta messages"))
+"""Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
+BODIES = ("body", "inputBodyJson", "outputBodyJson")
+"""Fields of requests and responses with their bodies; the latter are Bedrock's."""
+
+SEPARATOR_BYTES = SEPARATOR.tobytes()
+BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
+UNTRAINED = "a message that its log excludes from training (weight 0, or part of the input)"
+
+
+class Found(NamedTuple):
+    """An output in a record."""
+
+    output: Output
+    prompt: Part | Chat | None = None
+    request: str | None = None
+    """Name of the request in the log."""
+
+
+def exchange(request: object, response: object, skipped: list[str], name: object = None) -> list[Found]:
+    """Return the outputs of a response, with the prompt of the request. name: name of the request, if it is a string.
+
+    skipped: gets the reason for each part that is left out.
+    """
+    request, response = body_of(request), body_of(response)
+    fields = response if isinstance(response, dict) else {}
+    name = name or fields.get("id")
+    name = name if isinstance(name, str) and name else None
+    choices = fields.get("choices")
+    if isinstance(choices, list) and merged_chunks([response], skipped) is None:
+        return [Found(output, prompt, name) for output, prompt in _choices(request, fields, choices, skipped)]
+    outputs = outputs_of(response, skipped)
+    prompt = prompt_of(request) if outputs else None
+    if isinstance(prompt, str) and isinstance(fields.get("output"), list):  # The Responses API's input is a message.
+        prompt = chat_of([{"role": chats.USER, "content": prompt}], request)
+    return [Found(output, prompt, name) for output in outputs]
+
+
+def _choices(
+    request: object, answer: Message, choices: list[Any], skipped: list[str]
+) -> Iterable[tuple[Output, Part | Chat | None]]:
+    """Yield OpenAI's choices, each with its prompt: there may be several prompts, with equally many choices each."""
+    fields = request if isinstance(request, dict) else {}
+    prompts = fields.get("prompt")
+    ids = next((ids for at in (answer, fields) if (ids := ids_of(at.get("prompt_token_ids"))) is not None), None)
+    several = prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else None
+    prompt = ids if ids is not None else None if several else prompt_of(request)
+    for position, choice in enumerate(choices):
+        if not isinstance(choice, dict):
+            continue
+        if several and ids is None:
+            index = choice.get("index")
+            number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
+            prompt = part_of(several[number]) if 0 <= number < len(several) else None
+        own = ids_of(choice.get("prompt_token_ids"))
+        for output in _choice(choice, skipped):
+            yield output, prompt if own is None else own
+
+
+def _choice(choice: Message, skipped: list[str]) -> list[Output]:
+    if (ids := ids_of(choice.get("token_ids"))) is not None:
+        return [ids]
+    reply = reply_of(choice.get("message"), skipped)
+    return [reply] if reply is not None else outputs_of(choice.get("turns") or choice.get("text"), skipped)
+
+
+def conversation(messages: object, request: object, skipped: list[str], before: Chat | None = None) -> list[Found]:
+    """Return each message of the assistant as an output, with all messages before it as its prompt.
+
+    before: messages before the first one, which are not outputs.
+    """
+    chat = chat_of(messages, request, skipped)
+    if chat is None:
+        return []
+    read, first = chat.messages, 0
+    if before is not None:
+        read, first = [*before.messages, *read], len(before.messages)
+        chat = chat._replace(tools=chat.tools or before.tools)
+    found = []
+    for index in range(first, len(read)):
+        message = read[index]
+        if message["role"] == ASSISTANT and (output := reply_to(message)) is not None:
+            if chats.UNTRAINED in message:
+                skipped.append(UNTRAINED)
+            else:
+                found.append(Found(output, chat._replace(messages=read[:index]) if index else None))
+    return found
+
+
+def outputs_of(value: object, skipped: list[str]) -> list[Output]:
+    """Return the outputs in a response: its text, token ids, message, or those of its choices or samples."""
+    if isinstance(value, str):
+        return [value] if value else []
+    if (ids := ids_of(value)) is not None:
+        return [ids]
+    if isinstance(value, list):
+        if (streamed := merged_chunks(value, skipped)) is not None:
+            return streamed
+        if chats.is_chat(value):
+            return _replies(chats.read_messages(value, skipped))[-1:]
+        return [output for element in value for output in outputs_of(element, skipped)]
+    if not isinstance(value, dict):
+        return []
+    if (ids := first_ids(value, OUTPUT_IDS)) is not None:
+        return [ids]
+    if isinstance(choices := value.get("choices"), list):
+        return [output for one in choices if isinstance(one, dict) for output in _choice(one, skipped)]
+    for name in (*SAMPLES, "output", "messages"):  # The latter of the Responses API, Bedrock and LangChain
+        if isinstance(inner := value.get(name), list) or (name == "output" and isinstance(inner, dict)):
+            return outputs_of(inner, skipped)
+    if isinstance(message := value.get("message"), dict):  # Ollama, LangChain
+        return _replies(chats.messages_of(message, skipped, ASSISTANT)[-1:])
+    if chats.role_of(value) or value.keys() & {"content", "tool_calls", "parts"}:
+        return _replies(chats.messages_of(value, skipped, ASSISTANT)[-1:])
+    return next((outputs_of(value[name], skipped) for name in TEXTS if value.get(name)), [])
+
+
+def _replies(messages: list[Message]) -> list[Output]:
+    replies = (reply_to(message) for message in messages if message["role"] == ASSISTANT)
+    return [reply for reply in replies if reply is not None]
+
+
+def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
+    """Return the prompt of a request, None if it has none. skip: a field that is not read."""
+    if (part := part_of(request)) is not None:
+        return part
+    if isinstance(request, list):
+        nested = prompt_of(request[0]) if request and isinstance(request[0], list | str) and len(request) == 1 else None
+        return chat_of(request) or nested
+    if not isinstance(request, dict):
+        return None
+    if (ids := first_ids(request, PROMPT_IDS)) is not None:
+        return ids
+    for name in CHATS:
+        if name in request and name != skip and isinstance(chat := prompt_of(parsed(request[name])), Chat):
+            return chats.with_request(chat, request)
+    for name in PROMPTS:
+        prompt = prompt_of(body_of(request[name])) if request.get(name) is not None and name != skip else None
+        if isinstance(prompt, Chat):
+            return chats.with_request(prompt, request)
+        if prompt is not None:
+            more = request.get("input") if name == "instruction" and isinstance(prompt, str) else None
+            return f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
+    return None
+
+
+def body_of(value: object) -> object:
+    """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
+    decoded = parsed(value)
+    if isinstance(value, str):
+        if value.startswith(("data:", "event:")):
+            events = [parsed(line[5:].strip()) for line in value.splitlines() if line.startswith("data:")]
+            return [event for event in events if isinstance(event, dict)] or value
+        first = decoded[0] if isinstance(decoded, list) and decoded else decoded
+        if not isinstance(first, dict) or not BODY & first.keys():
+            return value
+    bodies = (parsed(decoded[name]) for name in BODIES if name in decoded) if isinstance(decoded, dict) else ()
+    return next((body for body in bodies if isinstance(body, dict)), decoded)
+
+
+# --- Streamed chunks
+
+
+class Delta(NamedTuple):
+    """A part of a streamed answer."""
+
+    index: int
+    """Number of the answer among those to one request."""
+    fields: Message
+    """Pieces of its message."""
+    is_last: bool
+
+
+def deltas_of(event: object) -> list[Delta] | None:
+    """Return the parts of answers in an event of a stream; None if the value is not one."""
+    if not isinstance(event, dict):
+        return None
+    choices, kind = event.get("choices"), event.get("type")
+    if isinstance(choices, list):
+        return _chunk(event, choices)
+    if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
+        return [Delta(0, _anthropic_piece(event), kind == "message_stop")]
+    if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
+        message = event.get("message")
+        fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
+        return [Delta(0, fields, event["done"])]
+    return None
+
+
+def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
+    """Return the deltas of OpenAI's choices. Unlike a chunk of a text, a whole one has its usage."""
+    if choices and isinstance(choices[0], dict) and "message" in choices[0]:
+        return None
+    deltas, is_chunk = [], str(event.get("object")).endswith(".chunk")
+    is_text = event.get("object") == "text_completion" and not event.get("usage") and "prompt" not in event
+    for choice in choices:
+        if isinstance(choice, dict):
+            ended = choice.get("finish_reason") is not None
+            is_chunk |= "delta" in choice or (is_text and "finish_reason" in choice)
+            fields = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
+            index = choice.get("index")
+            deltas.append(Delta(index if isinstance(index, int) else 0, fields, ended))
+    return deltas if is_chunk else None
+
+
+def _anthropic_piece(event: Message) -> Message:
+    delta, block = event.get("delta"), event.get("content_block")
+    if isinstance(block, dict) and block.get("type") == "tool_use":
+        return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
+    if not isinstance(delta, dict):
+        return {}
+    call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
+    return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
+
+
+class Streamed:
+    """An answer whose pieces arrive one by one."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: dict[object, dict[str, str]] = {}
+
+    def add(self, fields: Message) -> None:
+        """Add the pieces of a chunk."""
+        self._texts.append(_piece(fields, "content", "text"))
+        self._thoughts.append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
+        calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
+        for position, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                whole = self._calls.setdefault(str(call.get("index", position)), {"name": "", "arguments": ""})
+                for name in whole:
+                    whole[name] += _piece(function, name)
+
+    def output(self, skipped: list[str]) -> Output | None:
+        """Return the whole answer; None if it is empty."""
+        calls = [{"function": call} for call in self._calls.values()]
+        return reply_of(
+            {"content": "".join(self._texts), "reasoning": "".join(self._thoughts), "tool_calls": calls}, skipped
+        )
+
+
+def _piece(fields: Message, *names: str) -> str:
+    """Return the text in the first of the fields that has one; an object is JSON."""
+    value = next((fields[name] for name in names if fields.get(name)), "")
+    return value if isinstance(value, str) else chats.as_json(value) if isinstance(value, dict) else ""
+
+
+def merged_chunks(events: list[Any], skipped: list[str]) -> list[Output] | None:
+    """Return the answers of a whole stream; None if the values are not its events."""
+    last = events[-1] if events else None
+    if isinstance(last, dict) and last.get("type") == "response.completed":
+        return outputs_of(last.get("response"), skipped)
+    if not events or deltas_of(events[0]) is None:
+        return None
+    answers: dict[int, Streamed] = {}
+    for event in events:
+        for delta in deltas_of(event) or ():
+            answers.setdefault(delta.index, Streamed()).add(delta.fields)
+    outputs = (answers[index].output(skipped) for index in sorted(answers))
+    return [output for output in outputs if output is not None]
+
+
+# --- Texts and token ids
+
+
+def part_of(value: object) -> Part | None:
+    """Return a text or token ids; None if the value is neither, or empty."""
+    return value or None if isinstance(value, str) else ids_of(value)
+
+
+def first_ids(record: Mapping[str, Any], names: Iterable[str]) -> np.ndarray | None:
+    """Return the token ids in the first of the fields that has some, uint32 [N]."""
+    columns = (ids_of(record[name]) for name in names if name in record)
+    return next((ids for ids in columns if ids is not None), None)
+
+
+def ids_of(value: object) -> np.ndarray | None:
+    """Return token ids, uint32 [N]; None if the value is not a list of numbers. Raises RecordError for invalid ids."""
+    if isinstance(value, np.ndarray):
+        return token_ids(value) if len(value) else None
+    if not isinstance(value, list) or not value or not isinstance(value[0], (int, float)):
+        return None
+    try:
+        data = array("I", value).tobytes()
+    except (TypeError, OverflowError):
+        raise RecordError(BAD_IDS) from None
+    ids = np.frombuffer(data, np.uint32)
+    # Searching its bytes takes a tenth of the time of comparing numbers.
+    return token_ids(ids) if SEPARATOR_BYTES in data else ids
+
+
+def token_ids(values: np.ndarray) -> np.ndarray:
+    """Return numbers [N] as token ids, uint32. Raises RecordError for invalid ids."""
+    if values.dtype.kind not in "iu" or (len(values) and not 0 <= values.min() <= values.max() <= MAX_TOKEN_ID):
+        raise RecordError(BAD_IDS)
+    return values.astype(np.uint32, copy=False)
