@@ -213,13 +213,14 @@ def _read_description(path: Path) -> Description:
 
 def _write_atomically(path: Path, text: str) -> None:
     """Replace a file, with permissions for its owner only. After an OSError the previous contents remain."""
-    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Always the same name, so that the next write replaces what a killed process has left.
+    part = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        Path(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise

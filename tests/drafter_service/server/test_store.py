@@ -164,6 +164,13 @@ def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
 
 
+def test_what_a_killed_write_has_left_is_replaced(store):
+    written(store)
+    (store.folder / "a" / f".{DESCRIPTION}.part").write_text("half")
+    assert read(written(store)) == description()
+    assert files_of(store) == [DESCRIPTION]
+
+
 def test_files_are_readable_by_their_owner_only(store):
     written(store)
     for path in (store.folder, store.folder / "a"):
