@@ -107,6 +107,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the names of the stored namespaces, sorted. Raises OSError."""
+        self._check_folder()
         found, set_aside = [], {}
         for name in filter(NAME.fullmatch, os.listdir(self.folder)):
             try:
@@ -196,11 +197,14 @@ class Store:
         try:
             path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if self._is_locked:
-                # Without the lock file this is another folder, such as the mount point of a disk that is gone.
-                (self.folder / LOCK).stat()
+            self._check_folder()
             return False
         return True
+
+    def _check_folder(self) -> None:
+        """Raise OSError without the lock file: this is another folder, such as the mount point of a disk that is gone."""
+        if self._is_locked:
+            (self.folder / LOCK).stat()
 
 
 def _read_description(path: Path) -> Description:

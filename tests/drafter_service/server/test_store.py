@@ -146,7 +146,7 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_one(store):
         assert not store.has("b")
         gone = store.folder.rename(store.folder.with_name("gone"))
         store.folder.mkdir()
-        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8)):
+        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8), store.names):
             with pytest.raises(FileNotFoundError):
                 look()
         store.folder.rmdir()
