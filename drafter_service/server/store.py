@@ -202,7 +202,7 @@ class Store:
         return True
 
     def _check_folder(self) -> None:
-        """Raise OSError without the lock file: this is another folder, such as the mount point of a disk that is gone."""
+        """Raise OSError if the lock file is gone: this is another folder, such as the mount point of a lost disk."""
         if self._is_locked:
             (self.folder / LOCK).stat()
 
