@@ -93,8 +93,8 @@ class Replica:
         )
 
     async def _take(self, events: list[Event]) -> None:
-        await self._namespace.wait_for_room()
         for event in events:
+            await self._namespace.wait_for_room()
             match event:
                 case Finished(request, tokens, finished_at, tag):
                     self._namespace.learn(tokens, request or None, tag, logged_at=finished_at)

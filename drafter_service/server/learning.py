@@ -29,7 +29,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
     for index, name in enumerate(texts.request_ids):
         if index % TEXTS_PER_TURN == 0:
             await asyncio.sleep(0)
-            await namespace.wait_for_room()
+        await namespace.wait_for_room()
         text = texts.text(index)
         if texts.prompt_lengths is not None and not namespace.has_learned(name):
             prompt_length = texts.prompt_lengths[index]

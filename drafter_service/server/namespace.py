@@ -122,7 +122,8 @@ class Namespace:
         """Function that writes an event of this replica to the shared log."""
         self._learned = corpus.request_times()
         """Hashes of names, with the times when they were learned."""
-        self._max_waiting = max_waiting
+        # Texts that cannot wait have the other half of what the corpus allows.
+        self._max_waiting = min(max_waiting, corpus.max_waiting // 2)
         self._profile = profile
         self.saved_version = self.version
         """The `version` that the last snapshot contains."""
@@ -245,7 +246,7 @@ class Namespace:
         return is_learned
 
     async def wait_for_room(self) -> None:
-        """Return once at most `max_waiting` learned tokens are not draftable yet, which bounds memory.
+        """Return once at most `max_waiting` learned tokens, or half of what the corpus allows, are not draftable yet.
 
         Raises ClosedError.
         """

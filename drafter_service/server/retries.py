@@ -12,7 +12,7 @@ from drafter_service.transport.absence import NOT_READY
 
 logger = structlog.get_logger(__name__)
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0
 """A namespace is not tried again for the first, doubled with each failure in a row up to the second, in seconds."""
 MAX_FAILURES = 1024
 """Number of namespaces whose failures are remembered."""
@@ -46,8 +46,8 @@ class Retries:
     def check(self, name: str) -> None:
         """Raise LoadError, with the reason of the last failure, if it is too early to try again."""
         failure = self._failures.get(name)
-        if failure is not None and self._clock() < failure.retry_at:
-            raise LoadError(f"namespace {name!r}", failure.reason)
+        if failure is not None and (left_s := failure.retry_at - self._clock()) > 0:
+            raise LoadError(f"namespace {name!r}", f"{failure.reason}; it is tried again in {left_s:.1f} s")
 
     def add(self, name: str, problem: BaseException) -> LoadError:
         """Record a failure; return the error for the callers."""

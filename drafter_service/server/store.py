@@ -107,6 +107,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the names of the stored namespaces, sorted. Raises OSError."""
+        self._check_folder()
         found, set_aside = [], {}
         for name in filter(NAME.fullmatch, os.listdir(self.folder)):
             try:
@@ -196,11 +197,14 @@ class Store:
         try:
             path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            if self._is_locked:
-                # Without the lock file this is another folder, such as the mount point of a disk that is gone.
-                (self.folder / LOCK).stat()
+            self._check_folder()
             return False
         return True
+
+    def _check_folder(self) -> None:
+        """Raise OSError if the lock file is gone: this is another folder, such as the mount point of a lost disk."""
+        if self._is_locked:
+            (self.folder / LOCK).stat()
 
 
 def _read_description(path: Path) -> Description:
@@ -213,13 +217,14 @@ def _read_description(path: Path) -> Description:
 
 def _write_atomically(path: Path, text: str) -> None:
     """Replace a file, with permissions for its owner only. After an OSError the previous contents remain."""
-    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Always the same name, so that the next write replaces what a killed process has left.
+    part = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        Path(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise

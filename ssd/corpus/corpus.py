@@ -40,7 +40,7 @@ RETRY_S = 1.0
 """Time after which the maintainer repeats a refresh that failed, in seconds; until then, it applies no changes."""
 
 MIN_WAITING = 1 << 20
-"""Number of tokens, or the capacity if that is more, that may wait for the next refresh."""
+"""Least value of `Corpus.max_waiting`, in tokens."""
 MAX_LIVE_CHANGES = 1 << 14
 """Number of changes of the live tier that may wait for the next refresh: some megabytes, seconds of many engines."""
 
@@ -60,6 +60,8 @@ class Corpus:
         if not 1 <= depth <= MAX_MATCH_DEPTH:
             raise ValueError(f"depth must be 1 to {MAX_MATCH_DEPTH}, not {depth}")
         self.capacity, self.depth = capacity, depth
+        self.max_waiting = max(capacity, MIN_WAITING)
+        """Number of tokens that may wait for a refresh; more would overwrite each other."""
         self.clock = clock
         self._index = Index(capacity, depth)
         self._inbox: deque[Text | Forget] = deque()
@@ -205,7 +207,7 @@ class Corpus:
         if not 0 <= tag < 1 << 16:
             raise ValueError(f"tag must have 16 bits, not be {tag}")
         if len(tokens):
-            if self.waiting > max(self.capacity, MIN_WAITING) and not self._make_room():
+            if self.waiting > self.max_waiting and not self._make_room():
                 return False
             with self._count_lock:
                 self._appended += len(tokens)

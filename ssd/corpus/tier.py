@@ -55,8 +55,11 @@ class Tier:
         Changes do not wait for it: they leave the memory to it, and use another buffer.
         """
         positions = self.newest.positions[:]
-        self._kept.append((self._front, weakref.ref(positions)))
+        self._kept = [*self._still_kept(), (self._front, weakref.ref(positions))]
         return positions
+
+    def _still_kept(self) -> list[tuple[Buffer, weakref.ref[np.ndarray]]]:
+        return [pair for pair in self._kept if pair[1]() is not None]
 
     def next_buffer(self) -> Buffer:
         """Return the buffer for the next suffix array, after waiting until its old contents have no readers.
@@ -64,7 +67,7 @@ class Tier:
         Raises ReadersError after `READERS_LIMIT_S`, with nothing changed, as do the other changes.
         """
         self.wait_for_readers()
-        old, kept = self._back, [pair for pair in self._kept if pair[1]() is not None]
+        old, kept = self._back, self._still_kept()
         self._kept = [pair for pair in kept if pair[0] is not old]
         if len(self._kept) < len(kept):
             self._back = Buffer(len(old))

@@ -236,16 +236,16 @@ async def waits(task):
 
 @run
 async def test_a_caller_with_much_text_waits_for_the_index():
-    async with learning() as namespace:
-        many = texts(*[[1]] * (3 * TEXTS_PER_TURN))
+    async with learning(max_waiting=99) as namespace:
+        many = texts(*[[1]] * 300)
         total = pb.ObserveResponse()
         task = asyncio.create_task(learn(namespace, many, total))
         for turn in range(1, 4):
             assert await waits(task) == (turn < 3)
-            assert namespace.corpus.waiting == TEXTS_PER_TURN
+            assert namespace.corpus.waiting == 100
             await asyncio.to_thread(namespace.corpus.refresh)
         await task
-        assert total == pb.ObserveResponse(tokens=3 * TEXTS_PER_TURN, texts=3 * TEXTS_PER_TURN)
+        assert total == pb.ObserveResponse(tokens=300, texts=300)
 
 
 @run

@@ -79,6 +79,14 @@ def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):
     assert namespace.learn(nothing, "0")
 
 
+def test_a_text_that_the_corpus_drops_may_be_sent_again(namespace, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(namespace.corpus, "append", lambda *_, **__: False)
+        assert not namespace.learn(array([1, 2, 3, 4]), "r")
+    assert (namespace.has_learned("r"), namespace.duplicates) == (False, 0)
+    assert namespace.learn(array([1, 2, 3, 4]), "r")
+
+
 def test_everything_is_forgotten_after_the_clock_was_set_back(namespace, clock):
     """The clock was a day ahead when the text was learned."""
     for now, text in ((1000.0, [1, 2, 3, 4]), (90_000.0, [5, 6, 7, 8]), (1001.0, [2, 4, 6, 8])):

@@ -146,7 +146,7 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_one(store):
         assert not store.has("b")
         gone = store.folder.rename(store.folder.with_name("gone"))
         store.folder.mkdir()
-        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8)):
+        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8), store.names):
             with pytest.raises(FileNotFoundError):
                 look()
         store.folder.rmdir()
@@ -162,6 +162,13 @@ def test_a_failed_write_keeps_the_old_description(store, monkeypatch):
             store.write_description(description(duplicates=50))
     assert read(store).duplicates == 3
     assert os.listdir(store.folder / "a") == [DESCRIPTION]
+
+
+def test_what_a_killed_write_has_left_is_replaced(store):
+    written(store)
+    (store.folder / "a" / f".{DESCRIPTION}.part").write_text("half")
+    assert read(written(store)) == description()
+    assert files_of(store) == [DESCRIPTION]
 
 
 def test_files_are_readable_by_their_owner_only(store):

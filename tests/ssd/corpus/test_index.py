@@ -164,6 +164,7 @@ def test_queues_are_bounded_while_merges_wait_for_a_reader(monkeypatch):
     held = corpus.view
     owner = corpus.start_running(array([1, 2, 3]))
     accepted = [corpus.append(request) for request in some_requests(1000)]
+    assert corpus.max_waiting == 200_000
     until = time.monotonic() + 60
     while not (corpus.times.dropped and corpus._has_live_gap):
         assert time.monotonic() < until
