@@ -67,13 +67,6 @@ def source_options(command: F) -> F:
     return command
 
 
-def find_sources(sources: Sequence[str]) -> list[File]:
-    """Return the files of paths and URLs. Raises UserError if one cannot be found."""
-    from drafter_service.ingest.files import list_files
-
-    return list_files(sources)
-
-
 def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
     """Read all files, and print what is found and what is skipped. Raises UserError if there is no document."""
     from rich.console import Console

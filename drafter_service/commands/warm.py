@@ -11,7 +11,6 @@ from drafter_service.commands.link import Link, connection_options
 from drafter_service.commands.sources import (
     Excerpts,
     counts_of,
-    find_sources,
     listed,
     preview,
     skipped_table,
@@ -59,10 +58,11 @@ def warm(
     link: Link,
 ) -> None:
     """Learn from logs and text before the first requests."""
+    from drafter_service.ingest.files import list_files
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
 
-    files = find_sources((*sources, *more_sources))
+    files = list_files((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
     reading = Reading(vocabulary, fields, whole_prompts=shadow, as_text=text)
     if dry_run:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.output import check_writable, write
-from drafter_service.commands.sources import Excerpts, find_sources, preview, source_options
+from drafter_service.commands.sources import Excerpts, preview, source_options
 from drafter_service.observability.version import own_version
 from ssd.errors import UserError
 
@@ -71,6 +71,7 @@ def advise(
     """
     import tempfile
 
+    from drafter_service.ingest.files import list_files
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
     from ssd.budget.cost_profile import CostProfile
@@ -81,7 +82,7 @@ def advise(
     for path in filter(None, (out, config)):
         check_writable(path)
     profile = CostProfile.read(cost_profile) if cost_profile else roofline(gpu or "h100", model_size)
-    files = find_sources((*sources, *more_sources))
+    files = list_files((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
     reading = Reading(vocabulary, fields, whole_prompts=True, has_origins=True, as_text=text)
     if dry_run:

@@ -10,12 +10,18 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from drafter_service.ingest.containers import read_batches
+from drafter_service.ingest.containers import BINARY, EMPTY, NO_RECORDS, NOT_TEXT, read_batches
 from drafter_service.ingest.documents import Totals
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.reading import Reading, encode
+from drafter_service.ingest.json_text import JSON_CUT, NOT_JSON, NOT_UTF8
+from drafter_service.ingest.reading import PREFIX_TOKENS, Reading, encode
+from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
 from drafter_service.ingest.vocabulary import Vocabulary
 
+RECORDS = [{"prompt_token_ids": list(range(100)), "token_ids": [7, index]} for index in range(50)]
+LEARNED = [[*range(100 - PREFIX_TOKENS, 100), 7, index] for index in range(50)]
+REFUSED = "refused"
+REASONS = {BAD_ROW, BINARY, EMPTY, JSON_CUT, NO_HEADER, NO_RECORDS, NOT_JSON, NOT_TEXT, NOT_UTF8}
 MODEL = Path(__file__).parents[3] / "engine" / "models" / "assets" / "stdlib-7m"
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -31,6 +37,11 @@ def documents_in(*paths, reading=None):
     return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
 
 
+def small(**settings):
+    """Return a `Reading` with blocks of a few records."""
+    return Reading(block_bytes=1000, **settings)
+
+
 def pairs_of(documents):
     """Return pairs of name and token ids."""
     bounds = documents.offsets.tolist()
@@ -44,6 +55,22 @@ def pairs_of(documents):
 def counts_of(faults):
     """Return the number of faults by reason."""
     return {reason: fault.count for reason, fault in faults.by_reason.items()}
+
+
+def outputs_in(path, **settings):
+    """Return the outputs of a file as text, and the faults by reason."""
+    reading = Reading(block_bytes=16, **settings)
+    items = [item for batch in read_batches(list_files([str(path)]), reading, Counter()) for item in batch.items]
+    assert len({item.name for item in items}) == len(items), "each document has a name of its own"
+    return [item.output for item in items], faults_of(reading)
+
+
+def faults_of(reading):
+    """Return the number of faults by reason; those that formats give are one."""
+    counts = Counter()
+    for reason, count in counts_of(reading.faults).items():
+        counts[reason if reason in REASONS else REFUSED] += count
+    return dict(counts)
 
 
 def write_jsonl(path, records):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_service.ingest import vocabulary as vocabulary_module
+from drafter_service.client import tokenizer as tokenizer_module
 from drafter_service.ingest.chats import Chat
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.vocabulary import REFUSED, ChatFormatter, Vocabulary
@@ -24,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 def test_encoding_agrees_with_the_library_for_any_number_of_texts(monkeypatch):
     from tokenizers import Tokenizer
 
-    monkeypatch.setattr("drafter_service.ingest.vocabulary.CHARS_AT_ONCE", 50)
+    monkeypatch.setattr("drafter_service.client.tokenizer.CHARS_AT_ONCE", 50)
     texts = [f"def f{index}(x):\n    return x\n" * (index % 5) for index in range(40)]
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
@@ -88,7 +88,7 @@ def test_long_texts_are_tokenized_in_pieces_with_the_same_result(tmp_path, monke
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     code = json.loads((MODEL / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
     text = f"{code}\n\n  foo  bar, 12345 it's;\n/x  \n\n" * 40 + "我们看海。海是蓝的。" * 200 + "x" * 3000 + code * 20
-    monkeypatch.setattr(vocabulary_module, "CHARS_AT_ONCE", 700)
+    monkeypatch.setattr(tokenizer_module, "CHARS_AT_ONCE", 700)
     vocabulary = Vocabulary(tmp_path)
     pieces = list(vocabulary._pieces(text))
     assert vocabulary.encode([text, "", "a b"])[0].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
@@ -97,7 +97,7 @@ def test_long_texts_are_tokenized_in_pieces_with_the_same_result(tmp_path, monke
 
 
 def test_memory_for_texts_without_words_is_bounded(monkeypatch):
-    monkeypatch.setattr(vocabulary_module, "CHARS_AT_ONCE", 700)
+    monkeypatch.setattr(tokenizer_module, "CHARS_AT_ONCE", 700)
     pieces = list(Vocabulary(MODEL)._pieces("0123456789" * 1000))
     assert "".join(pieces) == "0123456789" * 1000
     assert max(map(len, pieces)) <= 2 * 700
