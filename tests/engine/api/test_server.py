@@ -251,6 +251,27 @@ def test_health_metrics_and_openapi(http):
     assert figures["generated_tokens"] == metric(http, "vllm:generation_tokens_total")
 
 
+def test_one_context_window_is_reported_with_its_cause(folder):
+    arguments = ("--kv-memory", "4", "--port", "0", "--device", "cpu", *NO_DRAFTS)
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(folder), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            window = next(line for line in process.stdout if line.startswith("context window: ")).split(": ")[1].strip()
+            assert re.fullmatch(
+                r"\d+ tokens \(as many as --kv-memory 4 holds; 13 would hold the model's 2048\)", window
+            )
+            url = re.search(r"http://\S+", process.stdout.readline())[0]
+            [model] = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"]
+            assert model["max_model_len"] == int(window.split()[0])
+            for fields in ({"prompt": [5] * 1500}, {"prompt": "x", "max_tokens": 1500}):
+                answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL} | fields, timeout=TIMEOUT_S)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert f"context window of {window}" in error["message"]
+        finally:
+            process.terminate()
+
+
 PAGE = "https://page.example"
 
 
