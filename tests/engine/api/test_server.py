@@ -82,7 +82,10 @@ def test_repeats_are_drafted_and_reported(shape, folder, request):
         assert first.choices[0].text == second.choices[0].text
         draft = second.usage.model_dump()["draft"]
         assert draft["tokens_per_step"] > 2
-        assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
+        assert second.usage.completion_tokens_details.accepted_prediction_tokens == 0  # There was no prediction.
+        predicted = {"prediction": {"type": "content", "content": first.choices[0].text}}
+        again = eventually(lambda: mostly_drafted(client.completions.create(**payload, extra_body=predicted)))
+        assert again.usage.completion_tokens_details.accepted_prediction_tokens > 0
         without = client.completions.create(**payload, extra_body={"max_draft": 0})
         assert without.choices[0].text == first.choices[0].text
         assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
