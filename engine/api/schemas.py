@@ -21,7 +21,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_TOOLS = 128
 """OpenAI's limit."""
-PROMPT_SETTINGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
+PROMPT_SETTINGS = (
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "documents", "reasoning_effort",
+)  # fmt: skip
 """Fields of chats that `chat_template_kwargs` may have as well."""
 Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
@@ -241,7 +243,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     """Whether the output continues the final message, instead of answering it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further variables for the chat template, such as `enable_thinking`, and the two fields above."""
+    """Further variables for the chat template, such as `enable_thinking`; fields of `PROMPT_SETTINGS` are moved."""
     documents: list[dict[str, Any]] | None = None
     """A variable for the chat template, like the next one."""
     reasoning_effort: str | None = None
@@ -281,7 +283,7 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
-        if None is not self.max_tokens != self.max_completion_tokens is not None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: it differs from max_completion_tokens, its newer name; send one of them")
         return self
 
@@ -309,7 +311,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Further variables for the chat template. Those that are fields take precedence."""
+        """Further variables for the chat template."""
         fields = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
         return self.chat_template_kwargs | {name: value for name, value in fields.items() if value is not None}
 

@@ -181,6 +181,7 @@ def test_settings_of_the_prompt_take_effect_as_fields_and_as_arguments_of_the_te
         ({"chat_template_kwargs": ["tools"]}, "chat_template_kwargs"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
         ({"echo": True}, "echo"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -82,7 +82,10 @@ def test_repeats_are_drafted_and_reported(shape, folder, request):
         assert first.choices[0].text == second.choices[0].text
         draft = second.usage.model_dump()["draft"]
         assert draft["tokens_per_step"] > 2
-        assert second.usage.completion_tokens_details.accepted_prediction_tokens == draft["accepted_tokens"]
+        assert second.usage.completion_tokens_details.accepted_prediction_tokens == 0  # There was no prediction.
+        predicted = {"prediction": {"type": "content", "content": first.choices[0].text}}
+        again = eventually(lambda: mostly_drafted(client.completions.create(**payload, extra_body=predicted)))
+        assert again.usage.completion_tokens_details.accepted_prediction_tokens > 0
         without = client.completions.create(**payload, extra_body={"max_draft": 0})
         assert without.choices[0].text == first.choices[0].text
         assert without.usage.model_dump()["draft"]["drafted_tokens"] == 0
@@ -249,6 +252,27 @@ def test_health_metrics_and_openapi(http):
     assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
     figures = http.get("/figures").json()
     assert figures["generated_tokens"] == metric(http, "vllm:generation_tokens_total")
+
+
+def test_one_context_window_is_reported_with_its_cause(folder):
+    arguments = ("--kv-memory", "4", "--port", "0", "--device", "cpu", *NO_DRAFTS)
+    command = [sys.executable, "-m", "engine.commands.main", "serve", "--model", str(folder), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            window = next(line for line in process.stdout if line.startswith("context window: ")).split(": ")[1].strip()
+            assert re.fullmatch(
+                r"\d+ tokens \(as many as --kv-memory 4 holds; 13 would hold the model's 2048\)", window
+            )
+            url = re.search(r"http://\S+", process.stdout.readline())[0]
+            [model] = httpx.get(f"{url}/v1/models", timeout=TIMEOUT_S).json()["data"]
+            assert model["max_model_len"] == int(window.split()[0])
+            for fields in ({"prompt": [5] * 1500}, {"prompt": "x", "max_tokens": 1500}):
+                answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL} | fields, timeout=TIMEOUT_S)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert f"context window of {window}" in error["message"]
+        finally:
+            process.terminate()
 
 
 PAGE = "https://page.example"
