@@ -24,7 +24,7 @@ MIN_TRIAL_STEPS = 6
 MAX_SAVED, MAX_LOST = 5.0, 50.0
 """Largest sum of saved time, and of lost time, as multiples of the time that a trial may lose. The first limits how
 much drafting loses after it stops being worthwhile, the second how much a very slow step counts."""
-FIRST_ALLOWANCE = 3.0
+FIRST_ALLOWANCE = 2.0
 """The allowance at first, as a multiple of the time that a trial may lose. Saved time adds up to `MAX_SAVED` to it."""
 MEASURED_RUNS = 4, 1024
 """The argument `runs` of a `Backoff` that inserts single steps without drafts, to measure their duration."""

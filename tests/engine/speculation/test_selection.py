@@ -133,7 +133,7 @@ def test_a_trial_with_more_sequences_has_fewer_steps(sequences, steps):
 def test_a_pause_of_a_large_batch_does_not_stop_drafts_of_a_small_one():
     selection = DraftSelection(CHEAP)
     for _ in range(20):
-        selection.record(plan_of(16, is_drafting=True, drafting_s=1.0), 0, 16, 1.0)
+        selection.record(plan_of(16, is_drafting=True, drafting_s=0.5), 0, 16, 1.0)
     assert [selection.admits(plan_of(count)) for count in (15, 16, 31, 32)] == [True, False, False, True]
 
 
@@ -176,14 +176,14 @@ def test_tokens_that_cannot_be_verified_do_not_count_as_expected():
 
 @pytest.mark.parametrize(("depth", "pays"), [(2, True), (1, False)])
 def test_extra_rows_that_cannot_pay_are_not_tried_and_this_is_said_once(depth, pays):
-    # The rows take as long as one step without drafts, and verifying a token of each sequence a tenth of that.
-    selection = DraftSelection(line(0.05, 0.9), DraftLimits(depth=depth), (said := []).append)
+    # The rows take half as long as a step without drafts, and verifying a token of each sequence half as long, too.
+    selection = DraftSelection(line(0.25, 0.5), DraftLimits(depth=depth), (said := []).append)
     for _ in range(3):
-        plan = plan_of(2, extra_room=10)
+        plan = plan_of(2, extra_room=1)
         assert selection.admits(plan), "drafts without extra rows may pay"
-        assert plan.producing[0].extra_room == (10 if pays else 0)
+        assert plan.producing[0].extra_room == (1 if pays else 0)
     assert said == ([] if pays else [said[0]])
-    assert pays or ("with 2 requests at once" in said[0] and "(10 for each request)" in said[0])
+    assert pays or ("with 2 requests at once" in said[0] and "(1 for each request)" in said[0])
 
 
 @pytest.mark.parametrize(("position_steps", "pays"), [(0.5, True), (1.0, False)])
@@ -203,7 +203,7 @@ def test_extra_rows_that_may_pay_are_tried_when_the_trial_takes_a_small_part_of_
         assert selection.admits(plan), "drafts without extra rows cost nothing"
         rows.append(2 * plan.producing[0].extra_room)
         selection.record(plan_of(2, is_drafting=True, extra_rows=rows[-1]), 0, 2, 1.0 + 0.05 * rows[-1])
-    assert 290 < rows.index(40) < 310
+    assert 390 < rows.index(40) < 410
     assert rows.count(40) == 3
 
 

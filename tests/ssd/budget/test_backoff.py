@@ -75,7 +75,7 @@ def pauses_of(made):
 
 def test_the_first_trials_follow_each_other_and_later_ones_take_a_small_part_of_the_time():
     pauses = pauses_of(run(Backoff(), 3000, saved=0.0, drafting=0.05))
-    assert pauses[: int(FIRST_ALLOWANCE) - 1] == [1, 1]
+    assert pauses[: int(FIRST_ALLOWANCE) - 1] == [1]
     assert pauses[4:] == pytest.approx([TRIAL / MAX_LOSS - TRIAL / 0.05] * len(pauses[4:]), abs=2)
 
 
@@ -85,10 +85,11 @@ def test_a_trial_follows_soon_after_drafting_was_worthwhile():
     while backoff.is_stopped:
         backoff.record_pause()
     run(backoff, 50, saved=1.0, drafting=0.5)
-    assert pauses_of(run(backoff, 500, saved=0.0, drafting=0.5))[0] < 64
+    # A trial of 6 steps loses 3, which takes 300 steps without what was saved.
+    assert pauses_of(run(backoff, 500, saved=0.0, drafting=0.5))[0] < 150
 
 
-@pytest.mark.parametrize(("loss", "pause"), [(-1.0, 0), (0.1, 0), (2.0, 900)])
+@pytest.mark.parametrize(("loss", "pause"), [(-1.0, 0), (0.1, 0), (2.0, 1000)])
 def test_a_trial_that_would_lose_much_waits_until_it_may(loss, pause):
     backoff = Backoff()
     for _ in range(2):
