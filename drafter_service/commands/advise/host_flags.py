@@ -24,7 +24,7 @@ def vllm_choice(paths: Sequence[Speedup], concurrency: int) -> Speedup:
     ragged = [one for one in at_once if not one.is_padded]
     fastest = max(one.speedup for one in ragged)
     padded = max((one for one in at_once if one.is_padded), key=lambda one: one.speedup)
-    if padded.speedup >= max(1, NEAR_PADDED * fastest):
+    if padded.speedup > max(1, NEAR_PADDED * fastest):
         return padded
     return min((one for one in ragged if one.speedup >= NEAR_BEST * fastest), key=lambda one: one.max_draft)
 
