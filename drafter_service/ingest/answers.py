@@ -193,7 +193,7 @@ def body_of(value: object) -> object:
 class Delta(NamedTuple):
     """A part of a streamed answer."""
 
-    index: int
+    number: int
     """Number of the answer among those to one request."""
     fields: Message
     """Pieces of its message."""
@@ -286,7 +286,7 @@ def merged_chunks(events: list[Any], skipped: list[str]) -> list[Output] | None:
     answers: dict[int, Streamed] = {}
     for event in events:
         for delta in deltas_of(event) or ():
-            answers.setdefault(delta.index, Streamed()).add(delta.fields)
+            answers.setdefault(delta.number, Streamed()).add(delta.fields)
     outputs = (answers[index].output(skipped) for index in sorted(answers))
     return [output for output in outputs if output is not None]
 

@@ -46,6 +46,7 @@ OUTPUTS = ("output", "outputs")
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
 MASKS = words("labels loss_mask assistant_masks completion_mask")
+IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *MASKS, "tokens"))
 TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
 FAILED = frozenset(words("error error_message exception status status_code"))
@@ -125,6 +126,9 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         if fields or not isinstance(value, dict):
             yield _read_fields(record, fields) if fields else Read(record, "", [], [NOT_A_RECORD])
             continue
+        if any(type(column) is np.ndarray for column in value.values()):  # Only of these columns arrays are read.
+            value = {name: one if name in IDS else _listed(one) for name, one in value.items()}
+            record = record._replace(value=value)
         names = tuple(value)
         if (shape := shapes.get(names)) is None:
             shapes = shapes if len(shapes) < MAX_SHAPES else {}
@@ -150,10 +154,17 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         yield from _ended(group)
 
 
+def _listed(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def _ended(group: Stream | Session) -> Iterator[Read]:
-    yield from group.finish()
-    if group.is_unanswered:
-        yield Read(group.first, "", [], [NO_ANSWER])
+    try:
+        yield from group.finish()
+        if group.is_unanswered:
+            yield Read(group.first, "", [], [NO_ANSWER])
+    except (RecordError, RecursionError) as problem:
+        yield _unreadable(group.first, problem)
 
 
 def is_conversation(found: list[Found]) -> bool:
