@@ -126,7 +126,7 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         if fields or not isinstance(value, dict):
             yield _read_fields(record, fields) if fields else Read(record, "", [], [NOT_A_RECORD])
             continue
-        if any(type(column) is np.ndarray for column in value.values()):  # Only of these columns arrays are read.
+        if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
             value = {name: one if name in IDS else _listed(one) for name, one in value.items()}
             record = record._replace(value=value)
         names = tuple(value)
@@ -226,7 +226,8 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
     if not isinstance(response, dict) and not isinstance(request, dict | list):
         return None
-    if str(record.get("run_type", record.get("type"))).lower() in STEPS:
+    kind = record.get("run_type", record.get("type"))
+    if isinstance(kind, str) and kind.lower() in STEPS:
         return _none(skipped, NOT_A_MODEL)
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
@@ -286,10 +287,12 @@ def _columns(names: Iterable[str]) -> Reader:
     def read(record: Value, skipped: list[str]) -> list[Found] | None:
         present = [name for name in names if name in record and isinstance(record[name], READABLE)]
         name = next((name for name in present if record[name] is not None and len(record[name])), None)
-        is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
-        if is_null or (names is not COMPLETIONS and TASK & record.keys()):
+        if not present or (names is not COMPLETIONS and TASK & record.keys()):
             return None
-        if name is None or _is_rejected(record, skipped):
+        if name is None:
+            is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
+            return None if is_null else []
+        if _is_rejected(record, skipped):
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
         if is_chat(value):
