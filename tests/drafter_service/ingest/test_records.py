@@ -405,9 +405,9 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or | and )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
-        " and ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
+        ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
     ]
     assert documented == list(zip(CASES, fields, strict=True))
