@@ -175,16 +175,19 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
 
 def body_of(value: object) -> object:
     """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
-    decoded = parsed(value)
+    decoded = value
     if isinstance(value, str):
+        decoded = parsed(value)
         if value.startswith(("data:", "event:")):
             events = [parsed(line[5:].strip()) for line in value.splitlines() if line.startswith("data:")]
             return [event for event in events if isinstance(event, dict)] or value
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
-    bodies = (parsed(decoded[name]) for name in BODIES if name in decoded) if isinstance(decoded, dict) else ()
-    return next((body for body in bodies if isinstance(body, dict)), decoded)
+    for name in BODIES:
+        if isinstance(decoded, dict) and name in decoded and isinstance(body := parsed(decoded[name]), dict):
+            return body
+    return decoded
 
 
 # --- Streamed chunks
@@ -193,7 +196,7 @@ def body_of(value: object) -> object:
 class Delta(NamedTuple):
     """A part of a streamed answer."""
 
-    index: int
+    number: int
     """Number of the answer among those to one request."""
     fields: Message
     """Pieces of its message."""
@@ -286,7 +289,7 @@ def merged_chunks(events: list[Any], skipped: list[str]) -> list[Output] | None:
     answers: dict[int, Streamed] = {}
     for event in events:
         for delta in deltas_of(event) or ():
-            answers.setdefault(delta.index, Streamed()).add(delta.fields)
+            answers.setdefault(delta.number, Streamed()).add(delta.fields)
     outputs = (answers[index].output(skipped) for index in sorted(answers))
     return [output for output in outputs if output is not None]
 

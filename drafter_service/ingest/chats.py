@@ -259,9 +259,9 @@ class _Parts:
             self._skipped.append(NO_CONTENT)
 
     def _add_object(self, part: Message) -> None:
-        kind = part.get("type")
-        if kind is None and (names := (CALLS | RESULTS | THOUGHTS) & part.keys()):
-            kind = next(iter(names))
+        kind = str(part.get("type") or "")
+        if not kind and (named := [name for name in part if name in CALLS | RESULTS | THOUGHTS]):
+            kind = named[0]
             part = part[kind] if isinstance(part[kind], dict) else part
         if kind in CALLS:
             if not isinstance(part.get("value"), str) or not self.add_encoded_calls(part["value"]):
@@ -276,7 +276,7 @@ class _Parts:
             self.thoughts += _texts(part)
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
-        elif kind is None or "text" in str(kind) or kind == "refusal":
+        elif not kind or "text" in kind or kind == "refusal":
             text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
             if text is None and not kind and part and not FILES & part.keys():
                 text = as_json(part)

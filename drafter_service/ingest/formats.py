@@ -46,6 +46,7 @@ OUTPUTS = ("output", "outputs")
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
 MASKS = words("labels loss_mask assistant_masks completion_mask")
+IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *MASKS, "tokens"))
 TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
 FAILED = frozenset(words("error error_message exception status status_code"))
@@ -125,6 +126,9 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         if fields or not isinstance(value, dict):
             yield _read_fields(record, fields) if fields else Read(record, "", [], [NOT_A_RECORD])
             continue
+        if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
+            value = {name: one if name in IDS else _listed(one) for name, one in value.items()}
+            record = record._replace(value=value)
         names = tuple(value)
         if (shape := shapes.get(names)) is None:
             shapes = shapes if len(shapes) < MAX_SHAPES else {}
@@ -150,10 +154,17 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
         yield from _ended(group)
 
 
+def _listed(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def _ended(group: Stream | Session) -> Iterator[Read]:
-    yield from group.finish()
-    if group.is_unanswered:
-        yield Read(group.first, "", [], [NO_ANSWER])
+    try:
+        yield from group.finish()
+        if group.is_unanswered:
+            yield Read(group.first, "", [], [NO_ANSWER])
+    except (RecordError, RecursionError) as problem:
+        yield _unreadable(group.first, problem)
 
 
 def is_conversation(found: list[Found]) -> bool:
@@ -215,7 +226,8 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
     if not isinstance(response, dict) and not isinstance(request, dict | list):
         return None
-    if str(record.get("run_type", record.get("type"))).lower() in STEPS:
+    kind = record.get("run_type", record.get("type"))
+    if isinstance(kind, str) and kind.lower() in STEPS:
         return _none(skipped, NOT_A_MODEL)
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
@@ -275,10 +287,12 @@ def _columns(names: Iterable[str]) -> Reader:
     def read(record: Value, skipped: list[str]) -> list[Found] | None:
         present = [name for name in names if name in record and isinstance(record[name], READABLE)]
         name = next((name for name in present if record[name] is not None and len(record[name])), None)
-        is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
-        if is_null or (names is not COMPLETIONS and TASK & record.keys()):
+        if not present or (names is not COMPLETIONS and TASK & record.keys()):
             return None
-        if name is None or _is_rejected(record, skipped):
+        if name is None:
+            is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
+            return None if is_null else []
+        if _is_rejected(record, skipped):
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
         if is_chat(value):

@@ -115,10 +115,10 @@ class Stream(Group):
             yield from self._read(record, found, skipped)
             self.is_finished = True
         for delta in deltas_of(value) or ():
-            _, answer = self._answers.setdefault(delta.index, (record, Streamed()))
+            _, answer = self._answers.setdefault(delta.number, (record, Streamed()))
             answer.add(delta.fields)
             if delta.is_last:
-                yield from self._complete(delta.index)
+                yield from self._complete(delta.number)
                 self.is_finished = not self._answers
 
     def finish(self) -> Iterator[Read]:  # noqa: D102
@@ -208,7 +208,7 @@ class ClaudeCode(Session):
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
         names = ("sessionId", "session_id", "isSidechain", "agentId", "parent_tool_use_id")
         has_message = value.get("type") in (USER, ASSISTANT) and isinstance(value.get("message"), dict)
-        is_event = has_message or (value.get("type") in CLAUDE_EVENTS and not OTHERS & value.keys())
+        is_event = has_message or (str(value.get("type")) in CLAUDE_EVENTS and not OTHERS & value.keys())
         return tuple(str(value.get(name)) for name in names) if is_event else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
@@ -233,7 +233,7 @@ class Codex(Session):
         content = value.get("content")
         part = content[0] if isinstance(content, list) and content else None
         is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
-        is_event = "payload" in value and kind in cls.EVENTS
+        is_event = "payload" in value and str(kind) in cls.EVENTS
         return "" if is_event or is_message or item_role(kind) or value.get("record_type") == "state" else None
 
     def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102

@@ -319,6 +319,7 @@ CASES = {
         ([{"prompt": "q", "reasoning": "Hm.", "response": "So."}], [("q", "Hm.\n\nSo.")]),
         ([{"question": "q", "answer": "gold", "prediction": "pred", "model_output": "written"}], [("q", "written")]),
         ([{"prompt": "p", "completions": [{"model": "m", "completion": "c"}]}], [("p", "c")]),
+        ([{"prompt": np.array([1]), "response": np.array([2, 3])}], [([1], [2, 3])]),
         ([{"type": "chat", "session_id": "s", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"source": "x", "observation": "o", "prompt": "p", "response": "r"}], [("p", "r")]),
         ([{"messages": [USER, ANSWER], "generations": ["a", "b"]}], [(["Why?"], "a"), (["Why?"], "b")]),
@@ -404,9 +405,9 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or | and )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
-        " and ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
+        ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
     ]
     assert documented == list(zip(CASES, fields, strict=True))
@@ -419,6 +420,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ("text", NOT_A_RECORD),
         (None, NOT_A_RECORD),
         ({}, NO_FORMAT),
+        ([{"role": ["user"], "type": ["tool_use"], "content": [{"type": {"a": 1}}]}], NO_FORMAT),
         ({"messages": [USER]}, NO_ANSWER),
         (USER, NO_ANSWER),
         (claude("user", "Why?"), NO_ANSWER),
