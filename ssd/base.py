@@ -248,15 +248,20 @@ class CorpusDrafter(ABC):
         prepared.index()
         running = prepared.running
         prefix = prepared.text[running.first_learned :] if running.learn and self.PUBLISHES else None
-        running.row = self._sequences.add(
-            prepared.local,
-            self.corpus.start_running(prefix, running.tag),
-            is_predicted=prepared.is_predicted,
-            is_shared=running.learn and self.PUBLISHES,
-            tag=running.tag,
-            seed=running.seed,
-            hinted=running.hinted,
-        )
+        owner = self.corpus.start_running(prefix, running.tag)
+        try:
+            running.row = self._sequences.add(
+                prepared.local,
+                owner,
+                is_predicted=prepared.is_predicted,
+                is_shared=running.learn and self.PUBLISHES,
+                tag=running.tag,
+                seed=running.seed,
+                hinted=running.hinted,
+            )
+        except BaseException:
+            self.corpus.end_running(owner)
+            raise
         self.running.add(sequence_id, running)
 
     def draft_unpublished(self, progress: Progress) -> DraftBatch:
