@@ -51,6 +51,7 @@ from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.selection import DraftSelection
 from engine.speculation.speculation import Speculation
 from ssd.errors import UserError
+from ssd.failures import Failures
 
 if TYPE_CHECKING:
     from engine.drafters.kinds import AnyDrafter
@@ -158,6 +159,11 @@ class Engine:
     def drafter(self) -> object:
         """The drafter that was passed to the constructor."""
         return innermost(self._speculation.drafter)
+
+    @property
+    def drafter_failures(self) -> Failures:
+        """The failures of the drafter."""
+        return self._speculation.drafter.failures
 
     @property
     def captured(self) -> Captured:

@@ -194,7 +194,7 @@ class Session:
         try:
             drafts = self._draft_part(batch, batch)
         except ValueError:
-            # A fault of the request, which the general path answers; otherwise one of the drafter, which ends the stream.
+            # The general path answers a fault of the request. A fault of the drafter ends the stream.
             checked = read_batch(message, self.namespace.model.vocab_size)
             self._check_batch(checked, set())
             if self._drafter.running.ids >= {*checked.sequence_ids.tolist()}:

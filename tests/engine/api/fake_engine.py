@@ -15,6 +15,7 @@ from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
 from ssd.errors import UserError
+from ssd.failures import Failures
 from ssd.types import Source
 
 PAGES, PAGE_SIZE = 64, 16
@@ -27,6 +28,7 @@ class FakeEngine:
     max_draft = 2
     model = SimpleNamespace(vocab_size=1000, max_positions=100, eos_token_ids=(0,))
     drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
+    drafter_failures = Failures()
 
     def __init__(self, fail_after=None):
         self.requests, self.cancelled, self.steps, self.fail_after = {}, [], 0, fail_after
