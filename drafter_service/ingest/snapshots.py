@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import numpy as np
 
 from drafter_service.ingest.documents import Chunk, Item, RecordError
@@ -14,14 +15,15 @@ from drafter_service.ingest.reading import Reading
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.sections import SnapshotError, read_sections
 
+COPIED_AT_ONCE = 1 << 22
+"""Number of bytes of a remote snapshot that are copied at a time."""
 DAMAGED = "a snapshot that is damaged or incomplete"
 
 
 def read_snapshot(file: File, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of requests. Raises RecordError for a damaged snapshot."""
-    path = file.path if file.is_local else fsspec.open_local(f"simplecache::{file.name}")
     try:
-        sections = read_sections(Path(path))
+        sections = _sections(file)
         text, firsts, names = (sections[name] for name in ("text", "requests.first", "requests.name"))
     except (SnapshotError, KeyError):
         raise RecordError(DAMAGED) from None
@@ -34,6 +36,17 @@ def read_snapshot(file: File, reading: Reading) -> Iterator[Chunk]:
             items.append(Item(_name(file, number, int(first), firsts, names), None, text[first:last].copy()))
         offset = end
         yield Chunk(items, file.size * offset // len(text))
+
+
+def _sections(file: File) -> dict[str, np.ndarray]:
+    """Return the arrays of a snapshot. Raises SnapshotError."""
+    if file.is_local:
+        return read_sections(Path(file.path))
+    # A copy without a name: it is gone once the arrays are, however the process ends.
+    with tempfile.TemporaryFile() as copy, file.fs.open(file.path, "rb") as remote:
+        shutil.copyfileobj(remote, copy, COPIED_AT_ONCE)
+        copy.flush()
+        return read_sections(Path(f"/dev/fd/{copy.fileno()}"))
 
 
 def _chunk_end(text: np.ndarray, first: int, size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -80,8 +80,9 @@ def advise(
     files = find_sources((*sources, *more_sources))
     reading = Reading(Vocabulary(tokenizer) if tokenizer else None, fields, whole_prompts=True, has_origins=True)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            advice, traffic, facts = _analyze(files, reading, Path(folder) / "tokens", profile, concurrency)
+        # A file without a name: its text is gone with the process, however that ends.
+        with tempfile.TemporaryFile() as tokens:
+            advice, traffic, facts = _analyze(files, reading, tokens, profile, concurrency)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     _show(advice)
@@ -94,7 +95,7 @@ def advise(
 
 
 def _analyze(
-    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None
+    files: list[File], reading: Reading, tokens: BinaryIO, profile: CostProfile, concurrency: int | None
 ) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -105,23 +106,23 @@ def _analyze(
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        traffic, facts = _read(files, reading, path, progress)
+        traffic, facts = _read(files, reading, tokens, progress)
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
             task = progress.add_task(what, total=size_of(traffic, trials))
-            return run_trials(traffic, path, profile, trials, lambda tokens: progress.advance(task, tokens))
+            return run_trials(traffic, tokens, profile, trials, lambda count: progress.advance(task, count))
 
         samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
         [whole] = run("replaying the log", [plan_whole(traffic, concurrency, samples)])
     return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
 
 
-def _read(files: list[File], reading: Reading, path: Path, progress: Progress) -> tuple[Traffic, LogFacts]:
+def _read(files: list[File], reading: Reading, tokens: BinaryIO, progress: Progress) -> tuple[Traffic, LogFacts]:
     from drafter_service.commands.advise.reading import read_traffic
 
     total = sum(file.size for file in files)
     task = progress.add_task("reading", total=total or None)
-    return read_traffic(files, reading, path, lambda state: progress.update(task, completed=state.bytes_read))
+    return read_traffic(files, reading, tokens, lambda state: progress.update(task, completed=state.bytes_read))
 
 
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
