@@ -105,7 +105,7 @@ class HostSession:
     """The requests of one host. Any thread may call it."""
 
     def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: writes a message to the host's log, from any thread, once per kind of problem; failures at most once a
+        """report: writes a message to the host's log, from any thread: one per kind of problem, and of failures one a
         minute.
         """
         self.counters = DraftCounters()

@@ -59,18 +59,22 @@ class Admin:
             self._check_exists(request.namespace)
             async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
                 if what == "request_id":
-                    namespace.forget(request.request_id)
+                    command = namespace.forget(request.request_id)
                 else:
                     # Not "until now": text may have been learned while the clock was ahead.
                     moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
-                    namespace.forget_before(moment)
+                    command = namespace.forget_before(moment)
                 await namespace.refresh()
                 store = self._namespaces.store
                 if store is not None:
                     await self._namespaces.save(namespace)
                     # The renamed corpus may contain the text to forget.
                     store.remove_refused(namespace.name)
-                return pb.ForgetResponse(snapshot_saved=store is not None)
+                return pb.ForgetResponse(
+                    snapshot_saved=store is not None,
+                    texts=command.requests,
+                    is_shared=namespace.log_position is not None,
+                )
 
     async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
         """Return the statistics of namespaces."""

@@ -67,7 +67,8 @@ class DrafterServer:
             raise
 
     async def _start(self) -> None:
-        self._locks.enter_context(exclusive_use(self._config.snapshots.folder))
+        in_use = "snapshots.folder: another service, or `ssd-drafter warm`, uses {}; give each service its own folder"
+        self._locks.enter_context(exclusive_use(self._config.snapshots.folder, in_use))
         for name in self._config.namespaces.configured:
             try:
                 async with self.namespaces.use(name, ModelIdentity()):

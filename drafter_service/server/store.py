@@ -43,20 +43,31 @@ class Description(BaseModel):
         return [Sample(row[0], *map(int, row[1:])) for row in self.history]
 
 
-@contextlib.contextmanager
-def exclusive_use(folder: Path | None) -> Iterator[None]:
-    """Lock a folder of snapshots, so that two services do not overwrite each other's files.
+def folder_of(path: Path) -> Path | None:
+    """Return the snapshot folder of a service in which a file is the corpus of a namespace; None if it is in none."""
+    corpus = path.resolve()
+    folder = corpus.parent.parent
+    return folder if corpus.name == CORPUS and (folder / LOCK).exists() else None
 
-    Raises UserError if another service uses it.
+
+@contextlib.contextmanager
+def exclusive_use(folder: Path | None, in_use: str = "{} is in use") -> Iterator[None]:
+    """Lock a folder of snapshots, so that two processes do not overwrite each other's files.
+
+    The lock ends with the process. Raises UserError if the folder cannot be locked; in_use: its text, for the folder,
+    if another process has locked it.
     """
     if folder is None:
         yield
         return
-    with (folder / LOCK).open("w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
+            lock = stack.enter_context((folder / LOCK).open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"snapshots.folder: another service uses {folder}; give each its own folder") from None
+        except BlockingIOError:
+            raise UserError(in_use.format(folder)) from None
+        except OSError as problem:
+            raise UserError(f"{folder} cannot be locked: {problem.strerror}") from None
         yield
 
 

@@ -196,7 +196,7 @@ _done: Queue[int]
 
 def _begin_process(file: InheritedFile, done: Queue[int]) -> None:
     """Keep what the trials of this process share, and end the process with Ctrl-C or with its parent."""
-    global _tokens, _done  # noqa: PLW0603
+    global _tokens, _done
     with os.fdopen(file.descriptor, "rb") as tokens:
         _tokens = np.memmap(tokens, np.uint32, "r")
     _done = done

@@ -43,10 +43,11 @@ def test_a_process_that_the_system_ends_is_said(monkeypatch):
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     monkeypatch.setattr(trials, "_run", end_this_process)
-    with TemporaryFile() as file, pytest.raises(UserError, match="the system ended a replay"):
+    with TemporaryFile() as file:
         file.write(traffic.tokens.tobytes())
         file.flush()
-        run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
+        with pytest.raises(UserError, match="the system ended a replay"):
+            run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
 
 
 def end_this_process(*_):
