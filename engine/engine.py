@@ -50,8 +50,7 @@ from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.selection import DraftSelection
 from engine.speculation.speculation import Speculation
-from ssd.errors import UserError
-from ssd.failures import Failures
+from ssd.errors import Failures, UserError
 
 if TYPE_CHECKING:
     from engine.drafters.kinds import AnyDrafter

@@ -27,8 +27,7 @@ from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
 from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
-from ssd.errors import UserError
-from ssd.failures import Failures
+from ssd.errors import Failures, UserError
 from ssd.types import Progress, StepTime, offsets_of
 
 MAX_LENGTH = 1 << 30

@@ -2,7 +2,7 @@
 
 If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
 cannot be verified is dropped. Failures are counted and logged with a traceback, at most once a minute. A drafter that
-fails again and again (`ssd.failures`) is not called any more.
+fails again and again (`ssd.errors.Failures`) is not called any more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, PredictedDrafts, TargetOutputs
 from engine.speculation.draft_tree import straight_lengths
-from ssd.failures import Failures
+from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from drafter_service.commands.output import check_writable, write
+from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from drafter_service.commands.sources import find_sources, source_options
 from drafter_service.observability.version import own_version
 from ssd.errors import UserError
@@ -89,7 +89,7 @@ def advise(
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
     if out is not None:
-        write(out, _page(advice, toml, traffic, facts, profile))
+        write(out, _page(advice, toml, traffic, facts, profile), OWNER_ONLY)
     if config is not None:
         write(config, toml)
 

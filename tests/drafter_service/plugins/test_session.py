@@ -14,7 +14,7 @@ from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.transport.wire import SHAPES
 from ssd.corpus.rollout import Rollout
-from ssd.failures import MAX_FAILURES
+from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost

@@ -14,8 +14,7 @@ from engine.drafters.sources import DraftCounts
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
-from ssd.errors import UserError
-from ssd.failures import Failures
+from ssd.errors import Failures, UserError
 from ssd.types import Source
 
 PAGES, PAGE_SIZE = 64, 16

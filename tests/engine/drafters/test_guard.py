@@ -10,7 +10,7 @@ import torch
 
 from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts, TargetOutputs
 from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_predicted
-from ssd.failures import MAX_FAILURES
+from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
 
 VOCAB = 10

@@ -1,6 +1,6 @@
 """Messages about failures, and the end of drafting after repeated ones."""
 
-from ssd.failures import MAX_FAILURES, REPORT_INTERVAL_S, Failures
+from ssd.errors import MAX_FAILURES, REPORT_INTERVAL_S, Failures
 
 
 def test_failures_are_reported_once_a_minute_with_their_number():
