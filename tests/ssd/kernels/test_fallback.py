@@ -1,7 +1,6 @@
 """Fallback candidates: counted tokens, their probabilities, and who may be offered them."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -347,42 +346,6 @@ def test_counts_that_are_removed_leave_the_others_in_order():
     assert not table.arrays.slots[2:, 1].any()
 
 
-DRAFTERS, SEQUENCES, STEPS = 4, 100, 16
-
-
-def learn_in_threads(threads, seed):
-    """Let the drafters of a corpus learn in some threads; return the tokens and counts of each context."""
-    corpus = Corpus(CAPACITY, 32)
-    drafters = [drafter_on(corpus) for _ in range(DRAFTERS)]
-    outputs = np.random.default_rng(seed).integers(5, 5 + SLOTS, (DRAFTERS, STEPS, SEQUENCES)).astype(np.uint32)
-
-    def learn(number):
-        drafter = drafters[number]
-        for sequence in range(SEQUENCES):
-            drafter.start(sequence, array([1, 2, 3]))
-        for committed in (np.empty((SEQUENCES, 0), np.uint32), *outputs[number][:, :, None]):
-            progress = progress_of(dict(enumerate(committed)), limit=1)
-            # No fallback candidate is likely enough, so what is counted does not depend on the counts.
-            progress.min_path_prob = 1.0
-            drafter.draft(progress)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(learn, range(DRAFTERS)))
-    keys = corpus.fallback.arrays.slots.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)
-    return np.sort(keys[:SLOTS_WITHOUT_CONTEXT]), np.sort(keys[SLOTS_WITHOUT_CONTEXT:].reshape(-1, SLOTS), axis=1)
-
-
-def test_drafters_in_threads_lose_no_counts():
-    """Without the lock, rounds differ where several processors run the threads."""
-    for seed in range(5):
-        alone, together = learn_in_threads(1, seed), learn_in_threads(DRAFTERS, seed)
-        counts = alone[0] & 0xFFFF_FFFF
-        assert counts.sum() > 1000
-        assert counts.max() < MAX_COUNT, "counts that are halved depend on the order"
-        for one, other in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("change", ["erase", "remove_output", "draft"])
 def test_whoever_changes_the_tables_of_a_corpus_waits_for_the_lock(change):
     corpus = Corpus(CAPACITY, 32)
@@ -401,10 +364,10 @@ def test_whoever_changes_the_tables_of_a_corpus_waits_for_the_lock(change):
         lock[0] = 1
         waiting.start()
         waiting.join(0.1)
-        assert waiting.is_alive()
-        assert (corpus.fallback.arrays.slots == before).all()
+        has_waited = waiting.is_alive() and (corpus.fallback.arrays.slots == before).all()
         lock[0] = 0
         waiting.join(60)
+        assert has_waited
         assert not waiting.is_alive()
         assert (corpus.fallback.arrays.slots != before).any()
         assert lock[0] == 0
