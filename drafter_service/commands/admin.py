@@ -107,7 +107,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         answer = stub.Forget(message, metadata=metadata)
     others = "; replicas forget it when they read the shared log" if answer.is_shared else ""
     saved = ", and the snapshot saved again" if answer.snapshot_saved else ""
-    if answer.texts or not answer.HasField("texts"):  # Services before 0.2 do not count.
+    if answer.texts or not answer.HasField("texts"):  # Services up to 0.2.0 do not count.
         count = f": {answer.texts:,} text{'s' * (answer.texts != 1)}" if answer.texts else ""
         click.echo(f"forgotten{count}{saved}{others}")
     elif request is None:
