@@ -52,7 +52,7 @@ from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.selection import DraftSelection
 from engine.speculation.speculation import Speculation
-from ssd.errors import UserError
+from ssd.errors import Failures, UserError
 
 if TYPE_CHECKING:
     from engine.drafters.kinds import AnyDrafter
@@ -161,6 +161,11 @@ class Engine:
     def drafter(self) -> object:
         """The drafter that was passed to the constructor."""
         return innermost(self._speculation.drafter)
+
+    @property
+    def drafter_failures(self) -> Failures:
+        """The failures of the drafter."""
+        return self._speculation.drafter.failures
 
     @property
     def captured(self) -> Captured:

@@ -248,15 +248,20 @@ class CorpusDrafter(ABC):
         prepared.index()
         running = prepared.running
         prefix = prepared.text[running.first_learned :] if running.learn and self.PUBLISHES else None
-        running.row = self._sequences.add(
-            prepared.local,
-            self.corpus.start_running(prefix, running.tag),
-            is_predicted=prepared.is_predicted,
-            is_shared=running.learn and self.PUBLISHES,
-            tag=running.tag,
-            seed=running.seed,
-            hinted=running.hinted,
-        )
+        owner = self.corpus.start_running(prefix, running.tag)
+        try:
+            running.row = self._sequences.add(
+                prepared.local,
+                owner,
+                is_predicted=prepared.is_predicted,
+                is_shared=running.learn and self.PUBLISHES,
+                tag=running.tag,
+                seed=running.seed,
+                hinted=running.hinted,
+            )
+        except BaseException:
+            self.corpus.end_running(owner)
+            raise
         self.running.add(sequence_id, running)
 
     def draft_unpublished(self, progress: Progress) -> DraftBatch:
@@ -270,20 +275,23 @@ class CorpusDrafter(ABC):
         if self.PUBLISHES:
             self._publish(self.running.last_rows, progress)
 
-    def forget_own(self, request_id: str) -> None:
-        """Forget what was produced under a request id and is not in the corpus yet.
+    def forget_own(self, request_id: str) -> int:
+        """Forget what was produced under a request id and is not in the corpus yet; return the number of sequences.
 
         A running sequence of that id continues, but after the next refresh no other sequence is offered its output, and
         it is not remembered. Idle sessions with a turn of that id end.
         """
+        forgotten = 0
         self._idle.drop(lambda idle: request_id in idle.turns)
         for running in self._prepared:
             running.is_kept &= request_id not in running.turns
             if running.request_id == request_id:
+                forgotten += running.learn
                 running.learn = False
                 if running.row >= 0:
                     self._withdraw(running)
                     self.corpus.hide_running(self._owner_of(running))
+        return forgotten
 
     def end_sessions_before(self, moment: float) -> None:
         """End sessions that have been idle since before `moment`, by the corpus's clock."""

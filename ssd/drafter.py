@@ -17,7 +17,6 @@ from ssd.corpus.view import frame_of
 from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
-from ssd.sequences.prepared import PreparedSequence
 from ssd.sequences.running import NO_ROWS
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Progress, check_path_prob, check_verified
@@ -60,12 +59,6 @@ class SuffixDrafter(CorpusDrafter):
         self._is_tree = self.config.draft_shape == "tree"
         self._make_frame()
 
-    def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
-        """See `CorpusDrafter.begin`."""
-        super().begin(sequence_id, prepared)
-        if self._sequences.state is not self._state:
-            self._make_frame()
-
     def draft_after(self, progress: Progress) -> DraftBatch:
         """Draft after K continuations of running sequences, as if they had been committed.
 
@@ -84,9 +77,9 @@ class SuffixDrafter(CorpusDrafter):
         return super().own_bytes + self._frame.nbytes
 
     def _make_frame(self) -> None:
-        self._state = self._sequences.state
         learned, fallback = self.corpus.learned, self.corpus.fallback
         self._frame = Frame(self._sequences, learned, fallback, self.budget, self.stats)
+        self._state = self._sequences.state
 
     def _prepare(self, sequences: int, progress: Progress) -> float:
         """Return the minimum path probability of draft tokens, 0 if the token budget decides, which is prepared."""
@@ -98,6 +91,8 @@ class SuffixDrafter(CorpusDrafter):
 
     def _step(self, rows: np.ndarray, progress: Progress) -> DraftBatch:
         config = self.config
+        if self._sequences.state is not self._state:
+            self._make_frame()
         least = self._prepare(len(rows), progress)
         room = len(rows) * config.max_draft
         drafts = (

@@ -90,7 +90,10 @@ def namespaces(link: Link) -> None:
 @click.option("--everything", is_flag=True, help="Forget all text; learned probabilities and statistics are kept.")
 @connection_options
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
-    """Remove text from a namespace and from its snapshot."""
+    """Remove text from a namespace and from its snapshot.
+
+    Exits with 1 if the service has no text of the name.
+    """
     from drafter_service.stubs import drafter_pb2 as pb
     from ssd.errors import UserError
 
@@ -105,12 +108,21 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
         message.everything = True
     with link.stub() as (stub, metadata):
         answer = stub.Forget(message, metadata=metadata)
-    click.echo("forgotten" + (", and the snapshot saved again" if answer.snapshot_saved else ""))
+    others = "; replicas forget it when they read the shared log" if answer.is_shared else ""
+    saved = ", and the snapshot saved again" if answer.snapshot_saved else ""
     if answer.set_aside_files:
         click.echo(
             f"damaged files that were set aside may still contain the text: {', '.join(answer.set_aside_files)}; "
             f"to delete them: ssd-drafter drop {namespace} --set-aside"
         )
+    if answer.texts or not answer.HasField("texts"):  # Services up to 0.2.0 do not count.
+        count = f": {answer.texts:,} text{'s' * (answer.texts != 1)}" if answer.texts else ""
+        click.echo(f"forgotten{count}{saved}{others}")
+    elif request is None:
+        click.echo(f"nothing to forget{others}")
+    else:
+        click.echo(f"namespace {namespace} has no text of the name {request!r}{others}", err=True)
+        raise click.exceptions.Exit(1)
 
 
 @click.command()

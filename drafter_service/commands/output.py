@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from ssd.errors import UserError
+
+OWNER_ONLY = 0o600
+"""Permissions of pages: names of namespaces and models in them may be those of customers."""
 
 
 def check_writable(path: Path) -> None:
@@ -23,10 +27,14 @@ def check_writable(path: Path) -> None:
         new.unlink()
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file and print its path to standard error. Raises UserError."""
+def write(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file and print its path to standard error; mode: permissions of a new file, before the umask.
+
+    Raises UserError.
+    """
     try:
-        path.write_text(text, encoding="utf-8")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as problem:
         raise _failure(path, problem) from None
     click.echo(f"wrote {path.absolute()}", err=True)

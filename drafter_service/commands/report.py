@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drafter_service.commands.link import Link, connection_options
-from drafter_service.commands.output import write
+from drafter_service.commands.output import OWNER_ONLY, write
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def report(link: Link, namespace: str, html: Path | None, as_json: bool) -> None
     if html is not None:
         from drafter_service.observability.report.page import render_page
 
-        write(html, render_page(made))
+        write(html, render_page(made), OWNER_ONLY)
     if as_json:
         click.echo(made.model_dump_json(indent=2))
     elif html is None:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from drafter_service.ingest.pipeline import Summary
     from drafter_service.ingest.reading import Reading
 
+IN_USE = (
+    "--snapshot: a service uses {}, and its next save would replace what is learned; learn into the service with "
+    "--namespace NAME, or stop it first"
+)
+
 
 @click.command()
 @source_options
@@ -61,6 +66,7 @@ def warm(
     from drafter_service.ingest.files import list_files
     from drafter_service.ingest.reading import Reading
     from drafter_service.ingest.vocabulary import Vocabulary
+    from drafter_service.server.store import exclusive_use, folder_of
 
     files = list_files((*sources, *more_sources))
     vocabulary = Vocabulary(tokenizer) if tokenizer else None
@@ -76,17 +82,18 @@ def warm(
         raise UserError("give a destination: --snapshot FILE, --namespace NAME, or --tokenizer FOLDER of the target")
     if capacity is not None and snapshot is None:
         raise UserError("--capacity applies to --snapshot; a service has its own setting")
-    if snapshot is not None:
-        from drafter_service.ingest.sinks import OfflineSink
+    with exclusive_use(None if snapshot is None else folder_of(snapshot), IN_USE):
+        if snapshot is not None:
+            from drafter_service.ingest.sinks import OfflineSink
 
-        sink: Sink = OfflineSink(snapshot, capacity)
-    else:
-        sink = _into_service(link, namespace, tokenizer, shadow=shadow)
-    try:
-        summary = _load(files, reading, sink, quiet=quiet)
-    except KeyboardInterrupt:
-        kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
-        raise UserError(f"interrupted; {kept}") from None
+            sink: Sink = OfflineSink(snapshot, capacity)
+        else:
+            sink = _into_service(link, namespace, tokenizer, shadow=shadow)
+        try:
+            summary = _load(files, reading, sink, quiet=quiet)
+        except KeyboardInterrupt:
+            kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
+            raise UserError(f"interrupted; {kept}") from None
     _show(summary, reading, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from drafter_service.ingest.origins import Origin
+from ssd.corpus.rollout import NO_TAG
 
 Part = str | np.ndarray
 """A part of a record: text, or token ids, uint32 [N]."""
@@ -32,6 +34,10 @@ class Item(NamedTuple):
     output: Part
     origin: Origin | None = None
     """Time, user and session, with `Reading.has_origins`."""
+    time: float = math.nan
+    """When it was first learned, in seconds since 1970; NaN: now."""
+    tag: int = NO_TAG
+    """That of a rollout, see `ssd.corpus.rollout.Rollout.tag`."""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +70,10 @@ class Documents:
     """D request names, by which documents are forgotten, and recognized when they are loaded again."""
     prompt_lengths: np.ndarray
     """uint32 [D]: number of tokens of the prompt in each document."""
+    times: np.ndarray
+    """float64 [D]: `Item.time`."""
+    tags: np.ndarray
+    """uint32 [D]: `Item.tag`."""
 
     def __len__(self) -> int:
         return len(self.names)

@@ -119,13 +119,19 @@ def encode(items: Sequence[Item], reading: Reading) -> Documents:
     """Tokenize items and return them as documents, in order, without those that have no output tokens."""
     parts: list[np.ndarray] = []
     lengths: list[int] = []
-    names: list[str] = []
     prompt_lengths: list[int] = []
+    kept: list[Item] = []
     for item, prompt, output in tokenize(items, reading):
         prefix = reading.prefix_of(prompt)
         parts += (prefix, output)
         lengths.append(len(prefix) + len(output))
-        names.append(item.name)
         prompt_lengths.append(len(prefix))
-    tokens = np.concatenate(parts) if parts else np.empty(0, np.uint32)
-    return Documents(tokens, offsets_of(np.array(lengths, np.int64)), names, np.array(prompt_lengths, np.uint32))
+        kept.append(item)
+    return Documents(
+        np.concatenate(parts) if parts else np.empty(0, np.uint32),
+        offsets_of(np.array(lengths, np.int64)),
+        [item.name for item in kept],
+        np.array(prompt_lengths, np.uint32),
+        np.array([item.time for item in kept], np.float64),
+        np.array([item.tag for item in kept], np.uint32),
+    )

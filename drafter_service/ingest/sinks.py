@@ -61,6 +61,8 @@ class RemoteSink:
                 offsets=pack(documents.offsets.astype(np.uint32, copy=False), "u4"),
                 request_ids=documents.names,
                 prompt_lengths=pack(documents.prompt_lengths, "u4") if self._shadow else b"",
+                times=pack(documents.times, "f8") if np.isfinite(documents.times).any() else b"",
+                tags=pack(documents.tags, "u4") if documents.tags.any() else b"",
             )
         )
 
@@ -143,11 +145,13 @@ class OfflineSink:
 
     def finish(self) -> Totals:
         """Sort and save. Raises SnapshotError, a UserError, if it cannot be written."""
-        corpus = self._corpus
+        corpus, now = self._corpus, self._corpus.clock()
         for new in self._waiting:
-            tokens, offsets, names = new.documents.tokens, new.documents.offsets.tolist(), new.documents.names
+            documents = new.documents
+            offsets, times, tags = (each.tolist() for each in (documents.offsets, documents.times, documents.tags))
             for index in new.indexes:
-                corpus.append(tokens[offsets[index] : offsets[index + 1]], names[index])
+                text, time = documents.tokens[offsets[index] : offsets[index + 1]], times[index]
+                corpus.append(text, documents.names[index], tags[index], time=time if time < now else None)
         corpus.refresh()
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:

@@ -2,61 +2,94 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import fsspec
 import numpy as np
 
 from drafter_service.ingest.documents import Chunk, Item, RecordError
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading
+from ssd.corpus.requests import NO_NAME, id_of_hash
 from ssd.corpus.ring import SEPARATOR
 from ssd.corpus.sections import SnapshotError, read_sections
+from ssd.corpus.snapshot import DEPTH
 
+COPIED_AT_ONCE = 1 << 22
+"""Number of bytes of a remote snapshot that are copied at a time."""
 DAMAGED = "a snapshot that is damaged or incomplete"
+
+
+class Request(NamedTuple):
+    """A request of a snapshot."""
+
+    name: int
+    """Hash of its id, `NO_NAME` if it has none."""
+    time: float
+    tag: int
+    tokens: np.ndarray
+    """uint32 [N]."""
 
 
 def read_snapshot(file: File, reading: Reading) -> Iterator[Chunk]:
     """Yield chunks of requests. Raises RecordError for a damaged snapshot."""
-    path = file.path if file.is_local else fsspec.open_local(f"simplecache::{file.name}")
     try:
-        sections = read_sections(Path(path))
-        text, firsts, names = (sections[name] for name in ("text", "requests.first", "requests.name"))
+        sections = _sections(file)
+        text, depth = sections["text"], int(sections["facts"][DEPTH])
+        columns = [sections[f"requests.{name}"] for name in ("first", "name", "time", "tag")]
     except (SnapshotError, KeyError):
         raise RecordError(DAMAGED) from None
-    offset = number = 0
-    while offset < len(text):
-        end = _chunk_end(text, offset, reading.block_bytes // text.itemsize)
-        items = []
-        for first, last in _requests(text, offset, end):
-            number += 1
-            items.append(Item(_name(file, number, int(first), firsts, names), None, text[first:last].copy()))
-        offset = end
-        yield Chunk(items, file.size * offset // len(text))
+    items: list[Item] = []
+    size = 0
+    for number, (end, request) in enumerate(_whole(_pieces(text, *columns), depth), 1):
+        name = f"{file.name}:{number}" if request.name == NO_NAME else id_of_hash(request.name)
+        items.append(Item(name, None, request.tokens, time=request.time, tag=request.tag))
+        size += request.tokens.nbytes
+        if size >= reading.block_bytes:
+            yield Chunk(items, file.size * end // len(text))
+            items, size = [], 0
+    yield Chunk(items, file.size)
 
 
-def _chunk_end(text: np.ndarray, first: int, size: int) -> int:
-    """Return the position after the last separator among the `size` tokens from `first` on, or after the next one."""
-    while True:
-        ends = np.flatnonzero(text[first : first + size] == SEPARATOR)
-        if len(ends):
-            return first + int(ends[-1]) + 1
-        if first + size >= len(text):
-            return len(text)
-        size *= 2
+def _pieces(
+    text: np.ndarray, firsts: np.ndarray, names: np.ndarray, times: np.ndarray, tags: np.ndarray
+) -> Iterator[tuple[int, Request]]:
+    """Yield the requests, or pieces of long ones, each after the position at which it ends."""
+    ends = np.append(firsts, len(text))[1:]
+    rows = zip(firsts.tolist(), ends.tolist(), names.tolist(), times.tolist(), tags.tolist(), strict=True)
+    for first, end, name, time, tag in rows:
+        # A separator follows each, and those of forgotten requests.
+        tokens = text[first:end]
+        yield end, Request(name, time, tag, tokens[: int((tokens == SEPARATOR).argmax())].copy())
 
 
-def _requests(text: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and end of each request. Forgotten text consists of separators."""
-    for last in (first + np.flatnonzero(text[first:end] == SEPARATOR)).tolist():
-        if last > first:
-            yield first, last
-        first = last + 1
+def _whole(pieces: Iterator[tuple[int, Request]], depth: int) -> Iterator[tuple[int, Request]]:
+    """Join the pieces of each long request: a piece begins with the last `depth` tokens of the piece before it."""
+    last: tuple[int, Request] | None = None
+    for end, request in pieces:
+        if last is not None:
+            before = last[1]
+            shared = before.tokens[max(0, len(before.tokens) - depth) :]
+            is_piece = before[:3] == request[:3] and np.array_equal(shared, request.tokens[depth - len(shared) : depth])
+            if not is_piece:
+                yield last
+            else:
+                tokens = np.concatenate((before.tokens[: len(before.tokens) - len(shared)], request.tokens))
+                request = request._replace(tokens=tokens)
+        last = end, request
+    if last is not None:
+        yield last
 
 
-def _name(file: File, number: int, first: int, firsts: np.ndarray, names: np.ndarray) -> str:
-    """Return a name from the hash of the request's name, so that the same request is recognized in any snapshot."""
-    row = int(np.searchsorted(firsts, first, side="right")) - 1
-    hashed = int(names[row]) if row >= 0 else 0
-    return f"#{hashed & 0xFFFF_FFFF_FFFF_FFFF:016x}" if hashed else f"{file.name}:{number}"
+def _sections(file: File) -> dict[str, np.ndarray]:
+    """Return the arrays of a snapshot. Raises SnapshotError."""
+    if file.is_local:
+        return read_sections(Path(file.path))
+    # A copy without a name: it is gone once the arrays are, however the process ends.
+    with tempfile.TemporaryFile() as copy, file.fs.open(file.path, "rb") as remote:
+        shutil.copyfileobj(remote, copy, COPIED_AT_ONCE)
+        copy.flush()
+        return read_sections(Path(f"/dev/fd/{copy.fileno()}"))

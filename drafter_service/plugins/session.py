@@ -4,7 +4,7 @@ A plug-in starts each request once, gives its whole text in every step, says whi
 ends it. Whatever the host does in between (preempt, retract, batch anew, repeat or reorder requests, pad drafts, drop
 requests without reporting their end), the drafter gets a sequence whose text only grows.
 
-Nothing raises into the host. A failure costs drafts, and is reported once.
+Nothing raises into the host. Failures cost drafts, and are reported at most once a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drafter_service.plugins.draft import NO_DRAFT, Draft, drafts_of
 from drafter_service.plugins.namespaces import HostNamespaces, Namespace
 from drafter_service.plugins.options import End, HostLimits, RequestOptions, group_of
 from drafter_service.plugins.settings import PluginSettings
-from ssd.errors import UserError
+from ssd.errors import Failures, UserError
 from ssd.types import Progress, StepTime, offsets_of
 
 MAX_LENGTH = 1 << 30
@@ -48,7 +48,7 @@ class DraftCounters:
     """Draft tokens that the host verified."""
     accepted: int = 0
     failures: int = 0
-    """Failures that cost drafts, reported or not."""
+    """Failures that cost drafts."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -104,8 +104,11 @@ class HostSession:
     """The requests of one host. Any thread may call it."""
 
     def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: writes a message to the host's log; called once per kind of problem, from any thread."""
+        """report: writes a message to the host's log, from any thread: one per kind of problem, and of failures one a
+        minute.
+        """
         self.counters = DraftCounters()
+        self._failures = Failures()
         self._limits = limits
         # An identity read from the model's files may have a smaller vocabulary than the host.
         self._vocab_size = min(limits.vocab_size, settings.model.vocab_size or limits.vocab_size)
@@ -243,7 +246,7 @@ class HostSession:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold the lock, and keep failures from the host: they end the block, are counted, and the first is reported.
+        """Hold the lock, and keep failures from the host: they end the block, and are counted and reported.
 
         A plug-in also runs its own code in it.
         """
@@ -256,25 +259,32 @@ class HostSession:
     # With the lock.
 
     def _fail(self, problem: Exception) -> None:
-        """Count a failure, and report the first. The text of an unexpected one may hold tokens of users."""
+        """Count and report a failure. The text of an unexpected one may hold tokens of users."""
         self.counters.failures += 1
         if isinstance(problem, UserError):
             self._report_once("user error", f"{problem}; continuing without drafts")
+            return
+        if (end := self._failures.add()) is None:
             return
         place = problem.__traceback__
         while place is not None and place.tb_next is not None:
             place = place.tb_next
         where = f" at {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
-        self._report_once("failure", f"drafting failed ({type(problem).__name__}{where}); continuing without drafts")
+        self._write(f"drafting failed ({type(problem).__name__}{where}); {end}")
 
     def _report_once(self, kind: str, message: str) -> None:
         if kind not in self._reported:
             self._reported.add(kind)
-            with suppress(Exception):  # The host's log must not stop the host either.
-                self._report(message)
+            self._write(message)
+
+    def _write(self, message: str) -> None:
+        with suppress(Exception):  # The host's log must not stop the host either.
+            self._report(message)
 
     def _begin(self, request: TrackedRequest, prompt: Sequence[int]) -> None:
-        """Start a sequence for a request, unless its options or its prompt forbid it."""
+        """Start a sequence for a request, unless its options or its prompt forbid it, or drafting is switched off."""
+        if self._failures.is_off:
+            return
         options = request.options
         ids, hints = (valid_prefix(tokens, self._vocab_size) for tokens in (prompt, options.hints))
         if len(ids) < len(prompt) or len(hints) < len(options.hints):
@@ -365,6 +375,7 @@ class HostSession:
                 self._abandon(turn.request)
             self._fail(problem)
             return [NO_DRAFT] * len(turns)
+        self._failures.succeeded()
         rooms = [turn.room for turn in turns]
         drafts = drafts_of(batch, rooms, self._vocab_size, is_tree=self._limits.trees)
         for turn, draft in zip(turns, drafts, strict=True):

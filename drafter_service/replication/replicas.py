@@ -97,7 +97,7 @@ class Replica:
             await self._namespace.wait_for_room()
             match event:
                 case Finished(request, tokens, finished_at, tag):
-                    self._namespace.learn(tokens, request or None, tag, logged_at=finished_at)
+                    self._namespace.learn(tokens, request or None, tag, finished_at=finished_at, is_from_log=True)
                 case Forgotten(request):
                     self._namespace.forget(request, is_from_log=True)
                 case _:

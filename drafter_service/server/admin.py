@@ -59,11 +59,11 @@ class Admin:
             await self._check_exists(request.namespace)
             async with self._namespaces.use(request.namespace, ModelIdentity()) as namespace:
                 if what == "request_id":
-                    namespace.forget(request.request_id)
+                    command = namespace.forget(request.request_id)
                 else:
                     # Not "until now": text may have been learned while the clock was ahead.
                     moment = time.time() - request.older_than_s if what == "older_than_s" else math.inf
-                    namespace.forget_before(moment)
+                    command = namespace.forget_before(moment)
                 await namespace.refresh()
                 store = self._namespaces.store
                 if store is not None:
@@ -74,8 +74,12 @@ class Admin:
                             f"the text is forgotten in memory, but {problem}; until that is saved again, the text is "
                             "still on disk"
                         ) from None
-                set_aside = store.set_aside.get(namespace.name, []) if store is not None else []
-                return pb.ForgetResponse(snapshot_saved=store is not None, set_aside_files=set_aside)
+                return pb.ForgetResponse(
+                    snapshot_saved=store is not None,
+                    texts=command.requests,
+                    set_aside_files=store.set_aside.get(namespace.name, []) if store is not None else [],
+                    is_shared=namespace.log_position is not None,
+                )
 
     async def report(self, request: pb.ReportRequest, context: grpc.aio.ServicerContext) -> pb.ReportResponse:
         """Return the statistics of namespaces."""

@@ -38,7 +38,7 @@ async def learn(namespace: Namespace, message: pb.Texts, total: pb.ObserveRespon
                 await _score(namespace, text[:prompt_length], text[prompt_length:])
             if prompt_length > kept:
                 text = text[prompt_length - kept :]
-        if namespace.learn(text, name):
+        if namespace.learn(text, name, texts.tags[index], finished_at=texts.times[index]):
             total.tokens += len(text)
             total.texts += 1
         else:

@@ -31,7 +31,7 @@ from ssd.budget.token_budget import TokenBudget
 from ssd.budget.totals import BudgetTotals
 from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
-from ssd.corpus.requests import hash_of
+from ssd.corpus.requests import Forget, hash_of
 from ssd.corpus.rollout import NO_TAG
 from ssd.drafter import SuffixDrafter
 from ssd.stats import Stats
@@ -225,24 +225,32 @@ class Namespace:
         return request_id is not None and hash_of(request_id) in self._learned
 
     def learn(
-        self, tokens: np.ndarray, request_id: str | None, tag: int = NO_TAG, *, logged_at: float | None = None
+        self,
+        tokens: np.ndarray,
+        request_id: str | None,
+        tag: int = NO_TAG,
+        *,
+        finished_at: float | None = None,
+        is_from_log: bool = False,
     ) -> bool:
         """Learn a finished text, uint32 [n]; return False if its name was learned before, or it is dropped.
 
-        tag: that of a rollout, see `Rollout.tag`. logged_at: time at which a text from the shared log finished.
+        tag: that of a rollout, see `Rollout.tag`. finished_at: time, in seconds since 1970, from which its age counts;
+        None: now. is_from_log: whether it was read from the shared log, so that it is not written there.
         """
+        finished_at = self.corpus.clock() if finished_at is None else finished_at
         if self.has_learned(request_id):
             self.duplicates += 1
             return False
-        is_learned = self.corpus.append(tokens, request_id, tag, time=logged_at)
+        is_learned = self.corpus.append(tokens, request_id, tag, time=finished_at)
         if request_id is not None and is_learned:
-            self._learned[hash_of(request_id)] = self.corpus.clock() if logged_at is None else logged_at
+            self._learned[hash_of(request_id)] = finished_at
             if len(self._learned) > MAX_NAMES:
                 for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
-        if logged_at is None:
+        if not is_from_log:
             # By the name, readers of the log distinguish one text that is read twice from two equal texts.
-            self.publish(Finished(request_id or secrets.token_hex(8), tokens, time.time(), tag))
+            self.publish(Finished(request_id or secrets.token_hex(8), tokens, finished_at, tag))
         return is_learned
 
     async def wait_for_room(self) -> None:
@@ -269,23 +277,24 @@ class Namespace:
         """Return the hashes of the most recently learned names, the newest last."""
         return list(self._learned)
 
-    def forget(self, request_id: str, *, is_from_log: bool = False) -> None:
-        """Forget the text of a name, including that of running sequences; effective after `refresh`."""
+    def forget(self, request_id: str, *, is_from_log: bool = False) -> Forget:
+        """Forget the text of a name, including that of running sequences; effective, and counted, after `refresh`."""
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
-        for drafter in self.drafters:
-            drafter.forget_own(request_id)
-        self.corpus.forget(request_id)
+        running = sum(drafter.forget_own(request_id) for drafter in self.drafters)
+        command = self.corpus.forget(request_id)
+        command.requests += running
+        return command
 
-    def forget_before(self, moment: float, *, is_from_log: bool = False) -> None:
+    def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
         if not is_from_log:
             self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}
-        self.corpus.forget_older_than(self.corpus.clock() - moment)
         for drafter in self.drafters:
             drafter.end_sessions_before(moment)
+        return self.corpus.forget_older_than(self.corpus.clock() - moment)
 
     @property
     def sequences(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from drafter_service.transport.wire import (
     unpack_tokens,
 )
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
-from ssd.corpus.rollout import Rollout
+from ssd.corpus.rollout import NO_TAG, Rollout
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
@@ -80,6 +82,10 @@ class Texts:
     request_ids: list[str | None]
     prompt_lengths: list[int] | None
     """None if no text has a prompt."""
+    times: list[float | None]
+    """When each text was first learned, in seconds since 1970, never in the future; None: now."""
+    tags: list[int]
+    """See `ssd.corpus.rollout.Rollout.tag`."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -196,17 +202,46 @@ def read_texts(message: pb.Texts, vocab_size: int) -> Texts:
     if message.request_ids and len(message.request_ids) != texts:
         raise WireError(f"texts.request_ids has {len(message.request_ids)} elements, not {texts}")
     names = [_read_name(name, f"texts.request_ids[{index}]") for index, name in enumerate(message.request_ids)]
-    return Texts(tokens, offsets, names or [None] * texts, _read_prompt_lengths(message.prompt_lengths, offsets))
+    return Texts(
+        tokens,
+        offsets,
+        names or [None] * texts,
+        _read_prompt_lengths(message.prompt_lengths, offsets),
+        _read_times(message.times, texts),
+        _read_tags(message.tags, texts),
+    )
+
+
+def _read_times(data: bytes, texts: int) -> list[float | None]:
+    if not data:
+        return [None] * texts
+    times, now = _read_column(data, "f8", "times", texts).tolist(), time.time()
+    return [moment if moment < now else None for moment in times]  # NaN is not less.
+
+
+def _read_tags(data: bytes, texts: int) -> list[int]:
+    if not data:
+        return [NO_TAG] * texts
+    tags: list[int] = _read_column(data, "u4", "tags", texts).tolist()
+    if max(tags, default=0) >> 16:
+        raise WireError(f"texts.tags holds {max(tags)}; a tag has 16 bits")
+    return tags
+
+
+def _read_column(data: bytes, dtype: Literal["f8", "u4"], name: str, texts: int) -> np.ndarray:
+    """Return the elements of all texts. Raises WireError for another number."""
+    column = unpack(data, dtype, f"texts.{name}")
+    if len(column) != texts:
+        raise WireError(f"texts.{name} has {len(column)} elements, not {texts}")
+    return column
 
 
 def _read_prompt_lengths(data: bytes, offsets: np.ndarray) -> list[int] | None:
     """Return the prompt length of each text, None if they are not given. Raises WireError."""
     if not data:
         return None
-    lengths = unpack(data, "u4", "texts.prompt_lengths")
     texts = np.diff(offsets)
-    if len(lengths) != len(texts):
-        raise WireError(f"texts.prompt_lengths has {len(lengths)} elements, not {len(texts)}")
+    lengths = _read_column(data, "u4", "prompt_lengths", len(texts))
     if (longer := lengths > texts).any():
         index = int(longer.argmax())
         raise WireError(f"texts.prompt_lengths[{index}] is {lengths[index]}; the text has {texts[index]} tokens")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import grpc
 import numpy as np
+import structlog
 
 from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
@@ -30,6 +32,8 @@ from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.prepared import PreparedSequence
 from ssd.types import DraftBatch, Progress, offsets_of
+
+logger = structlog.get_logger(__name__)
 
 LONG_PROMPT = 8192
 """Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
@@ -179,14 +183,22 @@ class Session:
         return response
 
     def _draft_ready(self, message: pb.Batch) -> DraftBatch | None:
-        """Return drafts for a batch if all its sequences can have drafts, the usual case. Raises WireError."""
+        """Return drafts for a batch if all its sequences can have drafts, the usual case.
+
+        Raises WireError, and ValueError for a failure of the drafter.
+        """
         if message.steps or self._indexing or self._withheld:
             return None
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
         try:
             drafts = self._draft_part(batch, batch)
-        except ValueError:  # A sequence is unknown, or arrays are wrong; the drafter has changed nothing.
+        except ValueError:
+            # The general path answers a fault of the request. A fault of the drafter ends the stream.
+            checked = read_batch(message, self.namespace.model.vocab_size)
+            self._check_batch(checked, set())
+            if self._drafter.running.ids >= {*checked.sequence_ids.tolist()}:
+                raise
             return None
         self._tokens += len(batch.tokens)
         return drafts
@@ -256,34 +268,44 @@ class Session:
             self._drafter_of(sequence_id).begin(sequence_id, prepared)
         else:
             task = asyncio.get_running_loop().create_task(self._index(sequence_id, prepared))
+            task.add_done_callback(partial(self._check_indexed, sequence_id))
             self._indexing[sequence_id] = Indexing(task, prepared)
         self._make_room()
 
     async def _index(self, sequence_id: int, prepared: PreparedSequence) -> None:
-        try:
-            await asyncio.to_thread(prepared.index)
-        except MemoryError:
-            self._remove(sequence_id)
-            del self._indexing[sequence_id]
-            return
-        indexing = self._indexing.pop(sequence_id)
-        drafter = self._drafter_of(sequence_id)
+        """Index a prompt in another thread, begin its sequence, and commit its tokens since then."""
+        await asyncio.to_thread(prepared.index)
+        drafter, runs = self._drafter_of(sequence_id), self._indexing[sequence_id].committed
         drafter.begin(sequence_id, prepared)
-        committed = np.concatenate([NO_TOKENS, *indexing.committed])
-        progress = Progress.of_one(sequence_id, committed, steps=len(indexing.committed))
+        progress = Progress.of_one(sequence_id, np.concatenate([NO_TOKENS, *runs]), steps=len(runs))
         if isinstance(drafter, ShadowDrafter):
             drafter.advance(progress)
         else:
             drafter.draft(progress)
+        del self._indexing[sequence_id]
+
+    def _check_indexed(self, sequence_id: int, task: asyncio.Task[None]) -> None:
+        """Drop a sequence whose task has failed, so that it is unknown in the next batch."""
+        indexing = self._indexing.get(sequence_id)
+        if indexing is not None and indexing.task is task:  # Otherwise the sequence has begun, or ended meanwhile.
+            self._drop(sequence_id)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            logger.error("sequence not begun", namespace=self.namespace.name, reason=repr(problem))
+
+    def _drop(self, sequence_id: int) -> None:
+        """End a sequence without learning from it."""
+        drafter = self._drafter_of(sequence_id)
+        self._remove(sequence_id)
+        if sequence_id in drafter.running.ids:
+            drafter.finish(sequence_id, NO_TOKENS, learn=False)
 
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it existed."""
         if not self._has(finish.sequence_id):
             return False
         drafter = self._drafter_of(finish.sequence_id)
-        self._remove(finish.sequence_id)
+        indexing = self._remove(finish.sequence_id)
         learn = finish.learn and self._may_learn
-        indexing = self._indexing.pop(finish.sequence_id, None)
         if isinstance(drafter, ShadowDrafter):
             self.namespace.shadow.observed += 1
             self.namespace.shadow.scored += indexing is None
@@ -359,9 +381,9 @@ class Session:
         """Return whether a sequence runs."""
         return any(sequence_id in each for each in (self._drafter.running.ids, self._withheld, self._indexing))
 
-    def _remove(self, sequence_id: int) -> None:
-        """Stop counting a sequence, before its drafter ends it."""
-        indexing = self._indexing.get(sequence_id)
+    def _remove(self, sequence_id: int) -> Indexing | None:
+        """Stop counting a sequence, before its drafter ends it; return it if it was being indexed."""
+        indexing = self._indexing.pop(sequence_id, None)
         if indexing is not None:
             self._tokens -= indexing.size
         else:
@@ -369,6 +391,7 @@ class Session:
             sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
             self._tokens -= sizes.size_of(sequence_id)
         self._withheld.discard(sequence_id)
+        return indexing
 
     def _make_room(self) -> None:
         """Drop the least recently used sequences until the others are within the limits."""
@@ -378,10 +401,7 @@ class Session:
         ids, times = zip(*(each.running.last_uses() for each in drafters), strict=True)
         running = [*chain.from_iterable(ids)]
         for index in np.concatenate(times).argsort(kind="stable").tolist():
-            sequence_id = running[index]
-            drafter = self._drafter_of(sequence_id)
-            self._remove(sequence_id)
-            drafter.finish(sequence_id, NO_TOKENS, learn=False)
+            self._drop(running[index])
             if self._is_within_limits:
                 return
 

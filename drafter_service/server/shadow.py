@@ -16,6 +16,7 @@ import numpy as np
 
 from ssd.drafter import SuffixDrafter
 from ssd.sequences.prepared import PreparedSequence
+from ssd.sequences.running import RunningById
 from ssd.types import Progress, offsets_of
 
 SHARE = 0.03
@@ -57,6 +58,11 @@ class ShadowDrafter:
     def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter = drafter
         self._sequences: dict[int, Withheld] = {}
+
+    @property
+    def running(self) -> RunningById:
+        """The running sequences."""
+        return self.drafter.running
 
     def prepare(self, prompt: np.ndarray, **options: Any) -> PreparedSequence:
         """Prepare a sequence, see `CorpusDrafter.prepare`."""

@@ -38,6 +38,9 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,127}")
 """Pattern of valid names of namespaces; each is also the name of a folder."""
 
 
+T = TypeVar("T")
+
+
 class Description(BaseModel):
     """Data of a namespace that is stored in addition to its corpus."""
 
@@ -63,7 +66,32 @@ class Stored(NamedTuple):
     loaded: Loaded | None
 
 
-T = TypeVar("T")
+def folder_of(path: Path) -> Path | None:
+    """Return the snapshot folder of a service in which a file is the corpus of a namespace; None if it is in none."""
+    corpus = path.resolve()
+    folder = corpus.parent.parent
+    return folder if corpus.name == CORPUS and (folder / LOCK).exists() else None
+
+
+@contextlib.contextmanager
+def exclusive_use(folder: Path | None, in_use: str = "{} is in use") -> Iterator[None]:
+    """Lock a folder of snapshots, so that two processes do not overwrite each other's files.
+
+    The lock ends with the process. Raises UserError if the folder cannot be locked; in_use: its text, for the folder,
+    if another process has locked it.
+    """
+    if folder is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(in_use.format(folder)) from None
+        except OSError as problem:
+            raise UserError(f"{folder} cannot be locked: {problem.strerror}") from None
+        yield
 
 
 class Store:
@@ -86,21 +114,9 @@ class Store:
 
     @contextlib.contextmanager
     def exclusive_use(self) -> Iterator[None]:
-        """Lock the folder, so that two services do not overwrite each other's files.
-
-        Raises UserError if another service uses it.
-        """
-        try:
-            lock = (self.folder / LOCK).open("w")
-        except OSError as problem:
-            raise UserError(f"snapshots.folder: cannot write to {self.folder}: {problem.strerror}") from None
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(
-                    f"snapshots.folder: another service uses {self.folder}; give each its own folder"
-                ) from None
+        """Lock the folder, as the function `exclusive_use`."""
+        in_use = "snapshots.folder: another service, or `ssd-drafter warm`, uses {}; give each service its own folder"
+        with exclusive_use(self.folder, in_use):
             self._is_locked = True
             yield
             self._is_locked = False

@@ -209,16 +209,20 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Texts(_message.Message):
-    __slots__ = ("tokens", "offsets", "request_ids", "prompt_lengths")
+    __slots__ = ("tokens", "offsets", "request_ids", "prompt_lengths", "times", "tags")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     offsets: bytes
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     prompt_lengths: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., prompt_lengths: _Optional[bytes] = ...) -> None: ...
+    times: bytes
+    tags: bytes
+    def __init__(self, tokens: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., request_ids: _Optional[_Iterable[str]] = ..., prompt_lengths: _Optional[bytes] = ..., times: _Optional[bytes] = ..., tags: _Optional[bytes] = ...) -> None: ...
 
 class ObserveRequest(_message.Message):
     __slots__ = ("namespace", "model", "texts")
@@ -253,12 +257,16 @@ class ForgetRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., request_id: _Optional[str] = ..., older_than_s: _Optional[float] = ..., everything: bool = ...) -> None: ...
 
 class ForgetResponse(_message.Message):
-    __slots__ = ("snapshot_saved", "set_aside_files")
+    __slots__ = ("snapshot_saved", "texts", "set_aside_files", "is_shared")
     SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FILES_FIELD_NUMBER: _ClassVar[int]
+    IS_SHARED_FIELD_NUMBER: _ClassVar[int]
     snapshot_saved: bool
+    texts: int
     set_aside_files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, snapshot_saved: bool = ..., set_aside_files: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_shared: bool
+    def __init__(self, snapshot_saved: bool = ..., texts: _Optional[int] = ..., set_aside_files: _Optional[_Iterable[str]] = ..., is_shared: bool = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("namespace",)

@@ -169,6 +169,10 @@ class EngineStats:
     """Tokens of finished outputs that were passed to the drafter for learning."""
     corpus: CorpusSize | None = None
     """None if the drafter has no corpus or keeps it in another process."""
+    drafter_failures: int = 0
+    """Calls of the drafter that failed, and drafts of it that could not be verified."""
+    is_drafter_off: bool = False
+    """Whether the drafter is not called any more after repeated failures."""
     is_connected: bool | None = None
     """Whether the remote drafter is connected; None without one."""
     kv_usage: float = 0.0

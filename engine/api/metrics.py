@@ -146,6 +146,7 @@ class EngineCollector(Collector):
             ("vllm:num_requests_running", "Running requests.", stats.running),
             ("vllm:num_requests_waiting", "Waiting requests.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use, 1 for all.", stats.kv_usage),
+            ("ssd:drafter_off", "1 if the drafter is switched off after repeated failures.", int(stats.is_drafter_off)),
         ]
         if stats.corpus is not None:
             gauges.append(("ssd:corpus_tokens", "Tokens in the corpus.", stats.corpus.tokens))
@@ -171,6 +172,7 @@ class EngineCollector(Collector):
             ("ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.", stats.backoff_steps),
             ("ssd:repeated_requests", "Requests answered from the corpus, not run.", stats.repeated_requests),
             ("ssd:repeated_tokens", "Output tokens of requests answered from the corpus.", stats.repeated_tokens),
+            ("ssd:drafter_failures", "Failed calls of the drafter, and invalid drafts of it.", stats.drafter_failures),
             ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)

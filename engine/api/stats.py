@@ -69,6 +69,8 @@ class EngineTotals:
             accepted_by_source=dict(zip(SOURCE_NAMES, self._accepted_by_source.tolist(), strict=True)),
             skipped_steps=getattr(self._engine.drafter, "skipped_steps", {}),
             corpus=self._corpus_size(),
+            drafter_failures=self._engine.drafter_failures.count,
+            is_drafter_off=self._engine.drafter_failures.is_off,
             is_connected=getattr(self._engine.drafter, "is_connected", None),
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
         )

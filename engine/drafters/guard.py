@@ -1,15 +1,14 @@
 """Protect the engine from a faulty drafter.
 
 If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
-cannot be verified is dropped. The first problem is logged with its traceback; later ones are only counted, since a
-faulty drafter is likely to fail in every step.
+cannot be verified is dropped. Failures are counted and logged with a traceback, at most once a minute. A drafter that
+fails again and again (`ssd.errors.Failures`) is not called any more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, PredictedDrafts, TargetOutputs
 from engine.speculation.draft_tree import straight_lengths
+from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 D = TypeVar("D", Drafts, PredictedDrafts)
 L = TypeVar("L")
+R = TypeVar("R")
 
 LOG = logging.getLogger(__name__)
 DTYPES: Mapping[str, type[np.generic]] = {
@@ -49,8 +50,10 @@ class GuardedDrafter:
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.inner = drafter
-        self.problems = 0
-        """Number of calls that failed, and of drafts that were dropped."""
+        self.failures = Failures()
+        """Calls that failed, and drafts that were dropped."""
+        self._has_failed = False
+        """Whether a call has failed since drafts were last requested."""
         self._vocab_size = vocab_size
 
     @property
@@ -65,48 +68,68 @@ class GuardedDrafter:
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
-        with self._contained():
-            self.inner.start(sequence)
+        self._call(lambda: self.inner.start(sequence))
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
         # Read first, in case the drafter changes the plan.
         rooms = [entry.draft_room for entry in plan.producing]
         extra_rooms = [entry.extra_room for entry in plan.producing]
-        with self._contained():
+
+        def propose() -> Drafts:
             drafts = self.inner.propose(plan)
             if drafts.extra is not None:
                 check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
             return replace(self._valid(drafts, rooms, check_drafts), extra=drafts.extra)
-        return Drafts.empty(len(plan.producing))
+
+        self._begin_step()
+        return self._call(propose) or Drafts.empty(len(plan.producing))
 
     def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
         """See `Drafter`."""
         rooms = [entry.draft_room for entry in plan.producing]
         in_flight = [0 if entry.in_flight_draft is None else len(entry.in_flight_draft) for entry in plan.producing]
-        with self._contained():
+
+        def check(part: PredictedDrafts, own: list[tuple[int, int]], vocab_size: int) -> None:
+            check_predicted(part, [room for room, _ in own], [length for _, length in own], vocab_size)
+
+        def propose() -> PredictedDrafts:
             drafts: PredictedDrafts = self.inner.propose_ahead(plan)  # type: ignore[attr-defined]
-
-            def check(part: PredictedDrafts, own: list[tuple[int, int]], vocab_size: int) -> None:
-                check_predicted(part, [room for room, _ in own], [length for _, length in own], vocab_size)
-
             return self._valid(drafts, list(zip(rooms, in_flight, strict=True)), check)
-        return PredictedDrafts.empty(len(plan.producing))
+
+        self._begin_step()
+        return self._call(propose) or PredictedDrafts.empty(len(plan.producing))
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        with self._contained():
-            self.inner.observe(result)
+        self._call(lambda: self.inner.observe(result))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
-        with self._contained():
-            self.inner.finish(sequence, learn)
+        self._call(lambda: self.inner.finish(sequence, learn))
 
     def close(self) -> None:
         """See `Drafter.close`."""
-        with self._contained():
-            self.inner.close()
+        self._call(lambda: self.inner.close(), is_required=True)
+
+    def _begin_step(self) -> None:
+        if not self._has_failed:
+            self.failures.succeeded()
+        self._has_failed = False
+
+    def _call(self, act: Callable[[], R], *, is_required: bool = False) -> R | None:
+        """Return the result of a call of the drafter; None if it fails, or if the drafter is switched off.
+
+        is_required: whether it is also called when it is switched off.
+        """
+        if self.failures.is_off and not is_required:
+            return None
+        try:
+            return act()
+        except Exception as problem:
+            self._has_failed = True
+            self._report(problem, 1)
+            return None
 
     def _valid(self, drafts: D, limits: list[L], check: Callable[[D, list[L], int], None]) -> D:
         """Return drafts of B sequences without those that `check` refuses. Raises DraftsError if it refuses them all.
@@ -132,24 +155,10 @@ class GuardedDrafter:
             return False
         return True
 
-    @contextmanager
-    def _contained(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as problem:
-            self._report(problem, 1)
-
     def _report(self, problem: Exception, count: int) -> None:
-        """Count problems, and log the first one."""
-        if self.problems == 0:
-            LOG.warning(
-                "the drafter failed, and the step continues without its drafts; further failures are not reported: "
-                "%s: %s",
-                type(problem).__name__,
-                problem,
-                exc_info=True,
-            )
-        self.problems += count
+        """Count failures, and log them if it is time."""
+        if (end := self.failures.add(count)) is not None:
+            LOG.warning("the drafter failed: %s: %s; %s", type(problem).__name__, problem, end, exc_info=True)
 
 
 def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:

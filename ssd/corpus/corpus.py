@@ -129,8 +129,9 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens remembered, separators included."""
-        return len(self._index.ring)
+        """Tokens remembered, separators included, from the oldest request that was not forgotten."""
+        rows, ring = self._index.log.rows, self._index.ring
+        return ring.head - max(ring.oldest, int(rows["first"][0])) if len(rows) else 0
 
     @property
     def requests(self) -> int:
@@ -223,16 +224,21 @@ class Corpus:
             self.times.dropped += 1
         return False
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> Forget:
         """Forget what was appended under a request id; after the next `refresh` no draft or new snapshot contains it.
 
-        Earlier snapshots still contain it: save again. Running requests are forgotten through their drafter.
+        Earlier snapshots still contain it: save again. Running requests are forgotten through their drafter. Returns
+        the command, whose `requests` the refresh counts.
         """
-        self._put(Forget(name=hash_of(request_id)))
+        command = Forget(name=hash_of(request_id))
+        self._put(command)
+        return command
 
-    def forget_older_than(self, age_s: float) -> None:
+    def forget_older_than(self, age_s: float) -> Forget:
         """Forget what was appended more than `age_s` seconds ago; see `forget`."""
-        self._put(Forget(before=self.clock() - age_s))
+        command = Forget(before=self.clock() - age_s)
+        self._put(command)
+        return command
 
     @property
     def has_several_running(self) -> bool:
@@ -412,6 +418,7 @@ class Corpus:
                 continue
             self._forgets.append(item)
             kept = [text for text in self._waiting if not item.covers(text.name, text.time)]
+            item.requests += len(self._waiting) - len(kept)
             self.times.forgotten += len(self._waiting) - len(kept)
             self._waiting = deque(kept)
 

@@ -172,9 +172,12 @@ class Index:
         self._base.release()
         for first, end in spans.tolist():
             self.ring.erase(first, end)
+        counts = [forget.count(self.log.rows) for forget in forgets]
         # Last, so that the next call repeats all of it if there was not enough memory.
         self.log.remove(forgets)
         self.times.forgotten += len(spans)
+        for forget, count in zip(forgets, counts, strict=True):
+            forget.requests += count
 
     def restore(self, text: np.ndarray, positions: np.ndarray, covered: int, rows: np.ndarray) -> None:
         """Fill an empty index with the contents of another one of the same depth, or the newest tokens of it.

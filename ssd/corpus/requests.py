@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,22 @@ where the next one begins."""
 MIN_ROOM = 1024
 
 
+WRITTEN_HASH = re.compile(r"#[0-9a-f]{16}")
+
+
 def hash_of(request_id: str | None) -> int:
-    """Return the 64-bit hash of a request id; `NO_NAME` for None."""
+    """Return the 64-bit hash of a request id, `NO_NAME` for None; of an id from `id_of_hash` the hash that it names."""
     if request_id is None:
         return NO_NAME
+    if WRITTEN_HASH.fullmatch(request_id):
+        return int.from_bytes(bytes.fromhex(request_id[1:]), "big", signed=True) or 1
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def id_of_hash(hashed: int) -> str:
+    """Return a request id with this hash, for text whose own id is not known, as in snapshots."""
+    return "#" + hashed.to_bytes(8, "big", signed=True).hex()
 
 
 class Text(NamedTuple):
@@ -44,12 +55,14 @@ class Text(NamedTuple):
     """See `ssd.corpus.rollout.Rollout.tag`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Forget:
     """A command to forget the requests with an id, or those appended before a time."""
 
     name: int = NO_NAME
     before: float = -math.inf
+    requests: int = 0
+    """Number of requests that it has removed so far."""
 
     def covers(self, name: int, time: float) -> bool:
         """Return whether the command applies to a request."""
@@ -59,6 +72,12 @@ class Forget:
         """Return a mask of the rows that the command applies to, bool [N]."""
         named = (rows["name"] == self.name) & (rows["name"] != NO_NAME)
         return named | (rows["time"] < self.before)
+
+    def count(self, rows: np.ndarray) -> int:
+        """Return the number of requests that the command applies to; pieces of a long one share name and time."""
+        names, times = (rows[self.among(rows)][column] for column in ("name", "time"))
+        are_pieces = (names[1:] == names[:-1]) & (times[1:] == times[:-1]) & (names[1:] != NO_NAME)
+        return len(names) - int(np.count_nonzero(are_pieces))
 
 
 class RequestLog:

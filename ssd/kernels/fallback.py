@@ -13,7 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.kernels.jit import Int, Nothing, TokenRows, Tokens, TokensOut, inline, kernel, outline, peek, prefetch
+from ssd.kernels.jit import (
+    Int,
+    Nothing,
+    TokenRows,
+    Tokens,
+    TokensOut,
+    acquire,
+    inline,
+    kernel,
+    outline,
+    peek,
+    prefetch,
+    release,
+)
 from ssd.kernels.probabilities import (
     FALLBACK_CONTEXTS,
     FALLBACK_RANKS,
@@ -34,9 +47,9 @@ MAX_FOUND = 12
 MAX_COUNT = 1000
 """All counts of a context are halved when one exceeds this, so that they follow changes of the traffic."""
 
-SLOT_TOKEN, SLOT_TIMES, SLOT_EPOCH = range(3)
+SLOT_TOKEN, SLOT_TIMES = range(2)
 """Columns of slots."""
-SLOT_BYTES, CACHE_LINE = 12, 64
+SLOT_BYTES = 8
 
 
 class Found(NamedTuple):
@@ -57,9 +70,10 @@ class Fallback(NamedTuple):
     """The counted tokens, in descending order of their counts for each context."""
 
     slots: np.ndarray
-    """uint32 [TOTAL_SLOTS, 3]; a slot is empty if its count is 0 or its epoch is over."""
-    epoch: np.ndarray
-    """uint32 [1]: the current epoch."""
+    """uint32 [TOTAL_SLOTS, 2]; a slot is empty if its count is 0."""
+    lock: np.ndarray
+    """uint32 [1]: held by the thread that changes the slots or the learned tables of the corpus. Readers take no lock:
+    they may see a token twice, or an old count."""
 
 
 @inline
@@ -82,13 +96,13 @@ def fetch_slots(fallback, text, end):  # type: ignore[no-untyped-def]
     for context in range(1, FALLBACK_CONTEXTS):
         first = first_slot(text, end, context)
         if first >= 0:
-            prefetch(fallback.slots.ctypes.data + SLOT_BYTES * first)
-            prefetch(fallback.slots.ctypes.data + SLOT_BYTES * first + CACHE_LINE)
+            for slot in (first, first + SLOTS - 1):
+                prefetch(fallback.slots.ctypes.data + SLOT_BYTES * slot)
 
 
 @inline
 def _is_empty(fallback, slot):  # type: ignore[no-untyped-def]
-    return fallback.slots[slot, SLOT_TIMES] == 0 or fallback.slots[slot, SLOT_EPOCH] != fallback.epoch[0]
+    return fallback.slots[slot, SLOT_TIMES] == 0
 
 
 @outline
@@ -105,7 +119,7 @@ def _count(fallback, first, slots, token):  # type: ignore[no-untyped-def]
         fallback.slots[place] = fallback.slots[place - 1]
         place -= 1
     slot = fallback.slots[place]
-    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, fallback.epoch[0]
+    slot[SLOT_TOKEN], slot[SLOT_TIMES] = token, count
     if count > MAX_COUNT:
         for at in range(first, first + slots):
             fallback.slots[at, SLOT_TIMES] = (fallback.slots[at, SLOT_TIMES] + 1) // 2
@@ -119,27 +133,36 @@ def _uncount(fallback, first, slots, token):  # type: ignore[no-untyped-def]
         place += 1
     if place == end:
         return
-    # Not the current epoch, which may be another one by the time that the slot is written.
-    count, epoch = fallback.slots[place, SLOT_TIMES] - np.uint32(1), fallback.slots[place, SLOT_EPOCH]
+    count = fallback.slots[place, SLOT_TIMES] - np.uint32(1)
     while place + 1 < end and not _is_empty(fallback, place + 1) and fallback.slots[place + 1, SLOT_TIMES] > count:
         fallback.slots[place] = fallback.slots[place + 1]
         place += 1
     slot = fallback.slots[place]
-    slot[SLOT_TOKEN], slot[SLOT_TIMES], slot[SLOT_EPOCH] = token, count, epoch
+    slot[SLOT_TOKEN], slot[SLOT_TIMES] = token, count
 
 
 @kernel(TokenRows, TokensOut, Tokens, Int, returns=Nothing)
-def uncount_output(slots, epoch, tokens, first):  # type: ignore[no-untyped-def]
+def uncount_output(slots, lock, tokens, first):  # type: ignore[no-untyped-def]
     """Reduce the counts of `tokens[first:]`, uint32, in all of their contexts.
 
     Which of them were counted is not known, so counts of the same tokens by other sequences may be reduced, too.
     """
-    fallback, text = Fallback(slots, epoch), tokens.ctypes.data
+    fallback, text = Fallback(slots, lock), tokens.ctypes.data
     for end in range(first, len(tokens)):
+        acquire(lock)
         for context in range(FALLBACK_CONTEXTS):
             start = first_slot(text, end, context)
             if start >= 0:
                 _uncount(fallback, start, SLOTS if context else SLOTS_WITHOUT_CONTEXT, tokens[end])
+        release(lock)
+
+
+@kernel(TokenRows, TokensOut, returns=Nothing)
+def erase(slots, lock):  # type: ignore[no-untyped-def]
+    """Remove all tokens."""
+    acquire(lock)
+    slots[:] = 0
+    release(lock)
 
 
 @inline
@@ -239,18 +262,13 @@ class FallbackTable:
 
     def __init__(self, now: float) -> None:
         """Make an empty table; now: the time by the corpus's clock."""
-        self.arrays = Fallback(np.zeros((TOTAL_SLOTS, 3), np.uint32), np.zeros(1, np.uint32))
+        self.arrays = Fallback(np.zeros((TOTAL_SLOTS, 2), np.uint32), np.zeros(1, np.uint32))
         self.since = now
         """When the table was made or last erased."""
 
     def erase(self, now: float) -> None:
-        """Remove all tokens.
-
-        A kernel that runs at the same time may write slots that it read before; they belong to the epoch before, so
-        they stay empty.
-        """
-        self.arrays.epoch[0] += 1
-        self.arrays.slots[:] = 0
+        """Remove all tokens."""
+        erase(*self.arrays)
         self.since = now
 
     def remove_output(self, tokens: np.ndarray, first: int) -> None:

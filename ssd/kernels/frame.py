@@ -166,7 +166,7 @@ def open_model(frame):  # type: ignore[no-untyped-def]
         _floats(frame[MODEL + 1], (CELL_COUNT,)),
         _floats(frame[MODEL + 2], (WEIGHT_SETS, INPUTS)),
         _floats(frame[MODEL + 3], (NOISE_WEIGHTS,)),
-        Fallback(_words(frame[MODEL + 4], (TOTAL_SLOTS, 3)), _words(frame[MODEL + 5], (1,))),
+        Fallback(_words(frame[MODEL + 4], (TOTAL_SLOTS, 2)), _words(frame[MODEL + 5], (1,))),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 from llvmlite import ir
 from numba import config, njit, types
 from numba.core import cgutils
@@ -219,6 +220,44 @@ def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _exchange(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write a uint32 at an address, and return the one before, as one operation of the memory."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        place = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        return builder.atomic_rmw("xchg", place, arguments[1], "acq_rel")
+
+    return types.uint32(types.int64, types.uint32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _yield_processor(typingctx: Any) -> Any:  # noqa: ARG001
+    """Let another thread run on this processor (`sched_yield` of POSIX)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@outline
+def acquire(lock):  # type: ignore[no-untyped-def]
+    """Wait until no other thread holds a lock, uint32 [1], and take it.
+
+    For a few microseconds of work within kernels, which cannot raise."""
+    while _exchange(lock.ctypes.data, np.uint32(1)) != 0:
+        _yield_processor()
+
+
+@outline
+def release(lock):  # type: ignore[no-untyped-def]
+    """Give a lock back."""
+    _exchange(lock.ctypes.data, np.uint32(0))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -28,7 +28,22 @@ from ssd.kernels.frame import (
     shorts,
 )
 from ssd.kernels.grow import Context, Growing, Limits, Scratch, grow
-from ssd.kernels.jit import Bool, Bytes, Float, FloatsOut, Int, Longs, Tokens, TokensOut, inline, kernel, outline, poke
+from ssd.kernels.jit import (
+    Bool,
+    Bytes,
+    Float,
+    FloatsOut,
+    Int,
+    Longs,
+    Tokens,
+    TokensOut,
+    acquire,
+    inline,
+    kernel,
+    outline,
+    poke,
+    release,
+)
 from ssd.kernels.learn import learn, record
 from ssd.kernels.match import (
     SPAN_COLUMNS,
@@ -217,7 +232,9 @@ def commit_all(tables, model, budget, counters, batch, ring, depth, on_path):  #
         if end > first:
             growing = _growing(tables, row)
             if sequence[NODES] > 0:
+                acquire(model.fallback.lock)
                 learn(growing, sequence, batch.tokens[first:end], model, on_path)
+                release(model.fallback.lock)
                 drafted, tokens, tried = drafted + 1, tokens + (end - first) / taken, tried + verified
             record(counters, sequence, growing, on_path, verified, end - first, taken)
         for position in range(first, end):

@@ -129,8 +129,7 @@ class LocalIndex:
         return self._text.nbytes + self._sorted.nbytes + self._fresh.nbytes
 
     def _move(self, room: int) -> None:
-        self.room = room
-        text, suffixes = np.empty(self.room + 1, np.uint32), np.empty(self.room, np.uint32)
+        text, suffixes = np.empty(room + 1, np.uint32), np.empty(room, np.uint32)
         text[: self.size + 1] = self._text[: self.size + 1]
         suffixes[: self.sorted_size] = self._sorted[: self.sorted_size]
-        self._text, self._sorted = text, suffixes
+        self._text, self._sorted, self.room = text, suffixes, room

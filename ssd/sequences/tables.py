@@ -98,8 +98,8 @@ class Sequences:
         """
         if not self._free:
             self._grow(2 * len(self.state))
-        row = self._free.pop()
         local.reserve(local.size + self.max_draft + SPARE_TOKENS)
+        row = self._free.pop()
         self._locals[row] = local
         self.state[row] = 0
         self.used[row] = time.monotonic_ns()
@@ -182,8 +182,7 @@ class Sequences:
         nodes = self.max_draft + 1
         state = np.zeros((rows, STATE_COLUMNS), np.int64)
         state[:before] = self.state
-        self.state = state
-        self.used = np.pad(self.used, (0, rows - before))
+        used = np.pad(self.used, (0, rows - before))
         # Zeroed memory of the tables is not allocated until it is written.
         fresh = (
             np.zeros((rows, nodes, NODE_COLUMNS), np.int32),
@@ -193,6 +192,7 @@ class Sequences:
         )
         for new, old in zip(fresh, self._tables[1:], strict=False):
             new[:before] = old
-        self._tables = (state, *fresh)
+        # Last, so that nothing has changed if there was not enough memory.
+        self.state, self.used, self._tables = state, used, (state, *fresh)
         self._free += range(rows - 1, before - 1, -1)
         self._locals += [None] * (rows - before)

@@ -234,7 +234,7 @@ class Workload:
         launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
         report = self.engine.step()
         scheduler.check_integrity()
-        assert self.engine._speculation.drafter.problems == 0
+        assert self.engine._speculation.drafter.failures.count == 0
         self.check_in_flight()
         self.check_output(report)
         self.check_progress([one for one in alive[:1] if one not in launched], decoding, before, report)

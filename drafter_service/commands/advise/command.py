@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from drafter_service.commands.output import check_writable, write
+from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from drafter_service.commands.sources import Excerpts, preview, source_options
 from drafter_service.observability.version import own_version
 from ssd.errors import UserError
@@ -89,23 +89,22 @@ def advise(
         preview(files, reading, quiet=quiet)
         return
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            advice, traffic, facts = _analyze(
-                files, reading, Path(folder) / "tokens", profile, concurrency, quiet=quiet
-            )
+        # A file without a name: its text is gone with the process, however that ends.
+        with tempfile.TemporaryFile() as tokens:
+            advice, traffic, facts = _analyze(files, reading, tokens, profile, concurrency, quiet=quiet)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     _show(advice)
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
     if out is not None:
-        write(out, _page(advice, toml, traffic, facts, profile))
+        write(out, _page(advice, toml, traffic, facts, profile), OWNER_ONLY)
     if config is not None:
         write(config, toml)
 
 
 def _analyze(
-    files: list[File], reading: Reading, path: Path, profile: CostProfile, concurrency: int | None, *, quiet: bool
+    files: list[File], reading: Reading, tokens: BinaryIO, profile: CostProfile, concurrency: int | None, *, quiet: bool
 ) -> tuple[Advice, Traffic, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -116,11 +115,11 @@ def _analyze(
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        traffic, facts = _read(files, reading, path, progress, quiet=quiet)
+        traffic, facts = _read(files, reading, tokens, progress, quiet=quiet)
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
             task = progress.add_task(what, total=size_of(traffic, trials))
-            return run_trials(traffic, path, profile, trials, lambda tokens: progress.advance(task, tokens))
+            return run_trials(traffic, tokens, profile, trials, lambda count: progress.advance(task, count))
 
         samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
         [whole] = run("replaying the log", [plan_whole(traffic, concurrency, samples)])
@@ -128,7 +127,7 @@ def _analyze(
 
 
 def _read(
-    files: list[File], reading: Reading, path: Path, progress: Progress, *, quiet: bool
+    files: list[File], reading: Reading, tokens: BinaryIO, progress: Progress, *, quiet: bool
 ) -> tuple[Traffic, LogFacts]:
     from drafter_service.commands.advise.reading import read_traffic
 
@@ -140,7 +139,7 @@ def _read(
         progress.update(task, completed=state.bytes_read)
         excerpts.show()
 
-    return read_traffic(files, reading, path, watch)
+    return read_traffic(files, reading, tokens, watch)
 
 
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:

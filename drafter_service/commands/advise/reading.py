@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -54,10 +53,9 @@ class LogFacts:
 class TrafficWriter:
     """Collects requests."""
 
-    def __init__(self, path: Path) -> None:
-        """path: file to write tokens to."""
-        self._path = path
-        self._file = path.open("wb")
+    def __init__(self, file: BinaryIO) -> None:
+        """file: an empty file to write tokens to, which must be open while the requests are in use."""
+        self._file = file
         # Two numbers per request each: tokens of prompt and output, times of both ends, numbers of user and session.
         self._lengths, self._times, self._codes = array("q"), array("d"), array("q")
         self._users: dict[str, int] = {}
@@ -84,11 +82,11 @@ class TrafficWriter:
 
     def finish(self) -> Traffic:
         """Return all requests."""
-        self._file.close()
+        self._file.flush()
         lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
         times = np.array(self._times, np.float64).reshape(-1, 2)
         codes = np.array(self._codes, np.int64).reshape(-1, 2)
-        tokens = np.memmap(self._path, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
+        tokens = np.memmap(self._file, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
         starts = np.append(0, np.cumsum(lengths.sum(axis=1)))
         none = np.full(len(lengths), -1)
         return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1], none, none)
@@ -99,13 +97,13 @@ def _code(codes: dict[str, int], name: str | None) -> int:
 
 
 def read_traffic(
-    files: Sequence[File], reading: Reading, path: Path, watch: Callable[[LoadProgress], None]
+    files: Sequence[File], reading: Reading, file: BinaryIO, watch: Callable[[LoadProgress], None]
 ) -> tuple[Traffic, LogFacts]:
-    """Read the requests of all files; path: file to write tokens to. `watch` is called after each batch.
+    """Read the requests of all files; file: see `TrafficWriter`. `watch` is called after each batch.
 
     Raises UserError if there are none.
     """
-    writer = TrafficWriter(path)
+    writer = TrafficWriter(file)
     writer.facts.faults = reading.faults
     tokens = 0
     with closing(read_all(files, reading, writer.facts.files, _named)) as batches:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from queue import Empty, Queue
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import DupFd
+from queue import Empty
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -206,10 +210,24 @@ def size_of(traffic: Traffic, trials: Sequence[Trial]) -> int:
     return sum(whole if trial.is_whole else sample for trial in trials)
 
 
+class InheritedFile:
+    """An open file that processes which are being spawned inherit, since it has no name."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Callable[[Any], InheritedFile], tuple[object]]:
+        return _inherited, (DupFd(self.descriptor),)
+
+
+def _inherited(descriptor: Any) -> InheritedFile:
+    return InheritedFile(descriptor.detach())
+
+
 def run_trials(
-    traffic: Traffic, path: Path, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
+    traffic: Traffic, tokens: BinaryIO, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
 ) -> list[Outcome]:
-    """Run trials, as many at a time as there are cores; path: the file with the tokens of the traffic.
+    """Run trials, as many at a time as there are cores; tokens: the file with the tokens of the traffic.
 
     Raises UserError if the system ends one of the processes.
     """
@@ -218,11 +236,10 @@ def run_trials(
         return [run_trial(traffic, profile, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")
     without_tokens = replace(traffic, tokens=np.empty(0, np.uint32))
-    # Ctrl-C must end the processes. With Python's own handler each would go on with the next trial.
-    end_on_interrupt = signal.SIGINT, signal.SIG_DFL
-    with context.Manager() as manager, ProcessPoolExecutor(workers, context, signal.signal, end_on_interrupt) as pool:
-        done: Queue[int] = manager.Queue()
-        futures = [pool.submit(_run, without_tokens, path, profile, trial, done) for trial in trials]
+    done: Queue[int] = context.Queue()
+    shared = InheritedFile(tokens.fileno()), done
+    with ProcessPoolExecutor(workers, context, _begin_process, shared) as pool:
+        futures = [pool.submit(_run, without_tokens, profile, trial) for trial in trials]
         try:
             while not all(future.done() for future in futures):
                 with suppress(Empty):
@@ -234,17 +251,41 @@ def run_trials(
             pool.shutdown(cancel_futures=True)
 
 
-def _run(traffic: Traffic, path: Path, profile: CostProfile, trial: Trial, done: Queue[int]) -> Outcome:
-    """Run a trial in a process of the pool."""
+# In a process of the pool.
+
+_tokens: np.ndarray
+_done: Queue[int]
+
+
+def _begin_process(file: InheritedFile, done: Queue[int]) -> None:
+    """Keep what the trials of this process share, and end the process with Ctrl-C or with its parent."""
+    global _tokens, _done
+    with os.fdopen(file.descriptor, "rb") as tokens:
+        _tokens = np.memmap(tokens, np.uint32, "r")
+    _done = done
+    done.cancel_join_thread()  # Progress that nobody reads must not keep the process.
+    # With Python's own handler the process would go on with the next trial.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, name="ssd-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(traffic: Traffic, profile: CostProfile, trial: Trial) -> Outcome:
     waiting = 0
 
     def watch(tokens: int) -> None:
         nonlocal waiting
         waiting += tokens
         if waiting >= REPORTED_TOKENS:
-            done.put(waiting)
+            _done.put(waiting)
             waiting = 0
 
-    outcome = run_trial(replace(traffic, tokens=np.memmap(path, np.uint32, "r")), profile, trial, watch)
-    done.put(waiting)
+    outcome = run_trial(replace(traffic, tokens=_tokens), profile, trial, watch)
+    _done.put(waiting)
     return outcome

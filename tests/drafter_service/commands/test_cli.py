@@ -24,6 +24,7 @@ from drafter_service.transport.wire import read_drafts
 from ssd.corpus.snapshot import load
 from ssd.types import ROOT
 from tests.certificates import Authority
+from tests.drafter_service.ingest.loads import MODEL
 from tests.drafter_service.raw import batch, connected, drafted, eventually, start
 from tests.servers import served
 
@@ -98,7 +99,8 @@ def test_a_snapshot_folder_cannot_be_shared(run, service, tmp_path):
     code, _, err = run("serve", "--listen", f"unix:{tmp_path}/s", "--snapshot-folder", service.folder)
     assert (code, err) == (
         2,
-        f"error: snapshots.folder: another service uses {service.folder}; give each its own folder\n",
+        f"error: snapshots.folder: another service, or `ssd-drafter warm`, uses {service.folder}; "
+        "give each service its own folder\n",
     )
     assert not list(tmp_path.glob("s*"))
 
@@ -123,14 +125,17 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
         assert re.fullmatch(r"team-a: [\d.]+ MB in [\d.]+ s\n", out)
         assert (service.folder / "team-a" / "corpus.ssd").exists()
 
-        printed = "forgotten, and the snapshot saved again\n"
+        printed = "forgotten: 1 text, and the snapshot saved again\n"
         assert run("forget", "team-a", "--request", "one", *service.admin) == (0, printed, "")
+        unknown = "namespace team-a has no text of the name 'one'\n"
+        assert run("forget", "team-a", "--request", "one", *service.admin) == (1, "", unknown)
         assert caller.probe("team-a", TEXT[:8], 1) == []
         assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
-        assert run("forget", "team-a", "--older-than", "3600", *service.admin) == (0, printed, "")
+        assert run("forget", "team-a", "--older-than", "3600", *service.admin) == (0, "nothing to forget\n", "")
         assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]
         assert run("forget", "team-a", "--everything", *service.admin) == (0, printed, "")
         assert caller.probe("team-a", OTHER[:8], 1) == []
+        assert re.search(r"team-a +0 +100,000", run("namespaces", *service.admin)[1])
 
         code, out, _ = run("drop", "team-a", *service.admin, answer="n")
         assert code == 1
@@ -161,6 +166,42 @@ def test_damaged_files_are_set_aside_shown_and_deleted_by_a_command_alone(run, s
     assert run("drop", "damaged", "--set-aside", "--yes", *service.admin) == (0, "deleted nothing\n", "")
     assert run("drop", "damaged", "--yes", *service.admin) == (0, "dropped damaged\n", "")
     assert not folder.exists()
+
+
+def test_names_survive_snapshots_that_are_learned(run, service, tmp_path):
+    log, original, copy = tmp_path / "log.jsonl", tmp_path / "a.ssd", tmp_path / "b.ssd"
+    log.write_text('{"id": "req-1", "choices": [{"text": "The sea is blue."}]}\n')
+    for source, target in (([log, "--tokenizer", MODEL], original), ([original], copy)):
+        assert run("warm", "--snapshot", target, "--capacity", "10k", "--from", *source)[0] == 0
+    known = re.compile(r"documents already known +│ +1 ")
+    assert known.search(run("warm", "--snapshot", copy, "--tokenizer", MODEL, "--from", log)[1])
+    warm = ["warm", "--namespace", "warmed", *service.admin]
+    assert run(*warm, "--from", copy)[0] == 0
+    assert known.search(run(*warm, "--tokenizer", MODEL, "--from", log)[1])
+    assert run("forget", "warmed", "--request", "req-1", *service.admin)[:2] == (
+        0,
+        "forgotten: 1 text, and the snapshot saved again\n",
+    )
+    assert run("drop", "warmed", "--yes", *service.admin)[0] == 0
+
+
+def test_the_corpus_of_a_running_service_is_not_written(run, service, tmp_path):
+    log, folder, link = tmp_path / "log.jsonl", service.folder / "team-c", tmp_path / "link.ssd"
+    log.write_text('{"output_token_ids": [1, 2, 3]}\n')
+    folder.mkdir()
+    link.symlink_to(folder / "corpus.ssd")
+    for target in (folder / "corpus.ssd", link):
+        code, out, err = run("warm", "--snapshot", target, "--capacity", "10k", "--from", log)
+        assert (code, out) == (2, "")
+        assert f"a service uses {service.folder}" in err
+        assert "--namespace NAME" in err
+    assert not (folder / "corpus.ssd").exists()
+    folder.rmdir()
+    # A copy beside it, and the folder of a service that has ended, may be written.
+    (tmp_path / ".lock").touch()
+    for target in (tmp_path / "copy.ssd", tmp_path / "team-c" / "corpus.ssd"):
+        target.parent.mkdir(exist_ok=True)
+        assert run("warm", "--snapshot", target, "--capacity", "10k", "--from", log)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from drafter_service.commands.output import check_writable, write
+from drafter_service.commands.output import OWNER_ONLY, check_writable, write
 from ssd.errors import UserError
 
 
@@ -22,6 +22,16 @@ def test_a_written_file_is_named(tmp_path, capsys):
     write(tmp_path / "page", "contents")
     assert (tmp_path / "page").read_text() == "contents"
     assert capsys.readouterr().err == f"wrote {tmp_path / 'page'}\n"
+
+
+def test_a_page_is_readable_by_its_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        write(tmp_path / "page", "contents", OWNER_ONLY)
+        write(tmp_path / "settings", "contents")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("page", "settings")] == [0o600, 0o666]
 
 
 @pytest.mark.parametrize("fail", [check_writable, lambda path: write(path, "")])

@@ -14,6 +14,7 @@ from drafter_service.plugins.session import HostSession
 from drafter_service.plugins.settings import PluginSettings
 from drafter_service.transport.wire import SHAPES
 from ssd.corpus.rollout import Rollout
+from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
 from tests.drafter_service.fake_server import FakeService, fake_server_thread
 from tests.drafter_service.plugins.host_simulator import LIMITS, RecordingDrafter, SimulatedHost
@@ -341,6 +342,20 @@ def test_a_failing_drafter_costs_drafts_of_its_requests_alone():
     assert len(host.reports) == 1
     assert "RuntimeError at test_session.py:" in host.reports[0]
     assert "tokens 1" not in host.reports[0]
+    host.session.close()
+
+
+def test_a_drafter_that_fails_again_and_again_is_switched_off():
+    class FailingDrafter(RecordingDrafter):
+        def draft(self, progress):
+            raise RuntimeError("broken")
+
+    host = SimulatedHost(FailingDrafter)
+    for number in range(MAX_FAILURES + 10):
+        host.add(number, LOOP, RequestOptions())
+        host.draft([number])
+    assert host.session.counters.failures == MAX_FAILURES
+    assert [("switched off" in report) for report in host.reports] == [False, True]
     host.session.close()
 
 

@@ -47,7 +47,8 @@ def test_replicas_learn_and_forget_together(replica):
     two.observe("shared", OTHER, names=["second"])
     eventually(lambda: drafts(one, OTHER))
     assert one.observe("shared", OTHER, names=["second"]).duplicates == 1
-    two.call("Forget", namespace="shared", request_id="first")
+    answer = two.call("Forget", namespace="shared", request_id="first")
+    assert (answer.texts, answer.is_shared) == (1, True)
     assert not drafts(two)
     eventually(lambda: not drafts(one))
     assert drafts(one, OTHER)

@@ -9,6 +9,7 @@ from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus.corpus import Corpus
+from ssd.corpus.requests import hash_of, id_of_hash
 from tests.drafter_service.guarded import Clock
 from tests.drafter_service.raw import batch, drafted, finish, start
 from tests.drafter_service.server.opened_namespaces import DRAFTING, UNKNOWN_MODEL, draft_of
@@ -57,16 +58,36 @@ def test_a_name_is_learned_once_until_it_is_forgotten(namespace, clock):
 def test_text_from_the_log_has_its_time_and_is_not_published_again(namespace, clock):
     published = []
     namespace.publish = published.append
-    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now - 10)
-    assert not namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
+    assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now - 10, is_from_log=True)
+    assert not namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
     namespace.forget_before(clock.now - 5, is_from_log=True)
     namespace.corpus.refresh()
     assert namespace.corpus.requests == 0
-    assert namespace.learn(array([1, 2, 3, 4]), "r", logged_at=clock.now)
+    assert namespace.learn(array([1, 2, 3, 4]), "r", finished_at=clock.now, is_from_log=True)
     namespace.forget("r", is_from_log=True)
     namespace.corpus.refresh()
     assert namespace.corpus.requests == 0
     assert published == []
+
+
+def test_text_that_is_older_has_its_time_here_and_in_the_log(namespace, clock):
+    published = []
+    namespace.publish = published.append
+    assert namespace.learn(array([1, 2]), "old", 7, finished_at=clock.now - 10)
+    assert namespace.learn(array([1, 2]), id_of_hash(hash_of("new")))
+    assert [(event.time, event.tag) for event in published] == [(clock.now - 10, 7), (clock.now, 0)]
+    assert namespace.has_learned("new")
+    forgotten = [namespace.forget_before(clock.now - 5), *(namespace.forget(name) for name in ("old", "new", "new"))]
+    namespace.corpus.refresh()
+    assert [command.requests for command in forgotten] == [1, 0, 1, 0]
+    assert namespace.corpus.tokens == 0
+
+
+def test_running_sequences_are_counted_as_forgotten(namespace):
+    drafter = namespace.new_drafter()
+    for number, name in enumerate("aab"):
+        drafter.start(number, array([5]), request_id=name)
+    assert [namespace.forget(name).requests for name in "aabc"] == [2, 0, 1, 0]
 
 
 def test_the_number_of_remembered_names_is_bounded(namespace, monkeypatch):

@@ -100,6 +100,9 @@ def test_texts_are_read():
         (with_prompts([1], texts([1, 2], [3])), "texts.prompt_lengths has 1 elements, not 2"),
         (with_prompts([1, 2], texts([1, 2], [3])), r"texts.prompt_lengths\[1\] is 2; the text has 1 tokens"),
         (pb.Texts(prompt_lengths=b"123"), "texts.prompt_lengths has 3 bytes"),
+        (pb.Texts(times=bytes(8)), "texts.times has 1 elements, not 0"),
+        (pb.Texts(tags=bytes(3)), "texts.tags has 3 bytes"),
+        (pb.Texts(offsets=bytes(8), tags=pack(array([1 << 16]), "u4")), "texts.tags holds 65536; a tag has 16 bits"),
     ],
 )
 def test_inconsistent_texts_are_refused(message, problem):

@@ -434,6 +434,53 @@ async def test_closing_a_session_cancels_its_indexing(session):
     assert namespace.is_idle
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+@pytest.mark.parametrize("method", ["begin", "draft_unpublished"])
+@pytest.mark.parametrize("error", [MemoryError("planted"), ValueError("operands could not be broadcast together")])
+@run
+async def test_a_sequence_whose_prompt_cannot_be_indexed_is_unknown(session, monkeypatch, shadow, method, error):
+    send(session, starts=[start(1, LONG, shadow=shadow), start(2, [5, 6, 5])], batch=batch({1: [7001], 2: ()}))
+    drafter = session._shadow.drafter if shadow else session._drafter
+    own = getattr(drafter, method)
+
+    def fail_once(*arguments):
+        monkeypatch.setattr(drafter, method, own)
+        raise error
+
+    monkeypatch.setattr(drafter, method, fail_once)
+    await indexed(session)
+    assert sizes_of(session) == {2: 3}
+    assert lost(send(session, batch=batch({1: [7002], 2: [6]}))) == [1]
+    send(session, starts=[start(1, LONG, shadow=shadow)])
+    await indexed(session)
+    assert sizes_of(session) == {1: len(LONG), 2: 4}
+    assert lost(send(session, batch=batch({1: [7001], 2: [5]}))) == []
+
+
+@run
+async def test_indexing_that_is_cancelled_from_outside_leaves_no_sequence(session):
+    send(session, starts=[start(1, LONG), start(2, [5])])
+    task = session._indexing[1].task
+    task.cancel()
+    await asyncio.wait([task], timeout=60)
+    await indexed(session)
+    assert sizes_of(session) == {2: 1}
+    assert lost(send(session, batch=batch({1: [7001]}))) == [1]
+
+
+def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatch):
+    send(session, starts=[start(1, [5, 6, 5])])
+    own = session._drafter.draft_unpublished
+
+    def fail_once(batch):
+        monkeypatch.setattr(session._drafter, "draft_unpublished", own)
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(session._drafter, "draft_unpublished", fail_once)
+    with pytest.raises(ValueError, match="broadcast"):
+        send(session, batch=batch({1: ()}))
+
+
 @run
 async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
     session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))

@@ -15,7 +15,7 @@ from engine.drafters.sources import DraftCounts
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
-from ssd.errors import UserError
+from ssd.errors import Failures, UserError
 from ssd.types import Source
 
 PAGES, PAGE_SIZE = 64, 16
@@ -29,6 +29,7 @@ class FakeEngine:
     window = ContextWindow(100, 100)
     model = SimpleNamespace(vocab_size=1000, eos_token_ids=(0,))
     drafter = SimpleNamespace(corpus=SimpleNamespace(tokens=7, capacity=9))
+    drafter_failures = Failures()
 
     def __init__(self, fail_after=None):
         self.requests, self.cancelled, self.steps, self.fail_after = {}, [], 0, fail_after

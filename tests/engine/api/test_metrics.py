@@ -43,10 +43,11 @@ VLLM_NAMES = {
     },
 }
 OUR_NAMES = {
-    "gauge": {"ssd:corpus_tokens"},
+    "gauge": {"ssd:corpus_tokens", "ssd:drafter_off"},
     "counter": {
         "ssd:engine_steps",
         "ssd:backoff_steps",
+        "ssd:drafter_failures",
         "ssd:repeated_requests",
         "ssd:repeated_tokens",
         "ssd:learned_tokens",
@@ -62,6 +63,8 @@ STATS = EngineStats(
     drafted_by_source={"corpus": 6, "local": 3},
     accepted_by_source={"corpus": 5, "local": 2},
     skipped_steps={"mtp": 4},
+    drafter_failures=6,
+    is_drafter_off=True,
     corpus=CorpusSize(7, 9),
 )
 
@@ -106,6 +109,7 @@ def test_engine_statistics_are_exported():
     metrics = build()
     assert value(metrics, "vllm:num_preemptions_total") == 3
     assert value(metrics, "ssd:backoff_steps_total") == 8
+    assert (value(metrics, "ssd:drafter_failures_total"), value(metrics, "ssd:drafter_off")) == (6, 1)
     assert samples(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == {("0",): 5, ("1",): 2}
     assert samples(metrics, "ssd:draft_tokens_total") == {("corpus",): 6, ("local",): 3}
     assert samples(metrics, "ssd:accepted_tokens_total") == {("corpus",): 5, ("local",): 2}

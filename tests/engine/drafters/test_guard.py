@@ -10,6 +10,7 @@ import torch
 
 from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts, TargetOutputs
 from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_predicted
+from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
 
 VOCAB = 10
@@ -188,9 +189,39 @@ def test_exceptions_are_contained_and_reported_once(caplog):
         guarded.observe(None)
         guarded.finish(None, learn=True)
         guarded.close()
-    assert guarded.problems == 6
+    assert guarded.failures.count == 6
     [record] = caplog.records
     assert "RuntimeError: broken start" in record.getMessage()
+    caplog.clear()
+
+
+def test_a_drafter_that_fails_again_and_again_is_switched_off(caplog):
+    class Failing:
+        calls = closed = 0
+
+        def propose(self, plan):
+            self.calls += 1
+            # It works in every 50th step of the first hundred.
+            if self.calls in (50, 100):
+                return Drafts.empty(2)
+            raise RuntimeError("broken")
+
+        def close(self):
+            self.closed += 1
+
+    guarded = GuardedDrafter(Failing(), VOCAB)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(300):
+            assert len(guarded.propose(Plan).batch) == 2
+    assert guarded.inner.calls == 100 + MAX_FAILURES
+    assert guarded.failures.count == 98 + MAX_FAILURES
+    assert guarded.failures.is_off
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.endswith("continuing without its drafts")
+    assert "switched off until this process is restarted" in last
+    assert f"({97 + MAX_FAILURES} failures since the last message)" in last
+    guarded.close()
+    assert guarded.inner.closed == 1
     caplog.clear()
 
 
@@ -224,7 +255,7 @@ def test_an_invalid_draft_is_dropped_alone(caplog):
     assert (kept.q_rows.tolist(), kept.q is UNIFORM, kept.extra is extra) == ([0, 1], True, True)
     assert [kept_ahead.batch.tokens_of(at).tolist() for at in range(3)] == [[4], [5], []]
     assert (kept_ahead.accepted.tolist(), kept_ahead.bonus.tolist()) == ([0, 0, 0], [7, 8, 0])
-    assert guarded.problems == 2
+    assert guarded.failures.count == 2
     [record] = caplog.records
     assert "token id 10 is out of vocabulary" in record.getMessage()
     caplog.clear()
@@ -242,5 +273,5 @@ def test_an_invalid_draft_is_dropped_alone(caplog):
 def test_nothing_is_drafted_from_a_batch_without_a_valid_draft(faulty, caplog):
     guarded = GuardedDrafter(Partly(propose=Drafts(replace(one_token_each((1, 2, 3)), **faulty))), VOCAB)
     assert len(guarded.propose(THREE).batch.tokens) == 0
-    assert guarded.problems == 1
+    assert guarded.failures.count == 1
     caplog.clear()

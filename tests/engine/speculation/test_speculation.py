@@ -64,7 +64,7 @@ def run(requests, *, in_flight=None, selection=None, drafters=("a", "b")):
     reports = []
     completions = engine.generate(requests, reports.append)
     assert [completion.tokens.tolist() for completion in completions] == outputs
-    assert engine._speculation.drafter.problems == 0
+    assert engine._speculation.drafter.failures.count == 0
     return drafter, completions, reports
 
 

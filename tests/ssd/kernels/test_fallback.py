@@ -1,5 +1,6 @@
 """Fallback candidates: counted tokens, their probabilities, and who may be offered them."""
 
+import threading
 from itertools import islice
 
 import numpy as np
@@ -177,22 +178,7 @@ def test_counts_of_a_context_are_halved():
     before = table.arrays.slots[:2].tolist()
     assert [row[:2] for row in before] == [[6, MAX_COUNT], [5, 10]]
     count_all(table, [([3], 6)])
-    assert [row[:2] for row in table.arrays.slots[:2].tolist()] == [[6, MAX_COUNT // 2 + 1], [5, 5]]
-
-
-def test_an_erased_table_is_empty_even_if_old_slots_are_written_again():
-    table, learned = FallbackTable(0.0), LearnedTables()
-    count_all(table, [([1, 2, 3], 5)])
-    old = table.arrays.slots.copy()
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned).keys() == {5}
-    table.erase(10.0)
-    assert not table.arrays.slots.any()
-    assert table.since == 10.0
-    # A kernel that ran at the same time.
-    table.arrays.slots[:] = old
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned) == {}
-    count_all(table, [([1, 2, 3], 6)])
-    assert candidates_of(table, [1, 2, 3], set(), 1.0, learned).keys() == {6}
+    assert table.arrays.slots[:2].tolist() == [[6, MAX_COUNT // 2 + 1], [5, 5]]
 
 
 def replay_surprises(drafter, steps, tokens, **start):
@@ -356,8 +342,35 @@ def test_counts_that_are_removed_leave_the_others_in_order():
     count_all(table, [([3], 5)] * 3 + [([3], 6)] * 2 + [([3], 7)])
     table.remove_output(array([3, 5, 5, 7]), 1)
     # One context of no token, and contexts that were never counted.
-    assert [row[:2] for row in table.arrays.slots[:2].tolist()] == [[6, 2], [5, 1]]
+    assert table.arrays.slots[:2].tolist() == [[6, 2], [5, 1]]
     assert not table.arrays.slots[2:, 1].any()
+
+
+@pytest.mark.parametrize("change", ["erase", "remove_output", "draft"])
+def test_whoever_changes_the_tables_of_a_corpus_waits_for_the_lock(change):
+    corpus = Corpus(CAPACITY, 32)
+    with drafter_on(corpus) as drafter:
+        drafter.start(1, array([1, 2, 3]))
+        drafter.draft(progress_of({1: []}, limit=1))
+        lock, text = corpus.fallback.arrays.lock, array([1, 2, 3, 4])
+        count_all(corpus.fallback, [([1, 2, 3], 4)])
+        before = corpus.fallback.arrays.slots.copy()
+        act = {
+            "erase": lambda: corpus.fallback.erase(0.0),
+            "remove_output": lambda: corpus.fallback.remove_output(text, 3),
+            "draft": lambda: drafter.draft(progress_of({1: [9]}, limit=0)),
+        }[change]
+        waiting = threading.Thread(target=act, daemon=True)
+        lock[0] = 1
+        waiting.start()
+        waiting.join(0.1)
+        has_waited = waiting.is_alive() and (corpus.fallback.arrays.slots == before).all()
+        lock[0] = 0
+        waiting.join(60)
+        assert has_waited
+        assert not waiting.is_alive()
+        assert (corpus.fallback.arrays.slots != before).any()
+        assert lock[0] == 0
 
 
 def test_a_drafter_that_does_not_publish_counts_nothing():

@@ -2,6 +2,7 @@
 
 import os
 import runpy
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +16,16 @@ from ssd.kernels.jit import (
     Float,
     Int,
     Longs,
+    Nothing,
     Tokens,
+    TokensOut,
+    acquire,
     bit_length,
     count_bits,
     drop_stale_kernels,
     equal_words,
     kernel,
+    release,
 )
 
 KERNEL = "def add(one, other):\n    return one + other\n"
@@ -96,3 +101,25 @@ def test_bits_are_counted_and_words_compared():
         alike = [place for place in range(32) if words[place] == words[index]]
         expected = (int(numbers[index]).bit_length(), sum(1 << place for place in alike), len(alike))
         assert bits_and_equal_words(numbers, words, index) == expected
+
+
+@kernel(TokensOut, Longs, Int, returns=Nothing)
+def move_one_by_one(lock, counts, times):
+    """Move a count from the first place to the last by way of all others, a number of times."""
+    for _ in range(times):
+        acquire(lock)
+        for place in range(len(counts) - 1):
+            moved = counts[place]
+            counts[place] -= moved
+            counts[place + 1] += moved
+        counts[0] = counts[-1] + 1
+        counts[-1] = 0
+        release(lock)
+
+
+def test_one_thread_at_a_time_holds_a_lock():
+    lock, counts, times = np.zeros(1, np.uint32), np.zeros(64, np.int64), 1_000_000
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: move_one_by_one(lock, counts, times), range(4)))
+    assert counts.tolist() == [4 * times, *[0] * 63]
+    assert lock[0] == 0

@@ -1,12 +1,16 @@
 """Tests of `ssd-drafter advise`: its verdict, groups, capacity and settings, and the logs that it refuses."""
 
 import json
+import os
 import re
+import tempfile
+from io import BytesIO
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from drafter_service.commands.advise import trials
 from drafter_service.commands.advise.advice import advise, plan_samples, plan_whole
 from drafter_service.commands.advise.page import HEADS
 from drafter_service.commands.advise.provenance import Origins
@@ -22,11 +26,11 @@ from tests.drafter_service.ingest.loads import model_folder
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
-def advice_of(traffic, tmp_path, concurrency=1, profile=CHEAP, sampled=None):
+def advice_of(traffic, concurrency=1, profile=CHEAP, sampled=None):
     """Return the advice; sampled: another log with which settings are compared."""
 
     def run_all(traffic, trials):
-        return run_trials(traffic, tmp_path, profile, trials, lambda _tokens: None)
+        return run_trials(traffic, BytesIO(), profile, trials, lambda _tokens: None)
 
     sampled = sampled or traffic
     samples = run_all(sampled, plan_samples(sampled, profile, concurrency))
@@ -38,8 +42,8 @@ def few_requests():
     return traffic_of(repeated_requests(4, 20))
 
 
-def test_repeated_outputs_pay(tmp_path):
-    advice = advice_of(traffic_of(repeated_requests()), tmp_path)
+def test_repeated_outputs_pay():
+    advice = advice_of(traffic_of(repeated_requests()))
     assert advice.verdict.startswith("Drafting is worthwhile")
     assert advice.best.speedup > 2
     assert advice.growth[0][1] < 2 < advice.growth[-1][1]
@@ -49,14 +53,14 @@ def test_repeated_outputs_pay(tmp_path):
     assert "not reliable, because the log has only 2,400 output tokens; give a log with at least" in advice.verdict
 
 
-def test_verdicts_on_enough_text_have_no_caveat(tmp_path, monkeypatch):
+def test_verdicts_on_enough_text_have_no_caveat(monkeypatch):
     traffic = few_requests()
     for most, is_reliable in ((80, True), (81, False)):
         monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
-        assert ("not reliable" not in advice_of(traffic, tmp_path).verdict) == is_reliable
+        assert ("not reliable" not in advice_of(traffic).verdict) == is_reliable
 
 
-def test_the_headline_is_for_paths_where_trees_would_gain_more(tmp_path):
+def test_the_headline_is_for_paths_where_trees_would_gain_more():
     """Each word of an output is followed by one of two, which a path cannot both draft."""
     rng = np.random.default_rng(0)
     requests = []
@@ -66,7 +70,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more(tmp_path):
             last = 1 + (2 * last + int(rng.integers(2))) % 30
             words += [100 * last + offset for offset in range(4)]
         requests.append(([7, 8, 9], words))
-    advice = advice_of(traffic_of(requests), tmp_path)
+    advice = advice_of(traffic_of(requests))
     [tree] = [one for one in advice.speedups if (one.draft_shape, one.concurrency) == ("tree", 1)]
     assert (advice.best.draft_shape, advice.settings.draft_shape) == ("path", "path")
     assert advice.best.speedup < tree.speedup
@@ -75,24 +79,24 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more(tmp_path):
     assert any("vLLM starts only if --max-num-batched-tokens" in note for note in advice.notes)
 
 
-def test_random_outputs_do_not_pay(tmp_path):
-    advice = advice_of(traffic_of(random_requests()), tmp_path)
+def test_random_outputs_do_not_pay():
+    advice = advice_of(traffic_of(random_requests()))
     assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
 
 
-def test_text_of_other_users_is_told_apart(tmp_path):
+def test_text_of_other_users_is_told_apart():
     requests = repeated_requests()
     for users, most in ((5, 1.0), (2, 0.0)):
         traffic = traffic_of(requests, users=[number % users for number in range(40)])
-        share = advice_of(traffic, tmp_path, sampled=few_requests()).other_users
+        share = advice_of(traffic, sampled=few_requests()).other_users
         assert most / 2 <= share <= most
 
 
-def test_capacity_covers_the_age_of_sources(tmp_path):
+def test_capacity_covers_the_age_of_sources():
     """Outputs that repeat one from long ago need a corpus that still has it."""
     old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
-    advice = advice_of(traffic_of([*old, *noise, *old]), tmp_path, sampled=few_requests())
+    advice = advice_of(traffic_of([*old, *noise, *old]), sampled=few_requests())
     ages = [age for age, share in advice.kept if share >= 0.98]
     assert ages[0] >= 60 * 200
 
@@ -157,6 +161,21 @@ def test_files_that_cannot_be_written_are_refused_before_the_log_is_read(tmp_pat
     assert not page.exists()
 
 
+def test_tokens_of_the_log_are_in_no_file_with_a_name(tmp_path, profile, monkeypatch):
+    folder, seen = tmp_path / "temporary", []
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    def list_folder(traffic, tokens, *rest):
+        seen.append((os.fstat(tokens.fileno()).st_size > 0, os.fstat(tokens.fileno()).st_nlink, os.listdir(folder)))
+        return run_trials(traffic, tokens, *rest)
+
+    monkeypatch.setattr(trials, "run_trials", list_folder)
+    log = write_log(tmp_path / "log.jsonl", repeated_requests())
+    assert run("--from", log, "--cost-profile", profile).exit_code == 0
+    assert seen == [(True, 0, [])] * 2
+
+
 def test_no_text_appears_in_the_page(tmp_path, profile):
     secret = "the secret words of a user "
     lines = [json.dumps({"prompt": f"{secret}{number}", "completion": secret * 10}) for number in range(4)]
@@ -210,19 +229,19 @@ def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
     assert "either --cost-profile or --gpu" in result.stderr
 
 
-def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated(tmp_path):
+def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
     profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
     traffic = traffic_of(repeated_requests())
     for concurrency, is_extrapolated in ((2, False), (8, True)):
-        advice = advice_of(traffic, tmp_path, concurrency, profile)
+        advice = advice_of(traffic, concurrency, profile)
         assert {one.concurrency for one in advice.speedups} == {1, 4, concurrency}
         assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
 
 
-def test_outputs_of_equal_length_are_one_group(tmp_path):
-    [size] = advice_of(few_requests(), tmp_path).sizes
+def test_outputs_of_equal_length_are_one_group():
+    [size] = advice_of(few_requests()).sizes
     assert size.name == "20 output tokens"
     requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
-    sizes = advice_of(traffic_of(requests), tmp_path, sampled=few_requests()).sizes
+    sizes = advice_of(traffic_of(requests), sampled=few_requests()).sizes
     assert sum(group.requests for group in sizes) == len(requests)
     assert [group.name for group in sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]

@@ -1,7 +1,13 @@
 """Trials have the same results in this process and in others."""
 
 import itertools
+import signal
+import subprocess
+import sys
 import time
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -11,18 +17,21 @@ from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.errors import UserError
 from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of
+from tests.drafter_service.raw import eventually
 
 PROFILE = roofline("h100", "8b")
 TRIALS = [Trial("ssd", "path", 8, 2, 20_000, is_whole=True), Trial("ngram", "path", 8, 2, 20_000)]
 
 
-def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
-    traffic, path = traffic_of(repeated_requests()), tmp_path / "tokens"
-    traffic.tokens.tofile(path)
-    inline = run_trials(traffic, path, PROFILE, TRIALS, lambda _: None)
+def test_processes_have_the_results_of_one(monkeypatch):
+    traffic = traffic_of(repeated_requests())
+    inline = run_trials(traffic, BytesIO(), PROFILE, TRIALS, lambda _: None)
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
-    spawned = run_trials(traffic, path, PROFILE, TRIALS, lambda _: None)
+    with TemporaryFile() as file:
+        file.write(traffic.tokens.tobytes())
+        file.flush()
+        spawned = run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
         assert one.origins == other.origins
@@ -30,13 +39,16 @@ def test_processes_have_the_results_of_one(tmp_path, monkeypatch):
         assert one.replay.order.tolist() == other.replay.order.tolist()
 
 
-def test_a_process_that_the_system_ends_is_said(tmp_path, monkeypatch):
+def test_a_process_that_the_system_ends_is_said(monkeypatch):
     traffic = traffic_of(repeated_requests())
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     monkeypatch.setattr(trials, "_run", end_this_process)
-    with pytest.raises(UserError, match="the system ended a replay"):
-        run_trials(traffic, tmp_path / "tokens", PROFILE, TRIALS, lambda _: None)
+    with TemporaryFile() as file:
+        file.write(traffic.tokens.tobytes())
+        file.flush()
+        with pytest.raises(UserError, match="the system ended a replay"):
+            run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
 
 
 def end_this_process(*_):
@@ -47,19 +59,17 @@ def end_this_process(*_):
 
 @pytest.mark.parametrize("gpu", ["h100", "l4"])
 @pytest.mark.parametrize("concurrency", [1, 4, 64])
-def test_no_speedup_exceeds_its_tokens_per_step(gpu, concurrency, tmp_path):
+def test_no_speedup_exceeds_its_tokens_per_step(gpu, concurrency):
     """A long output that repeats itself runs alone at the end, where its steps must not count as an empty engine's."""
     requests = [*random_requests(40, 20), ([1, 2], [*range(100, 150)] * 40)]
     trial = Trial("ssd", "path", 16, concurrency, 20_000)
-    [outcome] = run_trials(traffic_of(requests), tmp_path / "tokens", roofline(gpu, "8b"), [trial], lambda _: None)
+    [outcome] = run_trials(traffic_of(requests), BytesIO(), roofline(gpu, "8b"), [trial], lambda _: None)
     assert 1 < outcome.speedup < outcome.replay.tokens_per_step
 
 
-def test_a_step_with_drafts_includes_the_wait_for_the_host(tmp_path, monkeypatch):
+def test_a_step_with_drafts_includes_the_wait_for_the_host(monkeypatch):
     def speedup():
-        return run_trials(traffic_of(repeated_requests()), tmp_path / "t", PROFILE, TRIALS[:1], lambda _: None)[
-            0
-        ].speedup
+        return run_trials(traffic_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)[0].speedup
 
     waiting = speedup()
     monkeypatch.setattr(trials, "host_ms", lambda _: 0.0)
@@ -73,8 +83,47 @@ def test_a_partly_occupied_step_counts_as_its_share_of_a_full_one():
         assert shared.seconds(4 * sequences, sequences) == pytest.approx(expected)
 
 
-def test_drafts_are_timed_by_the_processor_time_of_the_thread(tmp_path, monkeypatch):
+KILLED = """
+import multiprocessing, os, signal, sys
+from tempfile import TemporaryFile
+from drafter_service.commands.advise import trials
+from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
+from tests.drafter_service.commands.advise.test_trials import PROFILE, TRIALS
+
+if __name__ == "__main__":
+    trials.usable_processors = lambda: {0, 1}
+    trials.INLINE_TOKENS = trials.REPORTED_TOKENS = 0
+    traffic = traffic_of(repeated_requests())
+
+    def end(_):
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with TemporaryFile() as file:
+        file.write(traffic.tokens.tobytes())
+        file.flush()
+        trials.run_trials(traffic, file, PROFILE, TRIALS[1:] * 64, end)
+"""
+
+
+def test_processes_end_with_their_parent(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    ended = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120, cwd=Path.cwd())
+    assert ended.returncode == -signal.SIGTERM
+    children = [int(pid) for pid in ended.stdout.split()]
+    assert len(children) == 2
+    eventually(lambda: not any(is_running(child) for child in children))
+
+
+def is_running(pid):
+    """Return whether a process runs; one that ended may wait for whoever inherited it to notice."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_drafts_are_timed_by_the_processor_time_of_the_thread(monkeypatch):
     assert TracedDrafter.clock is time.thread_time
     monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
-    [outcome] = run_trials(traffic_of(repeated_requests()), tmp_path / "tokens", PROFILE, TRIALS[:1], lambda _: None)
+    [outcome] = run_trials(traffic_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)
     assert outcome.speedup < 0.1, "each draft takes a second"
