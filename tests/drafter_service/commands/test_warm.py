@@ -88,7 +88,7 @@ def test_only_text_within_the_capacity_is_sorted(tmp_path, monkeypatch):
     rows = [{"tokens": [index] * 99} for index in range(400)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     appended = []
-    monkeypatch.setattr(sinks.Corpus, "append", lambda _, tokens, name: appended.append(tokens[0]))
+    monkeypatch.setattr(sinks.Corpus, "append", lambda _, tokens, *_rest, **_options: appended.append(tokens[0]))
     sink, held = OfflineSink(tmp_path / "c.ssd", 5000), []
     accept = sink.accept
 
