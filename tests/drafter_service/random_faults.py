@@ -56,7 +56,7 @@ class Sidecar:
 
     def __init__(self, folder):
         self.snapshots, self.control, self._log = folder / "snapshots", folder / "control", folder / "log"
-        self.snapshots.mkdir()
+        self.snapshots.mkdir(parents=True)
         self.control.touch()
         self.address = f"unix:{folder}/drafter.sock"
         self.most = Counter()
