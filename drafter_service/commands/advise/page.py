@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from drafter_service.commands.advise.advice import Advice, Group, Speedup
+from drafter_service.commands.advise.advice import Advice, Group
+from drafter_service.commands.advise.trials import Speedup
 from drafter_service.observability.pages import page as pages
 from drafter_service.observability.pages.charts import Axis, Series, line_chart
 from drafter_service.observability.pages.svg import Frame
