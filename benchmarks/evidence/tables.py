@@ -34,9 +34,7 @@ NAMES = {
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
-BRACKETS = (
-    f"In brackets: {100 * SHARE:.0f} % intervals, by a bootstrap over {BLOCKS} blocks of requests of each recording."
-)
+BRACKETS = f"In brackets: {100 * SHARE:.0f} % intervals, from a bootstrap over {BLOCKS} parts of each recording."
 
 
 def updated(text: str, document: Document) -> str:

@@ -186,13 +186,14 @@ def test_charts_are_those_of_the_json(tab, page_of):
         assert len(bars) == len(tallies)
         for bar, tally in zip(bars, tallies, strict=True):
             assert bar / max(bars) == pytest.approx((tally.acceptance or 0.0) / tallest, abs=0.01)
+    chart = """
+    const both = one => one.querySelector('.dot ~ .dashed, .dashed ~ .dot');
+    const chart = [...document.querySelectorAll('svg')].find(both), line = chart.querySelector('.dashed');
+    """
     dots = tab.run(
-        "return [...document.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
+        f"{chart} return [...chart.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
     )
-    diagonal = tab.run(
-        "const line = document.querySelector('.dot').parentElement.querySelector('.dashed');"
-        "return [line.x1, line.y1, line.x2, line.y2].map(at => at.baseVal.value)"
-    )
+    diagonal = tab.run(f"{chart} return [line.x1, line.y1, line.x2, line.y2].map(at => at.baseVal.value)")
     for (x, y), one in zip(dots, known.calibration.bins, strict=True):
         assert (x - diagonal[0]) / (diagonal[2] - diagonal[0]) == pytest.approx(one.predicted, abs=0.002)
         assert (y - diagonal[1]) / (diagonal[3] - diagonal[1]) == pytest.approx(one.acceptance, abs=0.002)
