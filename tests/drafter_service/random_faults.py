@@ -212,6 +212,12 @@ class Load:
         self.longest_s = max(self.longest_s, taken)
         assert taken < CALL_LIMIT_S
 
+    def end_stream(self):
+        """End the stream, so that its deadline is one of a single fault, however many there are."""
+        if self._stream is not None:
+            self._stream.call.cancel()
+            self._stream = None
+
     def step(self):
         """Make one random call."""
         name = self._rng.choice(NAMESPACES)
@@ -281,6 +287,7 @@ def main(folder, faults, seed):
             is_kill = rng.random() < KILLS or number == faults // 2
             kind = "kill" if is_kill else rng.choice(ERRORS + OTHERS)
             injected[kind] += 1
+            load_.end_stream()
             inject(load_, kind, rng.choice(SHARES), rng)
             # Everything works again as soon as the fault is over.
             name = rng.choice(NAMESPACES)

@@ -81,7 +81,7 @@ def test_every_field_of_messages_is_supported_or_refused():
     assert options | {"continuous_usage_stats"} == set(StreamOptions.model_fields)
 
 
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *UNUSED, "cache_salt", "return_token_ids", "continue_final_message"])
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *sorted(UNUSED), "cache_salt", "return_token_ids", "continue_final_message"])
 def test_every_field_with_a_rule_of_its_own_is_documented(name):
     assert f"`{name}`" in DOCS
     assert name not in UNSUPPORTED or f"| {UNSUPPORTED[name].reason} |" in DOCS
