@@ -18,6 +18,8 @@ from tests.engine.api.serving import MODEL
 DOCS = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
 UNUSED = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Fields that are accepted and change no answer."""
+RULED = ("cache_salt", "return_token_ids", "continue_final_message")
+"""Fields of vLLM with a paragraph of their own."""
 VLLM = {
     "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
@@ -81,7 +83,7 @@ def test_every_field_of_messages_is_supported_or_refused():
     assert options | {"continuous_usage_stats"} == set(StreamOptions.model_fields)
 
 
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *sorted(UNUSED), "cache_salt", "return_token_ids", "continue_final_message"])
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *sorted(UNUSED), *RULED])
 def test_every_field_with_a_rule_of_its_own_is_documented(name):
     assert f"`{name}`" in DOCS
     assert name not in UNSUPPORTED or f"| {UNSUPPORTED[name].reason} |" in DOCS
