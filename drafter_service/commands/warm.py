@@ -94,7 +94,7 @@ def warm(
         except KeyboardInterrupt:
             kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
             raise UserError(f"interrupted; {kept}") from None
-    _show(summary, reading, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
+    _show(summary, reading, vocabulary.chat.note if vocabulary else None)
 
 
 def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import BinaryIO, NamedTuple, cast
 
-from drafter_service.ingest.documents import Chunk, Item, RecordError
+from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
@@ -95,8 +95,8 @@ def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -
 
 def _read_file(
     file: File, reading: Reading, kinds: Counter[str], archive: zipfile.ZipFile | None = None
-) -> Iterator[Chunk]:
-    """Yield the documents of a file, or of a member of an archive. Raises only UserError."""
+) -> Iterator[tuple[list[Item], int]]:
+    """Yield documents of a file, or of a member of an archive, with the bytes read so far. Raises only UserError."""
     try:
         with Opened(file, cast(BinaryIO, archive.open(file.path)) if archive else None) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
@@ -104,9 +104,9 @@ def _read_file(
                 raise RecordError(IN_ARCHIVE)
             kinds[kind] += 1
             skipped, found = reading.faults.count, False
-            for chunk in _read(opened, kind, reading):
-                found = found or bool(chunk.items)
-                yield chunk
+            for items in _read(opened, kind, reading):
+                found = found or bool(items)
+                yield items, opened.bytes_read
             if opened.problem or (not found and reading.faults.count == skipped):
                 raise RecordError(opened.problem or NO_RECORDS)
     except UserError:
@@ -117,21 +117,23 @@ def _read_file(
         reading.faults.record(f"a file that cannot be read to its end ({type(problem).__name__})", file.name)
 
 
-def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[Chunk]:
+def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
+    """Yield the documents of each record, member or piece; none for a record that is skipped."""
     if kind == "zip":
         archive = zipfile.ZipFile(opened.seekable())
         for info in archive.infolist():
             if not info.is_dir() and not info.filename.startswith("__MACOSX/"):
                 file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
-                for chunk in _read_file(file, reading, Counter(), archive):
-                    yield Chunk(chunk.items, info.header_offset)
+                opened.bytes_read = info.header_offset
+                for items, _ in _read_file(file, reading, Counter(), archive):
+                    yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields):
-            yield Chunk(reading.items_of(read), opened.bytes_read)
+            yield reading.items_of(read)
     else:
-        for chunk in DOCUMENTS[kind](opened, reading):
-            reading.samples.add(kind, chunk.items)
-            yield chunk
+        for item in DOCUMENTS[kind](opened, reading):
+            reading.samples.add(kind, [item])
+            yield [item]
 
 
 # --- Containers
@@ -181,8 +183,8 @@ def _read_markdown(opened: Opened, _: Reading) -> Iterator[Record]:
         yield Record(value, f"{opened.label}:{number}")
 
 
-def _read_text(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    """Yield a chunk with a document for each piece; its name ends with the number of its first line."""
+def _read_text(opened: Opened, reading: Reading) -> Iterator[Item]:
+    """Yield a document for each piece; its name ends with the number of its first line."""
     lines = 0
     while True:
         piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
@@ -197,14 +199,9 @@ def _read_text(opened: Opened, reading: Reading) -> Iterator[Chunk]:
             reading.faults.record(NOT_UTF8, place)
             text = ""
         if text.strip():
-            yield Chunk([Item(place, None, text)], opened.bytes_read)
+            yield Item(place, None, text)
         if ended:
             return
-
-
-def _read_snapshot(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    opened.seekable()
-    return read_snapshot(opened.file, reading)
 
 
 RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {
@@ -216,10 +213,10 @@ RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {
     "Markdown chat": _read_markdown,
 }
 """Readers of containers of records, which formats interpret."""
-DOCUMENTS: dict[str, Callable[[Opened, Reading], Iterator[Chunk]]] = {
+DOCUMENTS: dict[str, Callable[[Opened, Reading], Iterator[Item]]] = {
     "text": _read_text,
     "npy": read_npy,
     "npz": read_npz,
-    "snapshot": _read_snapshot,
+    "snapshot": read_snapshot,
 }
 """Readers of containers whose contents are documents."""

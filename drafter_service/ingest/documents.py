@@ -46,14 +46,6 @@ class Item(NamedTuple):
         return prompt + _size(self.output)
 
 
-class Chunk(NamedTuple):
-    """A part of a file."""
-
-    items: list[Item]
-    bytes_read: int
-    """Bytes of the file read so far, relative to `File.size`."""
-
-
 def _size(part: Part) -> int:
     return len(part) if isinstance(part, str) else part.nbytes
 

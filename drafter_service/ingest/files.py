@@ -137,14 +137,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = chunk
+        self._rest = self._rest or next(self._chunks, b"")
         size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
 
 
@@ -178,7 +173,8 @@ def list_files(sources: Iterable[str]) -> list[File]:
 
 def _files_of(source: str) -> list[File]:
     try:
-        fs, path = fsspec.core.url_to_fs(_absolute(source))
+        path = STDIN if source == "-" else source
+        fs, path = fsspec.core.url_to_fs(path if "://" in path else str(Path(path).expanduser().absolute()))
         infos = list(_infos(fs, path))
     except FileNotFoundError:
         infos = []
@@ -188,12 +184,9 @@ def _files_of(source: str) -> list[File]:
         raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
     if not infos:
         raise UserError(f"{source}: there is no such file, or no file in it; give a path, a folder, a glob or a URL")
-    return [_file(fs, info) for info in infos]
-
-
-def _absolute(source: str) -> str:
-    source = STDIN if source == "-" else source
-    return source if "://" in source else str(Path(source).expanduser().absolute())
+    is_local = isinstance(fs, LocalFileSystem)
+    names = [(info["name"] if is_local else fs.unstrip_protocol(info["name"])) for info in infos]
+    return [File(fs, info["name"], name, info.get("size") or 0) for info, name in zip(infos, names, strict=True)]
 
 
 def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
@@ -210,9 +203,3 @@ def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
         parts = PurePosixPath(name).relative_to(PurePosixPath(path)).parts
         if not any(part.startswith(".") or part == "__pycache__" for part in parts):
             yield inner
-
-
-def _file(fs: Any, info: dict[str, Any]) -> File:
-    path = str(info["name"])
-    name = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
-    return File(fs, path, name, int(info.get("size") or 0))

@@ -117,21 +117,14 @@ def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np
 
 def encode(items: Sequence[Item], reading: Reading) -> Documents:
     """Tokenize items and return them as documents, in order, without those that have no output tokens."""
-    parts: list[np.ndarray] = []
-    lengths: list[int] = []
-    prompt_lengths: list[int] = []
-    kept: list[Item] = []
-    for item, prompt, output in tokenize(items, reading):
-        prefix = reading.prefix_of(prompt)
-        parts += (prefix, output)
-        lengths.append(len(prefix) + len(output))
-        prompt_lengths.append(len(prefix))
-        kept.append(item)
+    found = [(item, reading.prefix_of(prompt), output) for item, prompt, output in tokenize(items, reading)]
+    parts = [part for _, prefix, output in found for part in (prefix, output)]
+    lengths = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
     return Documents(
         np.concatenate(parts) if parts else np.empty(0, np.uint32),
-        offsets_of(np.array(lengths, np.int64)),
-        [item.name for item in kept],
-        np.array(prompt_lengths, np.uint32),
-        np.array([item.time for item in kept], np.float64),
-        np.array([item.tag for item in kept], np.uint32),
+        offsets_of(lengths.sum(axis=1)),
+        [item.name for item, *_ in found],
+        lengths[:, 0].astype(np.uint32),
+        np.array([item.time for item, *_ in found], np.float64),
+        np.array([item.tag for item, *_ in found], np.uint32),
     )

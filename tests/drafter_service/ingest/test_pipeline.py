@@ -3,21 +3,23 @@
 import threading
 from collections import Counter
 from contextlib import closing
-from itertools import pairwise
+from itertools import pairwise, repeat
 
+import numpy as np
 import pytest
 
 from drafter_service.ingest import pipeline
-from drafter_service.ingest.documents import NO_TOKENIZER
+from drafter_service.ingest.containers import Batch
+from drafter_service.ingest.documents import NO_TOKENIZER, Item
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS, mapped, prefetched
+from drafter_service.ingest.pipeline import BATCHES_AHEAD
 from drafter_service.ingest.reading import Reading
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import Collected, counts_of, model_folder, tokenized, write_jsonl
 
 TIMEOUT_S = 30
-MAX_IN_FLIGHT = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
-"""Maximum number of batches in flight: in both queues, entering each, at the tokenizers, and at the sink."""
+MAX_IN_FLIGHT = BATCHES_AHEAD + 1
+"""Maximum number of batches in flight, with the one at the sink."""
 
 
 def load(sources, sink, reading=None, watch=lambda _: None):
@@ -146,28 +148,21 @@ def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
     assert "secret" not in str(summary.faults.by_reason)
 
 
-def test_items_are_prefetched_in_order():
-    with closing(prefetched(iter(range(100)), 3)) as items:
-        assert list(items) == list(range(100))
-    assert list(mapped(lambda x: x * x, range(100), 3)) == [x * x for x in range(100)]
-
-
-def test_errors_of_a_source_follow_its_items():
-    def broken():
-        yield 1
+def test_errors_of_a_source_follow_its_batches(tmp_path, monkeypatch):
+    def broken(*_):
+        yield Batch([Item("a", None, np.array([1], np.uint32))], 1)
         raise ValueError("no more")
 
-    items = prefetched(broken(), 3)
-    assert next(items) == 1
+    monkeypatch.setattr(pipeline, "read_batches", broken)
+    sink = Collected()
     with pytest.raises(ValueError, match="no more"):
-        next(items)
+        load([], sink)
+    assert sink.pairs == [("a", [1])]
+    assert threads_of_loads() == []
 
 
-def test_threads_end_when_the_iterator_is_closed():
-    def endless():
-        while True:
-            yield 1
-
-    with closing(prefetched(endless(), 3)) as items:
-        next(items)
+def test_threads_end_when_the_iterator_is_closed(monkeypatch):
+    monkeypatch.setattr(pipeline, "read_batches", lambda *_: repeat(Batch([], 0)))
+    with closing(pipeline.read_all([], Reading(), Counter(), lambda items, _: items)) as batches:
+        assert next(batches) == (0, [])
     assert threads_of_loads() == []
