@@ -11,7 +11,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
+
+from fsspec.implementations.zip import ZipFileSystem
 
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
@@ -53,7 +55,6 @@ NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
-IN_ARCHIVE = "an archive or snapshot within an archive; unpack it first"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
@@ -93,15 +94,11 @@ def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -
     yield Batch(items, before)
 
 
-def _read_file(
-    file: File, reading: Reading, kinds: Counter[str], archive: zipfile.ZipFile | None = None
-) -> Iterator[tuple[list[Item], int]]:
-    """Yield documents of a file, or of a member of an archive, with the bytes read so far. Raises only UserError."""
+def _read_file(file: File, reading: Reading, kinds: Counter[str]) -> Iterator[tuple[list[Item], int]]:
+    """Yield documents of a file with the number of its bytes read so far. Raises only UserError."""
     try:
-        with Opened(file, cast(BinaryIO, archive.open(file.path)) if archive else None) as opened:
+        with Opened(file) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
-            if archive and kind in ("zip", "snapshot"):
-                raise RecordError(IN_ARCHIVE)
             kinds[kind] += 1
             skipped, found = reading.faults.count, False
             for items in _read(opened, kind, reading):
@@ -120,12 +117,12 @@ def _read_file(
 def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
     """Yield the documents of each record, member or piece; none for a record that is skipped."""
     if kind == "zip":
-        archive = zipfile.ZipFile(opened.seekable())
-        for info in archive.infolist():
-            if not info.is_dir() and not info.filename.startswith("__MACOSX/"):
-                file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
-                opened.bytes_read = info.header_offset
-                for items, _ in _read_file(file, reading, Counter(), archive):
+        archive = ZipFileSystem(opened.seekable())
+        for path, info in archive.find("", detail=True).items():
+            if not path.startswith("__MACOSX/"):
+                opened.bytes_read = info["header_offset"]
+                file = File(archive, path, f"{opened.file.name}/{path}", info["size"])
+                for items, _ in _read_file(file, reading, Counter()):
                     yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields):

@@ -42,12 +42,8 @@ class Item(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        prompt = 0 if self.prompt is None else _size(self.prompt)
-        return prompt + _size(self.output)
-
-
-def _size(part: Part) -> int:
-    return len(part) if isinstance(part, str) else part.nbytes
+        parts = (self.prompt, self.output)
+        return sum(part.nbytes if isinstance(part, np.ndarray) else len(part or "") for part in parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,17 +56,17 @@ class File:
 
 
 class Opened:
-    """An open file, or a member of an archive. `data` is the uncompressed content, from its beginning."""
+    """An open file. `data` is the uncompressed content, from its beginning."""
 
-    def __init__(self, file: File, stream: BinaryIO | None = None) -> None:
-        """Open a file, or read `stream`. Raises UserError if the package for its compression is missing."""
+    def __init__(self, file: File) -> None:
+        """Open a file. Raises UserError if the package for its compression is missing."""
         self.file = file
         self.problem = ""
         """Reason why `data` ends before the file does."""
         self.bytes_read = 0
         """Bytes read so far, relative to `File.size`; readers set it from time to time."""
         # Not through fsspec, which cannot open pipes.
-        self._raw = stream or (open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb"))  # noqa: SIM115
+        self._raw = open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb")  # noqa: SIM115
         self._source: Any = self._raw
         self._load()
         codec = next((name for magic, name in CODECS.items() if self.head.startswith(magic)), None)
@@ -77,7 +77,7 @@ class Opened:
             self._load()
         self.label = file.name
         """Name of the file in names of documents. That of a pipe depends on its content, also if it is a file."""
-        if stream is None and (file.path.startswith("/dev/") or not self._raw.seekable()):
+        if file.path.startswith("/dev/") or not self._raw.seekable():
             self.label += f"#{blake2b(self.head, digest_size=4).hexdigest()}"
 
     def _load(self) -> None:
