@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
-from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
+from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, line_blocks, read_json, read_json_lines
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
@@ -76,12 +77,12 @@ class Batch(NamedTuple):
     """Bytes of all files so far."""
 
 
-def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
-    """Yield the items of all files, and count files by container in `kinds`. Raises only UserError."""
+def read_batches(files: Sequence[File], reading: Reading) -> Iterator[Batch]:
+    """Yield the items of all files. Raises only UserError."""
     items: list[Item] = []
     before = size = last = 0
     for file in files:
-        for found, position in _read_file(file, reading, kinds):
+        for found, position in _read_file(file, reading):
             items += found
             size += sum(item.nbytes for item in found)
             bytes_read = before + min(position, file.size)
@@ -89,17 +90,17 @@ def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -
                 yield Batch(items, bytes_read)
                 items, size, last = [], 0, bytes_read
         before += file.size
-    if len(files) > kinds.total():
-        kinds["skipped"] = len(files) - kinds.total()
+    if len(files) > reading.kinds.total():
+        reading.kinds["skipped"] = len(files) - reading.kinds.total()
     yield Batch(items, before)
 
 
-def _read_file(file: File, reading: Reading, kinds: Counter[str]) -> Iterator[tuple[list[Item], int]]:
+def _read_file(file: File, reading: Reading) -> Iterator[tuple[list[Item], int]]:
     """Yield documents of a file with the number of its bytes read so far. Raises only UserError."""
     try:
         with Opened(file) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
-            kinds[kind] += 1
+            reading.kinds[kind] += 1
             skipped, found = reading.faults.count, False
             for items in _read(opened, kind, reading):
                 found = found or bool(items)
@@ -118,11 +119,12 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
     """Yield the documents of each record, member or piece; none for a record that is skipped."""
     if kind == "zip":
         archive = ZipFileSystem(opened.seekable())
+        reading = replace(reading, kinds=Counter())
         for path, info in archive.find("", detail=True).items():
             if not path.startswith("__MACOSX/"):
                 opened.bytes_read = info["header_offset"]
                 file = File(archive, path, f"{opened.file.name}/{path}", info["size"])
-                for items, _ in _read_file(file, reading, Counter()):
+                for items, _ in _read_file(file, reading):
                     yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields):
@@ -182,23 +184,15 @@ def _read_markdown(opened: Opened, _: Reading) -> Iterator[Record]:
 
 def _read_text(opened: Opened, reading: Reading) -> Iterator[Item]:
     """Yield a document for each piece; its name ends with the number of its first line."""
-    lines = 0
-    while True:
-        piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
-        opened.advance()
-        place = f"{opened.label}:{lines + 1}"
-        lines += piece.count(b"\n") + (1 if skipped else 0)
-        if skipped:
-            reading.faults.record(TEXT_TOO_LONG, f"{opened.label}:{lines}")
+    for first, piece in line_blocks(opened, reading, PIECE_BYTES, MAX_TEXT_LINE, TEXT_TOO_LONG):
+        place = f"{opened.label}:{first}"
         try:
             text = piece.decode()
         except UnicodeDecodeError:
             reading.faults.record(NOT_UTF8, place)
-            text = ""
+            continue
         if text.strip():
             yield Item(place, None, text)
-        if ended:
-            return
 
 
 RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {

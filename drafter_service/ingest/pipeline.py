@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 from drafter_service.ingest.containers import read_batches
-from drafter_service.ingest.documents import NO_TOKENIZER, Faults, Item, Sink, Totals
+from drafter_service.ingest.documents import NO_TOKENIZER, Item, Sink, Totals
 from drafter_service.ingest.files import File
 from drafter_service.ingest.reading import Reading, encode
 from ssd.errors import UserError
@@ -34,25 +33,13 @@ class LoadProgress(NamedTuple):
     tokens: int
 
 
-class Summary(NamedTuple):
-    """Result of a load."""
-
-    learned: Totals
-    kinds: Counter[str]
-    """Number of files by format."""
-    faults: Faults
-    seconds: float
-
-
-def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[LoadProgress], None]) -> Summary:
-    """Learn all files. `watch` is called after each batch.
+def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[LoadProgress], None]) -> Totals:
+    """Learn all files, and return what the sink has learned. `watch` is called after each batch.
 
     Raises UserError, also if the files contain no documents.
     """
-    began = time.perf_counter()
-    kinds: Counter[str] = Counter()
     documents = tokens = 0
-    with closing(read_all(files, reading, kinds, encode)) as encoded:
+    with closing(read_all(files, reading, encode)) as encoded:
         for bytes_read, batch in encoded:
             if len(batch):
                 sink.accept(batch)
@@ -65,14 +52,14 @@ def load(files: Sequence[File], reading: Reading, sink: Sink, watch: Callable[[L
         check_readable(reading, 1)
         reasons = reading.faults.summary or "the files contain no documents"
         raise UserError(f"nothing was learned: {reasons}; docs/operations.md lists the accepted formats")
-    return Summary(sink.finish(), kinds, reading.faults, time.perf_counter() - began)
+    return sink.finish()
 
 
 def read_all(
-    files: Sequence[File], reading: Reading, kinds: Counter[str], convert: Callable[[list[Item], Reading], A]
+    files: Sequence[File], reading: Reading, convert: Callable[[list[Item], Reading], A]
 ) -> Generator[tuple[int, A], None, None]:
     """Yield, for each batch, the bytes read so far and what `convert` makes of its items, in threads."""
-    batches = read_batches(files, reading, kinds)
+    batches = read_batches(files, reading)
     reader = ThreadPoolExecutor(1, "warm-reader")
     tokenizers = ThreadPoolExecutor(TOKENIZERS, "warm-tokenizer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ PREFIX_CHARS = 32 * PREFIX_TOKENS
 
 @dataclass(frozen=True)
 class Reading:
-    """Options and fault counts of a load."""
+    """Options of a load, and counts of what it finds."""
 
     vocabulary: Vocabulary | None = None
     fields: tuple[str, ...] = ()
@@ -46,6 +47,8 @@ class Reading:
     """Approximate size of a chunk."""
     as_text: bool = False
     """Whether all files that are not binary are learned as they are."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Number of files by container."""
     faults: Faults = field(default_factory=Faults)
     samples: Samples = field(default_factory=Samples)
 
