@@ -9,7 +9,7 @@ import io
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from fsspec.implementations.zip import ZipFileSystem
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
-from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, line_blocks, read_json, read_json_lines
+from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
@@ -195,9 +195,9 @@ def _read_text(opened: Opened, reading: Reading) -> Iterator[Item]:
             yield Item(place, None, text)
 
 
-RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {
+RECORDS: dict[str, Callable[[Opened, Reading], Iterable[Record]]] = {
     "JSON lines": read_json_lines,
-    "JSON": read_json,
+    "JSON": JsonText,
     "CSV": read_csv,
     "Parquet": read_parquet,
     "Arrow": read_arrow,

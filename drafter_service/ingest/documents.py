@@ -157,4 +157,3 @@ class Samples:
                 beginnings = (item.output[:SAMPLE_SIZE] for item in items[: SAMPLES - len(outputs)])
                 outputs = [*outputs, *map(copy, beginnings)]  # Slices of arrays would keep the arrays in memory.
             self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
-

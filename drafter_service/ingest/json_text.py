@@ -160,16 +160,12 @@ def _is_record(array: list[object]) -> bool:
 # --- Values on several lines
 
 
-def read_json(opened: Opened, reading: Reading) -> Iterator[Record]:
-    """Yield the values of JSON text. Elements of arrays are records, except those of lists of messages.
+class JsonText:
+    """The values of JSON text, of which a window is in memory: at most one value that is read, and a block.
 
-    If the file is one object that is not a record, is cut off or too long, the objects in its lists are records.
+    Elements of arrays are records, except those of lists of messages. If the file is one object that is not a record,
+    is cut off or too long, the objects in its lists are records.
     """
-    return _JsonText(opened, reading).records()
-
-
-class _JsonText:
-    """JSON text, of which a window is in memory: at most one value that is read, and a block."""
 
     def __init__(self, opened: Opened, reading: Reading) -> None:
         self._opened = opened
@@ -181,7 +177,7 @@ class _JsonText:
         self._number = 0
         self._is_cut = False
 
-    def records(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Record]:
         while self._next():
             yield from self._list(0)
 
