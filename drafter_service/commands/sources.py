@@ -82,7 +82,7 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
                 progress.update(task, completed=batch.bytes_read)
         except KeyboardInterrupt:
             note = "interrupted; what was found until then"
-    if not reading.samples.by_format:
+    if not reading.samples:
         raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
     console = Console()
     Excerpts(console, reading, quiet=quiet).show()
@@ -93,7 +93,7 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
 
 def counts_of(reading: Reading) -> Counter[str]:
     """Return the number of documents by format."""
-    return Counter({name: sample.documents for name, sample in reading.samples.by_format.items()})
+    return Counter({name: sample.documents for name, sample in reading.samples.items()})
 
 
 def listed(counts: Counter[str]) -> str:
@@ -123,7 +123,7 @@ class Excerpts:
 
     def show(self) -> None:
         """Print the formats that were found since the last call."""
-        for name, sample in [] if self._quiet else list(self._reading.samples.by_format.items()):
+        for name, sample in [] if self._quiet else list(self._reading.samples.items()):
             if name not in self._shown:
                 self._shown.add(name)
                 self._console.print(self._text(name, sample), markup=False, highlight=False, soft_wrap=True)

@@ -131,7 +131,7 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
             yield reading.items_of(read)
     else:
         for item in DOCUMENTS[kind](opened, reading):
-            reading.samples.add(kind, [item])
+            reading.sample(kind, [item])
             yield [item]
 
 

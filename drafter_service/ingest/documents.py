@@ -132,28 +132,18 @@ class Faults:
         return "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in self.by_reason.items())
 
 
-class Sample(NamedTuple):
-    """Documents of one format."""
+@dataclass
+class Sample:
+    """Documents of one format. One thread adds them, any may read them."""
 
-    documents: int
-    outputs: list[Part]
-    """The beginnings of the first ones."""
     place: str
     """Name of the first one."""
+    documents: int = 0
+    outputs: list[Part] = field(default_factory=list)
+    """The beginnings of the first ones."""
 
-
-class Samples:
-    """Documents by format. One thread writes them, any may read them."""
-
-    def __init__(self) -> None:
-        self.by_format: dict[str, Sample] = {}
-
-    def add(self, name: str, items: Sequence[Item]) -> None:
-        """Count documents of a format."""
-        if items:
-            sample = self.by_format.get(name) or Sample(0, [], items[0].name)
-            outputs = sample.outputs
-            if len(outputs) < SAMPLES:
-                beginnings = (item.output[:SAMPLE_SIZE] for item in items[: SAMPLES - len(outputs)])
-                outputs = [*outputs, *map(copy, beginnings)]  # Slices of arrays would keep the arrays in memory.
-            self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
+    def add(self, items: Sequence[Item]) -> None:
+        """Count documents."""
+        self.documents += len(items)
+        for item in items[: SAMPLES - len(self.outputs)]:
+            self.outputs.append(copy(item.output[:SAMPLE_SIZE]))  # Slices of arrays would keep the arrays in memory.

@@ -17,7 +17,7 @@ from drafter_service.ingest.documents import (
     Item,
     Part,
     RecordError,
-    Samples,
+    Sample,
 )
 from drafter_service.ingest.formats import Found, Read, is_conversation
 from drafter_service.ingest.origins import Origin, origin_of
@@ -50,7 +50,8 @@ class Reading:
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of files by container."""
     faults: Faults = field(default_factory=Faults)
-    samples: Samples = field(default_factory=Samples)
+    samples: dict[str, Sample] = field(default_factory=dict)
+    """Documents by format."""
 
     def items_of(self, read: Read) -> list[Item]:
         """Return the documents of a record, and count what is left out of it."""
@@ -67,8 +68,13 @@ class Reading:
                 items.append(self._item(found, f"{name}/{index}" if index else name, origin))
             except RecordError as problem:
                 self.faults.record(str(problem), place)
-        self.samples.add(read.format, items)
+        self.sample(read.format, items)
         return items
+
+    def sample(self, name: str, items: Sequence[Item]) -> None:
+        """Count documents of a format, and keep the first ones."""
+        if items:
+            self.samples.setdefault(name, Sample(items[0].name)).add(items)
 
     def prefix_of(self, prompt: np.ndarray) -> np.ndarray:
         """Return the tokens of a prompt to learn, as a copy that does not keep the others in memory."""

@@ -157,7 +157,7 @@ def test_samples_are_taken_of_each_format(tmp_path, vocabulary):
     (tmp_path / "b.py").write_text("import os\n")
     np.save(tmp_path / "c.npy", np.arange(6).reshape(2, 3))
     _, reading = documents_in(tmp_path, reading=Reading(vocabulary))
-    samples = list(reading.samples.by_format.values())
+    samples = list(reading.samples.values())
     assert [(sample.documents, len(sample.outputs)) for sample in samples] == [(5, 2), (1, 1), (2, 2)]
     assert samples[0].outputs[1] == "1 " + "x" * 198
     assert samples[2].outputs[1].tolist() == [3, 4, 5]
