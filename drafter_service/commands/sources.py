@@ -74,27 +74,26 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
 
     from drafter_service.ingest.containers import read_batches
 
-    kinds: Counter[str] = Counter()
     note = "nothing was learned: this was a dry run"
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=sum(file.size for file in files) or None)
         try:
-            for batch in read_batches(files, reading, kinds):
+            for batch in read_batches(files, reading):
                 progress.update(task, completed=batch.bytes_read)
         except KeyboardInterrupt:
             note = "interrupted; what was found until then"
-    if not reading.samples.by_format:
+    if not reading.samples:
         raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
     console = Console()
     Excerpts(console, reading, quiet=quiet).show()
-    console.print(f"files: {listed(kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
+    console.print(f"files: {listed(reading.kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
     if reading.faults.by_reason:
         console.print(skipped_table(reading.faults))
 
 
 def counts_of(reading: Reading) -> Counter[str]:
     """Return the number of documents by format."""
-    return Counter({name: sample.documents for name, sample in reading.samples.by_format.items()})
+    return Counter({name: sample.documents for name, sample in reading.samples.items()})
 
 
 def listed(counts: Counter[str]) -> str:
@@ -124,7 +123,7 @@ class Excerpts:
 
     def show(self) -> None:
         """Print the formats that were found since the last call."""
-        for name, sample in [] if self._quiet else list(self._reading.samples.by_format.items()):
+        for name, sample in [] if self._quiet else list(self._reading.samples.items()):
             if name not in self._shown:
                 self._shown.add(name)
                 self._console.print(self._text(name, sample), markup=False, highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -42,20 +43,11 @@ class Item(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        prompt = 0 if self.prompt is None else _size(self.prompt)
-        return prompt + _size(self.output)
+        return _size(self.prompt) + _size(self.output)
 
 
-class Chunk(NamedTuple):
-    """A part of a file."""
-
-    items: list[Item]
-    bytes_read: int
-    """Bytes of the file read so far, relative to `File.size`."""
-
-
-def _size(part: Part) -> int:
-    return len(part) if isinstance(part, str) else part.nbytes
+def _size(part: Part | None) -> int:
+    return part.nbytes if isinstance(part, np.ndarray) else len(part or "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,31 +132,18 @@ class Faults:
         return "; ".join(f"{reason} ({fault.places[0]})" for reason, fault in self.by_reason.items())
 
 
-class Sample(NamedTuple):
-    """Documents of one format."""
+@dataclass
+class Sample:
+    """Documents of one format. One thread adds them, any may read them."""
 
-    documents: int
-    outputs: list[Part]
-    """The beginnings of the first ones."""
     place: str
     """Name of the first one."""
+    documents: int = 0
+    outputs: list[Part] = field(default_factory=list)
+    """The beginnings of the first ones."""
 
-
-class Samples:
-    """Documents by format. One thread writes them, any may read them."""
-
-    def __init__(self) -> None:
-        self.by_format: dict[str, Sample] = {}
-
-    def add(self, name: str, items: Sequence[Item]) -> None:
-        """Count documents of a format."""
-        if items:
-            sample = self.by_format.get(name) or Sample(0, [], items[0].name)
-            outputs = sample.outputs
-            if len(outputs) < SAMPLES:
-                outputs = outputs + [_beginning(item.output) for item in items[: SAMPLES - len(outputs)]]
-            self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
-
-
-def _beginning(output: Part) -> Part:
-    return output[:SAMPLE_SIZE] if isinstance(output, str) else output[:SAMPLE_SIZE].copy()
+    def add(self, items: Sequence[Item]) -> None:
+        """Count documents."""
+        self.documents += len(items)
+        for item in items[: SAMPLES - len(self.outputs)]:
+            self.outputs.append(copy(item.output[:SAMPLE_SIZE]))  # Slices of arrays would keep the arrays in memory.
