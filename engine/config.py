@@ -63,7 +63,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """Largest number of tokens of a prompt and its output together, and why it is what it is."""
+    """Largest number of tokens of a prompt and its output together, and what limits it."""
 
     tokens: int
     of_model: int

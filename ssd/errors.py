@@ -11,7 +11,7 @@ from contextlib import contextmanager
 REPORT_INTERVAL_S = 60.0
 """Minimum time between two reports of failures."""
 MAX_FAILURES = 100
-"""Number of failures in a row after which a drafter is switched off: a cause that passes has passed by then."""
+"""Number of failures in a row after which a drafter is switched off; a temporary cause is usually gone by then."""
 
 
 class UserError(Exception):

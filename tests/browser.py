@@ -65,7 +65,7 @@ for (const words of document.querySelectorAll('svg text')) {
 if (document.documentElement.scrollWidth > most) found.push("the page scrolls sideways");
 return found;
 """
-"""What of a page is outside of the screen, or of a chart."""
+"""Script that returns the parts of a page that are outside of the screen, or of a chart."""
 
 
 class Browser:

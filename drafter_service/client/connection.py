@@ -36,7 +36,7 @@ class AbsentError(UserError):
 
 
 def check_address(address: str) -> None:
-    """Raise AbsentError if nothing listens at an address of a service, UserError if it is no address."""
+    """Raise AbsentError if nothing listens at an address of a service, UserError if it is not an address."""
     parsed = Address.parse(address)
     if (reason := parsed.find_listener()) is not None:
         raise AbsentError(absence(parsed.text, reason))

@@ -73,7 +73,7 @@ def _read(path: Path, _modified_ns: int, _size: int) -> GgufFile:
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as problem:  # The library raises whatever its arrays do.
+    except Exception as problem:  # The library passes on any exception of numpy.
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise UserError(f"{path} is damaged or cut short ({reason}); download or copy it again") from None
     if int(metadata.get("split.count", 1)) > 1:

@@ -92,7 +92,7 @@ def namespaces(link: Link) -> None:
 def forget(namespace: str, request: str | None, older_than: float | None, everything: bool, link: Link) -> None:
     """Remove text from a namespace and from its snapshot.
 
-    Exits with 1 if the service has no text of the name.
+    Exits with 1 if no text has the name given by --request.
     """
     from drafter_service.stubs import drafter_pb2 as pb
     from ssd.errors import UserError
@@ -121,7 +121,7 @@ def forget(namespace: str, request: str | None, older_than: float | None, everyt
     elif request is None:
         click.echo(f"nothing to forget{others}")
     else:
-        click.echo(f"namespace {namespace} has no text of the name {request!r}{others}", err=True)
+        click.echo(f"namespace {namespace} has no text with the name {request!r}{others}", err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -152,7 +152,7 @@ def snapshot(namespace: str, link: Link) -> None:
 def drop(namespace: str, set_aside: bool, yes: bool, link: Link) -> None:
     """Delete a namespace and its snapshot.
 
-    Deletes corpus, learned probabilities and statistics, and its damaged files that were set aside.
+    Also deletes its learned probabilities, its statistics, and its damaged files that were set aside.
     """
     files = f"the damaged files of {namespace} that were set aside"
     if not yes:

@@ -51,7 +51,7 @@ def cli() -> None:
 def precompile() -> None:
     """Compile all kernels in advance.
 
-    Those of ssd-engine, too, if PyTorch is installed.
+    Includes the kernels of ssd-engine if PyTorch is installed.
     """
     import subprocess
     import sys

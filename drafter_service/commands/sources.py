@@ -51,14 +51,12 @@ def source_options(command: F) -> F:
             "choices.0.text, or turns[].content; it may be a message or a list of messages, too. If repeated, the last "
             "one is the output and the others are its prompt.  [default: known formats]",
         ),
-        click.option(
-            "--text", is_flag=True, help="Learn all files completely, as the text that they are, whatever they contain."
-        ),
+        click.option("--text", is_flag=True, help="Read every file as text, and learn all of it, whatever its format."),
         click.option(
             "--dry-run",
             is_flag=True,
             help="Read everything, show what is found and what would be skipped, and stop. Needs no service. Ctrl-C "
-            "shows what was found until then.",
+            "shows what was found so far.",
         ),
         click.option("--quiet", is_flag=True, help="Show no excerpts of what is found."),
     )
@@ -81,7 +79,7 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
             for batch in read_batches(files, reading):
                 progress.update(task, completed=batch.bytes_read)
         except KeyboardInterrupt:
-            note = "interrupted; what was found until then"
+            note = "interrupted; this was found so far"
     if not reading.samples:
         raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
     console = Console()

@@ -104,8 +104,8 @@ class HostSession:
     """The requests of one host. Any thread may call it."""
 
     def __init__(self, settings: PluginSettings, limits: HostLimits, report: Callable[[str], None]) -> None:
-        """report: writes a message to the host's log, from any thread: one per kind of problem, and of failures one a
-        minute.
+        """report: writes a message to the host's log, from any thread; called once for each kind of problem, and at
+        most once a minute for failures.
         """
         self.counters = DraftCounters()
         self._failures = Failures()
@@ -246,9 +246,9 @@ class HostSession:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold the lock, and keep failures from the host: they end the block, and are counted and reported.
+        """Hold the lock, and suppress exceptions, so that none reaches the host; count and report them.
 
-        A plug-in also runs its own code in it.
+        A plug-in also runs its own code in this context.
         """
         with self._lock:
             try:

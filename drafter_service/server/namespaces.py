@@ -35,7 +35,8 @@ MIN_BYTES = 25_000_000
 """Memory of a namespace besides its tokens, in bytes: learned probabilities, running text, buffers."""
 
 DISK_LIMIT_S, DISK_BYTES_PER_S = 30.0, 20e6
-"""A caller waits for a file for the first plus its size at this rate, in seconds. Disks that answer are faster."""
+"""Limit of the time that a caller waits for a file: a number of seconds, plus the file's size divided by a rate. Disks
+that answer are faster."""
 
 Locks = WeakValueDictionary[str, asyncio.Lock]
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class Namespaces:
         """Saves that have not begun to read the namespace."""
         self.retries = Retries()
         self._tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that go on if their callers are cancelled, since threads cannot be."""
+        """Tasks that go on if their callers are cancelled, because threads cannot be cancelled."""
 
     async def names(self) -> list[str]:
         """Return the names of all namespaces, including those on disk. Raises LoadError."""

@@ -13,7 +13,7 @@ from drafter_service.transport.absence import NOT_READY
 logger = structlog.get_logger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0
-"""A namespace is not tried again for the first, doubled with each failure in a row up to the second, in seconds."""
+"""Delay before a namespace is tried again, in seconds: after the first failure, and at most. It doubles each time."""
 MAX_FAILURES = 1024
 """Number of namespaces whose failures are remembered."""
 
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
     reason: str
     retry_at: float
-    """Time of the clock before which it is not tried again."""
+    """Time of the clock before which the namespace is not tried again."""
     interval_s: float
 
 

@@ -1,6 +1,6 @@
 """Namespaces on disk: a folder each, with the corpus and its description. Every file is replaced atomically.
 
-A file whose contents are proven damaged is set aside: renamed, and never removed but by an explicit command. Any other
+A file whose contents are proven damaged is set aside: renamed, and only removed by an explicit command. Any other
 error leaves all files as they are. Methods may block for as long as the file system does.
 """
 
@@ -107,7 +107,7 @@ class Store:
             os.unlink(probe)
             self._is_locked = False
             self.set_aside: dict[str, list[str]] = {}
-            """By namespace the names of the files that were set aside, as of the last listing."""
+            """Names of the files that were set aside, by namespace, as of the last listing."""
             self.names()
         except OSError as problem:
             raise UserError(f"snapshots.folder: cannot write to {folder}: {problem.strerror}") from None
@@ -224,7 +224,7 @@ class Store:
 
 
 def _read_description(path: Path) -> Description:
-    """Return a description. Raises OSError, and DamagedError for a file that is none."""
+    """Return a description. Raises OSError, and DamagedError for a file that is not one."""
     try:
         return Description.model_validate_json(path.read_bytes())
     except ValidationError:

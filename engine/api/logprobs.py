@@ -79,9 +79,9 @@ def _rows(tokens: np.ndarray, logprobs: Logprobs) -> Iterable[tuple[int, float, 
 
 
 def _by_name(token: int, value: float, top: list[tuple[int, float]], names: TokenNames) -> dict[str, float]:
-    """Return log-probabilities by name: those of the most likely tokens and, last unless it is among them, of `token`.
+    """Return log-probabilities by name: of the most likely tokens, and of `token`, last if it is not one of them.
 
-    Of several tokens with the same name, all but one are named by their ids; `token` keeps its name.
+    If several tokens have the same name, all but one are named by their ids; `token` keeps its name.
     """
     own = names.name(token)
     entries: dict[str, float] = {}
@@ -109,7 +109,7 @@ class TextOffsets:
 def prompt_offsets(text: str, pieces: list[bytes]) -> list[int]:
     """Return the indices in the text of a prompt at which its tokens begin. pieces: bytes of the tokens.
 
-    The tokens may have more text, such as a special token or a space at the beginning that the tokenizer adds.
+    The tokens may have more text than the prompt: special tokens, or a space that the tokenizer adds at the beginning.
     """
     starts = TextOffsets().advance(pieces)
     added = max(0, b"".join(pieces).decode(errors="replace").find(text))

@@ -170,7 +170,7 @@ class EngineStats:
     corpus: CorpusSize | None = None
     """None if the drafter has no corpus or keeps it in another process."""
     drafter_failures: int = 0
-    """Calls of the drafter that failed, and drafts of it that could not be verified."""
+    """Number of failed calls of the drafter, and of its drafts that could not be verified."""
     is_drafter_off: bool = False
     """Whether the drafter is not called any more after repeated failures."""
     is_connected: bool | None = None

@@ -172,7 +172,7 @@ class EngineCollector(Collector):
             ("ssd:backoff_steps", "Engine steps without drafting, because it was not worthwhile.", stats.backoff_steps),
             ("ssd:repeated_requests", "Requests answered from the corpus, not run.", stats.repeated_requests),
             ("ssd:repeated_tokens", "Output tokens of requests answered from the corpus.", stats.repeated_tokens),
-            ("ssd:drafter_failures", "Failed calls of the drafter, and invalid drafts of it.", stats.drafter_failures),
+            ("ssd:drafter_failures", "Failed calls of the drafter, and its invalid drafts.", stats.drafter_failures),
             ("ssd:learned_tokens", "Output tokens passed to the drafter to remember.", stats.learned_tokens),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)

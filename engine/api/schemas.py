@@ -36,9 +36,9 @@ class StreamOptions(Body):
     include_usage: bool = False
     """Whether the last chunk contains the usage."""
     include_obfuscation: Literal[False] = False
-    """OpenAI's padding of chunks against observers of their size. Like the next field, it is only accepted as false."""
+    """OpenAI's padding, which hides the sizes of chunks from observers. Only false is accepted."""
     continuous_usage_stats: Literal[False] = False
-    """vLLM's usage in every chunk."""
+    """vLLM's usage in every chunk. Only false is accepted."""
 
 
 class WeightsRequest(Body):
@@ -181,12 +181,12 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0, which needs `echo`: only the prompt is returned and, with `logprobs`, scored."""
+    """Maximum number of output tokens. 0 needs `echo`: only the prompt is returned and, with `logprobs`, scored."""
     add_special_tokens: bool = True
     echo: bool = False
     """Whether the output includes the prompt: its text and, with `logprobs`, its log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Number of most likely tokens to return for each token, which is always among them; 0: none of them."""
+    """Number of most likely tokens to return at each position, besides the token itself; 0: only that token."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     """Only `n` is accepted, because common clients send it."""
 
@@ -239,14 +239,15 @@ class ChatRequest(SamplingFields):
     add_special_tokens: bool = False
     """By default false, because the chat template writes special tokens."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the beginning of an answer; None: unless the final message is continued."""
+    """Whether the prompt ends with the beginning of an answer; None: true unless the final message is continued."""
     continue_final_message: bool = False
     """Whether the output continues the final message, instead of answering it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables for the chat template, such as `enable_thinking`; fields of `PROMPT_SETTINGS` are moved."""
     documents: list[dict[str, Any]] | None = None
-    """A variable for the chat template, like the next one."""
+    """Variable for the chat template."""
     reasoning_effort: str | None = None
+    """Variable for the chat template."""
     echo: Literal[False] = False
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | NamedTool | None = None

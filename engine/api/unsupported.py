@@ -16,7 +16,7 @@ class Unsupported(NamedTuple):
     reason: str
     """Why other values are refused, or what to send instead."""
     accepted: tuple[Any, ...] = ()
-    """Values that change nothing."""
+    """Values that are accepted, because they change nothing."""
 
 
 _ONLY_TEXT = "this server reads and writes text only"
@@ -26,7 +26,7 @@ _NO_TRANSFER = "this server does not exchange KV caches with others"
 _ONLY_RENDERED = "there is no endpoint that only renders prompts"
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    # OpenAI's.
+    # Fields of OpenAI's API.
     "audio": Unsupported(_ONLY_TEXT),
     "modalities": Unsupported(_ONLY_TEXT, (["text"],)),
     "functions": Unsupported("this is an older name; send tools", ([],)),
@@ -37,7 +37,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "verbosity": Unsupported("this server has no such setting; ask for it in a message", ("medium",)),
     "web_search_options": Unsupported("this server does not search the web"),
     "suffix": Unsupported("this server does not insert text before a suffix", ("",)),
-    # vLLM's.
+    # Fields of vLLM's API.
     "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
     "length_penalty": Unsupported(_NO_BEAMS, (1,)),
     "early_stopping": Unsupported(_NO_BEAMS, (False,)),

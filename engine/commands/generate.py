@@ -191,7 +191,7 @@ def _count(number: int, noun: str) -> str:
 class CompletionWriter:
     """Writes completions: JSON lines to a file in prompt order as they finish, or text to stdout.
 
-    Text is written at the end, but that of a single request as it is produced.
+    Text is written at the end; only that of a single request is written while it is produced.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class CompletionWriter:
         self._stream: OutputText | None = None
         """Text of the only request, if it is written as it is produced."""
         self._streamed = 0
-        """Number of its tokens so far."""
+        """Number of tokens in `_stream` so far."""
         try:
             self._file = None if self._path is None else _open(self._path)
         except OSError as problem:

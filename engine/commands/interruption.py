@@ -20,10 +20,10 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """Its number; None before it arrives."""
+        """Number of the signal; None before it arrives."""
 
     def raise_if_interrupted(self) -> None:
-        """End the command with status 128 + number of the signal, as a shell reports it, if there was one."""
+        """End the command if there was a signal, with status 128 + its number, as a shell reports it."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal is not None:

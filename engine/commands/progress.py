@@ -15,7 +15,7 @@ LINE_S = 10.0
 
 
 class _Bar(Progress):
-    """A bar below something else."""
+    """A progress bar below other content."""
 
     above: RenderableType | None = None
 

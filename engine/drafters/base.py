@@ -174,7 +174,7 @@ class TargetInfo:
 
 
 class DraftLimits(NamedTuple):
-    """What drafts can give at most, and what they cost at least."""
+    """The most tokens that a draft can add to a step, and the least time that it takes."""
 
     depth: int = MAX_DRAFT
     """Largest number of tokens of a draft that a step can accept."""
@@ -278,8 +278,8 @@ class Drafter(Protocol):
     target and of `copies` were overwritten, while no request runs.
 
     Two attributes are optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
-    the target's. `limits: DraftLimits` says what drafts can give and cost at best; an engine that measures its steps
-    does not call a drafter that cannot pay.
+    the target's. `limits: DraftLimits` bounds what drafts can save; an engine that measures its steps does not call a
+    drafter that cannot pay.
     """
 
     needs: TargetOutputs

@@ -2,7 +2,7 @@
 
 If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
 cannot be verified is dropped. Failures are counted and logged with a traceback, at most once a minute. A drafter that
-fails again and again (`ssd.errors.Failures`) is not called any more.
+fails repeatedly (`ssd.errors.Failures`) is not called any more.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class GuardedDrafter:
         return True
 
     def _report(self, problem: Exception, count: int) -> None:
-        """Count failures, and log them if it is time."""
+        """Count failures, and log them if a report is due."""
         if (end := self.failures.add(count)) is not None:
             LOG.warning("the drafter failed: %s: %s; %s", type(problem).__name__, problem, end, exc_info=True)
 

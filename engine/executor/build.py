@@ -112,7 +112,7 @@ def with_kv_memory(model: Decoder, config: EngineConfig, needs: TargetOutputs) -
     device = torch.device(model.embedding.weight.device)
     available = available_memory(device)
     if isinstance(model, ShardedDecoder) and model.group is not None and device.type == "cpu":
-        available //= model.group.shard.count  # All ranks have their part of the cache in the same memory.
+        available //= model.group.shard.count  # All ranks share this memory.
     size = _page_bytes(model, config, needs)
     return replace(config, kv_memory_mib=default_kv_memory(size, config, model.config.max_positions, available))
 

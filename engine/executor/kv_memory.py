@@ -12,7 +12,7 @@ from engine.models.config import ModelConfig
 from ssd.errors import UserError
 
 LEAST_MIB = 256
-"""Memory of a cache that would need less for one full context window."""
+"""Smallest default size of a cache, in MiB."""
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -65,7 +65,7 @@ class ChatPrompts:
         return self._tokenizer.encode(self.text(*given, **options), add_special_tokens=add_special_tokens)
 
     def unused(self, names: Iterable[str], *, has_tools: bool) -> list[str]:
-        """Return those of some names of variables that the template for chats with or without tools does not use."""
+        """Return the names that the template does not use as variables. has_tools: whether the chat has tools."""
         if self._template is None:
             return []  # `text` raises the error.
         known = self._template.variables(has_tools=has_tools)

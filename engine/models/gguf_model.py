@@ -37,11 +37,11 @@ PARTS = {
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, float32 [head_dim / 2]."""
 LLAMA3_RANGE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""What all models with `ROPE_FACTORS` were scaled with. A GGUF file has only the result, which is compared."""
+"""Parameters of scaling in all known models with `ROPE_FACTORS`. A GGUF file has only the result, which is compared."""
 
 
 def config_fields(path: Path) -> dict[str, Any]:
-    """Return the fields that the `config.json` of the model in a GGUF file has.
+    """Return the model in a GGUF file as the fields of a `config.json`.
 
     Raises UserError for another architecture, and for features that the engine does not have.
     """
@@ -107,7 +107,7 @@ def _scaling(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> dict[s
         factor = values.get("rope.scale_linear", 1.0)
         return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if values.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise UserError(f"{file.path} scales attention with rotary embeddings, which this engine does not read")
+        raise UserError(f"{file.path} scales attention with rotary embeddings, which this engine does not support")
     original = values.get("rope.scaling.original_context_length")
     window = {} if original is None else {"original_max_position_embeddings": original}
     return {"rope_type": kind, "factor": values.get("rope.scaling.factor"), **window}

@@ -71,7 +71,7 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise UserError for a file that is no GGUF file, and for a folder without a model."""
+    """Raise UserError for a file that is not a GGUF file, and for a folder without a model."""
     if path.is_file() and not is_gguf(path):
         raise UserError(f"{path} is not a model folder; give the folder of its config.json, not a file in it")
     if path.is_dir() and not (path / "config.json").exists():

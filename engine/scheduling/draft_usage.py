@@ -12,8 +12,8 @@ from engine.scheduling.request import Completion
 from ssd.types import ROOT
 
 PREDICTED_AFTER = 4
-"""Number of tokens before a draft that must be in a prediction, too, for the draft to count as its continuation. With
-fewer, a common phrase would do; at the beginning of an output, fewer are enough."""
+"""Number of tokens before a draft that must also precede it in the prediction, so that common phrases do not count as
+its continuation. At the beginning of an output there are fewer, which are enough."""
 
 
 def draft_usage(completions: Collection[Completion]) -> dict[str, Any]:

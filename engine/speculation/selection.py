@@ -44,9 +44,9 @@ class DraftSelection:
         """Expected (from path_prob) and actual number of recently accepted draft tokens."""
 
     def admits(self, plan: StepPlan) -> bool:
-        """Return whether a step calls the drafter: its drafts may pay, did so recently, and can be tried out now.
+        """Return whether a step calls the drafter: its drafts can pay, no pause is in progress, and no trial must wait.
 
-        Where that holds only without the drafter's extra rows, removes the room for them from the plan.
+        If that holds only without the drafter's extra rows, removes the room for them from the plan.
         """
         sequences = len(plan.producing)
         self._budget.prepare(sequences, plan.scheduled - sequences)
@@ -147,7 +147,7 @@ class DraftSelection:
         return self._backoffs[key]
 
     def _report_loss(self, sequences: int, rows: int) -> None:
-        """Say once what cannot pay with a number of sequences, and why."""
+        """Warn once that drafts, or the drafter's extra rows, cannot pay with a number of sequences, and say why."""
         if self._warn is None:
             return
         depth, position = self._limits.depth, self._limits.position_steps

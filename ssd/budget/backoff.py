@@ -5,8 +5,8 @@ own time and that of drafting. The sum of what is saved is limited, so that draf
 worthwhile. It is tried again after a pause.
 
 Trials are charged against a small fraction of the time: the allowance grows with every step, a loss reduces it, and a
-trial begins when the allowance covers what it is expected to lose. The first trials find an allowance, because a corpus
-that is still empty will soon be useful; a first trial that is known to lose more than that waits, too.
+trial begins when the allowance covers what it is expected to lose. The allowance does not start at 0, because a corpus
+that is still empty will soon be useful. A first trial that is expected to lose more waits as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SAVED, MAX_LOST = 5.0, 50.0
 """Largest sum of saved time, and of lost time, as multiples of the time that a trial may lose. The first limits how
 much drafting loses after it stops being worthwhile, the second how much a very slow step counts."""
 FIRST_ALLOWANCE = 2.0
-"""The allowance at first, as a multiple of the time that a trial may lose. Saved time adds up to `MAX_SAVED` to it."""
+"""First allowance, as a multiple of the time that a trial may lose. Saved time raises it by at most `MAX_SAVED`."""
 MEASURED_RUNS = 4, 1024
 """The argument `runs` of a `Backoff` that inserts single steps without drafts, to measure their duration."""
 RECENT = 5

@@ -79,7 +79,7 @@ class State:
     rows: np.ndarray
     """Rows of the `RequestLog`, a copy; the first may begin before `oldest`."""
     erasures: int
-    """Those of the ring when the state was taken."""
+    """The ring's `erasures` when the state was taken."""
 
     def read(self, first: int, end: int) -> np.ndarray:
         """Return a copy of the tokens at positions `first` to `end` - 1, uint32.

@@ -28,7 +28,7 @@ WRITTEN_HASH = re.compile(r"#[0-9a-f]{16}")
 
 
 def hash_of(request_id: str | None) -> int:
-    """Return the 64-bit hash of a request id, `NO_NAME` for None; of an id from `id_of_hash` the hash that it names."""
+    """Return the 64-bit hash of a request id; `NO_NAME` for None; for an id from `id_of_hash`, its hash."""
     if request_id is None:
         return NO_NAME
     if WRITTEN_HASH.fullmatch(request_id):
@@ -62,7 +62,7 @@ class Forget:
     name: int = NO_NAME
     before: float = -math.inf
     requests: int = 0
-    """Number of requests that it has removed so far."""
+    """Number of requests that the command has removed so far."""
 
     def covers(self, name: int, time: float) -> bool:
         """Return whether the command applies to a request."""

@@ -47,12 +47,12 @@ class Tier:
         """Locked while the previous suffix array has readers."""
         self._retired: weakref.ref[SuffixArray] | None = None
         self._kept: list[tuple[Buffer, weakref.ref[np.ndarray]]] = []
-        """The results of `keep`, with the buffers that they are in."""
+        """Results of `keep` that may still be read, each with its buffer."""
 
     def keep(self) -> np.ndarray:
         """Return the newest positions, uint32 [N], for a reader that may take long, such as the writer of a file.
 
-        Changes do not wait for it: they leave the memory to it, and use another buffer.
+        Changes do not wait for this reader: they leave the buffer to it, and use another one.
         """
         positions = self.newest.positions[:]
         self._kept = [*self._still_kept(), (self._front, weakref.ref(positions))]

@@ -224,7 +224,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _exchange(typingctx: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
-    """Write a uint32 at an address, and return the one before, as one operation of the memory."""
+    """Write a uint32 at an address and return the previous value, atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
         place = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
@@ -256,7 +256,7 @@ def acquire(lock):  # type: ignore[no-untyped-def]
 
 @outline
 def release(lock):  # type: ignore[no-untyped-def]
-    """Give a lock back."""
+    """Release a lock."""
     _exchange(lock.ctypes.data, np.uint32(0))
 
 

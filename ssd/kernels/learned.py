@@ -59,7 +59,7 @@ def start_values(prior: Path | None) -> tuple[np.ndarray, np.ndarray, np.ndarray
         with np.load(prior) as learned:
             if int(learned["layout"]) == tables_layout():
                 cells[learned["index"]], weights = learned["cells"], learned["weights"]
-                # As Python: a call of the helper itself would compile it, at the first start after `precompile`.
+                # A call of the helper itself would compile it, at the first start after `precompile`.
                 logits[learned["index"]] = [logit.py_func(mean) for mean in learned["cells"][:, MEAN].tolist()]
             else:
                 logger.warning("%s was made for other tables; probabilities start from formulas", prior)

@@ -23,7 +23,7 @@ _open, _os_open, _readlink = io.open, os.open, os.readlink
 
 
 class Faults:
-    """What happens to calls with a path, or a descriptor, in the folder."""
+    """Faults of calls with a path, or a descriptor, in the folder."""
 
     def __init__(self, folder, control):
         self._folder, self._control, self._rng = folder, control, random.Random(0)
@@ -35,7 +35,7 @@ class Faults:
         return isinstance(place, str | os.PathLike) and os.fspath(place).startswith(self._folder)
 
     def meet(self):
-        """Raise the error that is due, or wait while calls stall."""
+        """Raise the error that the control file demands, or wait while it demands that calls stall."""
         while True:
             with _open(self._control) as file:
                 kind, share = [*file.read().split(), "", "0"][:2]

@@ -39,7 +39,7 @@ SHARES = (1.0, 0.3, 0.05)
 """Shares of the calls of the file system that fail."""
 KILLS = 0.02
 CALL_LIMIT_S = 20.0
-"""No call may take longer: some times `DISK_LIMIT_S`, on a busy machine."""
+"""Longest time of a call: a multiple of `DISK_LIMIT_S`, for busy machines."""
 EXPECTED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -129,7 +129,7 @@ class Sidecar:
 
 
 def require_expected(problem):
-    """Raise AssertionError if an exception of gRPC is none that a fault may cause."""
+    """Raise AssertionError for an exception of gRPC that no fault may cause."""
     if problem.code() not in EXPECTED:
         raise AssertionError(f"a call ended with {problem.code()}: {problem.details()}")
 
@@ -140,12 +140,12 @@ class Load:
     def __init__(self, sidecar, rng):
         self.sidecar, self._rng = sidecar, rng
         self.learned = {name: {} for name in NAMESPACES}
-        """By namespace: first token by name of the texts that were acknowledged."""
+        """First tokens of the acknowledged texts, by namespace and name."""
         self.saved = {name: {} for name in NAMESPACES}
         self._first = 0
         self.longest_s = 0.0
         self.ended = Counter()
-        """Calls by how they ended."""
+        """Number of calls by result."""
         self._stream = None
 
     def call(self, method, **fields):

@@ -253,7 +253,7 @@ def test_the_default_cache_holds_a_context_window_but_takes_half_of_the_free_mem
 
 @pytest.mark.parametrize("size", [40, 512])
 def test_a_request_without_an_output_scores_its_prompt(model, size):
-    """Also one that fills the whole context window."""
+    """The prompt may fill the whole context window."""
     engine = build_engine(model, EngineConfig(max_sequences=2, max_step_tokens=64, max_draft=4), NgramDrafter())
     prompt = np.random.default_rng(0).integers(1, model.config.vocab_size, size).astype(np.uint32)
     scored = Request(prompt, SamplingParams(max_tokens=0, prompt_logprobs=1))

@@ -58,13 +58,13 @@ class Advice:
     vllm: str
     """Flags of vLLM; empty if drafting is not worthwhile."""
     best: Speedup
-    """Of the drafts that vLLM verifies with these flags, over the whole log."""
+    """Prediction for the drafts that vLLM verifies with these flags, over the whole log."""
     speedups: Sequence[Speedup]
-    """For each drafter, shape and number of requests at once, over the first part of the log; trees, too, which vLLM
-    does not verify."""
+    """Predictions for each drafter, shape and number of requests at once, over the first part of the log. Trees are
+    included, although vLLM does not verify them."""
     lengths: Sequence[Speedup]
-    """For several maximum lengths of drafts, and for the best length that all drafts are padded to with each number of
-    requests at once, over the first part of the log."""
+    """Predictions for several maximum lengths of drafts, and for the best padded length with each number of requests at
+    once, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
     """Output tokens remembered so far, and tokens per step of the requests that ended then."""
     groups: Sequence[Group]

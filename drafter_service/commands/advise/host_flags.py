@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from drafter_service.commands.advise.trials import Speedup
 
 NEAR_BEST = 0.99
-"""Share of the largest speed-up with which a shorter maximum length of drafts is preferred."""
+"""Share of the largest speed-up that a shorter maximum length of drafts must reach to be preferred."""
 NEAR_PADDED = 0.95
 """Share of the synchronous speed-up from which asynchronous scheduling is preferred: it hides the host's own time."""
 PLUGIN = "drafter_service.plugins.vllm"

@@ -37,9 +37,9 @@ from ssd.budget.cost_profile import CostProfile
 from ssd.errors import UserError
 
 ASSUMED_TOKENS = 2
-"""Tokens per step that are assumed before the first result, for the time of runs that verify all draft tokens."""
+"""Tokens per step that are assumed before the first result, to estimate the time of runs that verify all drafts."""
 START_S = 3.0
-"""Time in which an engine with a token budget starts, which measures steps."""
+"""Seconds in which an engine with a token budget starts, because it measures steps."""
 EXACT: tuple[Verification, ...] = ("exact",)
 JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"
 
@@ -106,7 +106,7 @@ def run_comparison(options: CompareOptions) -> bool:
     count, seconds = expected_work(usable, workload, profile, options.engine.config.max_draft)
     console.print(
         f"{count:,} outputs of {workload.max_tokens} tokens: about {max(1.0, seconds / 60):.0f} min. "
-        "Ctrl-C, or --time-limit MINUTES, ends the comparison with the results so far."
+        "Ctrl-C or --time-limit MINUTES ends the comparison, and keeps the results so far."
     )
     with deferred_interruption() as interruption, LongProgress(console, count, transient=True) as progress:
         began = time.monotonic()
@@ -148,7 +148,7 @@ def run_comparison(options: CompareOptions) -> bool:
 def measure(
     trial: Trial, rows_of: Mapping[Condition, Sequence[Row]], skipped: dict[str, str]
 ) -> Iterator[Sequence[Result]]:
-    """Yield all results so far, whenever there are new ones. Reasons of rows that cannot be built go to `skipped`."""
+    """Yield all results so far, whenever there are new ones. Add rows that cannot be built, and why, to `skipped`."""
     before: list[Result] = []
     outputs: dict[Condition, Counted] = {}
     for condition, rows in rows_of.items():

@@ -61,13 +61,13 @@ class Result:
     identical: bool | None
     """Whether all outputs equal those of `none`; None where they need not."""
     tokens_per_s: float | None
-    """None before the first round; `speedup` and its range, too."""
+    """Output tokens per second; None before the first round."""
     speedup: float | None
-    """Tokens per second divided by those of `none`, median over rounds of the same prompts."""
+    """Tokens per second divided by those of `none`, median over rounds of the same prompts; None before the first."""
     speedup_range: tuple[float, float] | None
-    """Smallest and largest speed-up of a round."""
+    """Smallest and largest speed-up of a round; None before the first."""
     prompts: int
-    """Number of prompts of these rounds."""
+    """Number of prompts of the rounds so far."""
 
     @classmethod
     def of(cls, row: Row, condition: Condition, figures: Figures, **measured: Any) -> Result:

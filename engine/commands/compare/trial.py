@@ -115,8 +115,9 @@ class Trial:
     def run(
         self, rows: Sequence[Row], condition: Condition, expected: Counted, skip: Callable[[str, str], None]
     ) -> Iterator[list[Result]]:
-        """Yield the results so far, which begin with that of the baseline, `expected`: after each row whose tokens per
-        step are known, and then after each round in which all rows were timed.
+        """Yield the results so far, that of the baseline (`expected`) first.
+
+        Yields once for each row as soon as its tokens per step are known, and then after each timed round of all rows.
 
         skip: called with the name of a drafter that cannot be built, and the reason.
         """

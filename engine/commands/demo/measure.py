@@ -135,7 +135,7 @@ class Summary:
     kinds: dict[Kind, Part]
     """All requests by their kind."""
     tasks: dict[str, Part]
-    """Those with a task, by its kind."""
+    """Requests with a task, by the kind of the task."""
     loop_share: float
     """Fraction of output tokens that are part of a loop, which any drafter would predict."""
 

@@ -18,7 +18,8 @@ ROLES = ("user", "assistant")
 def make_tasks(chat: ChatPrompts, seed: int) -> list[WorkItem]:
     """Return a task for each message of a user: to answer it, given the messages before it.
 
-    Conversations are mixed at random; tasks of one are in order. Raises UserError for a model without chat template.
+    Conversations are mixed at random; the tasks of a conversation stay in order. Raises UserError for a model without
+    chat template.
     """
     rng = random.Random(seed)
     waiting = [_prompts(chat, json.loads(line)) for line in TASKS_FILE.read_text(encoding="utf-8").splitlines()]

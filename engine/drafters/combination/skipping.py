@@ -25,8 +25,8 @@ RATE = 0.05
 TIME_DECAY = 0.8
 """Decay per step of the mean time of the networks."""
 MIN_SKIPPED, MAX_SKIPPED = 32, 2048
-"""Number of consecutive steps without networks after which they are run to measure their gain again: within these
-limits, as many as make the measurement take `MAX_LOSS` of the time."""
+"""Smallest and largest number of consecutive steps without networks, after which they run to measure their gain again.
+Between these limits, the number is such that the measurement takes `MAX_LOSS` of the time."""
 
 
 class SkipRule:

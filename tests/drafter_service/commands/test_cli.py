@@ -127,7 +127,7 @@ def test_namespace_is_listed_saved_forgotten_and_dropped(run, service):
 
         printed = "forgotten: 1 text, and the snapshot saved again\n"
         assert run("forget", "team-a", "--request", "one", *service.admin) == (0, printed, "")
-        unknown = "namespace team-a has no text of the name 'one'\n"
+        unknown = "namespace team-a has no text with the name 'one'\n"
         assert run("forget", "team-a", "--request", "one", *service.admin) == (1, "", unknown)
         assert caller.probe("team-a", TEXT[:8], 1) == []
         assert caller.probe("team-a", OTHER[:8], 1) == [OTHER[8]]

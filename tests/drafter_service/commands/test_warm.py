@@ -188,7 +188,7 @@ def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
 
 @pytest.mark.parametrize("is_pipe", [True, False])
 def test_standard_input_is_read(tmp_path, is_pipe):
-    """Another log there is not taken for the one before."""
+    """A second log on standard input is not skipped as the first one."""
     command = [sys.executable, "-c", "from drafter_service.commands import run; run()", "warm", "--from", "-"]
     for token, expected in ((1, [[1]]), (2, [[1], [2]]), (1, [[1], [2]])):
         log = write_jsonl(tmp_path / "a.jsonl", [{"token_ids": [token]}])

@@ -112,7 +112,7 @@ def test_waiting_for_memory_does_not_deadlock(tmp_path, monkeypatch):
 
 
 def test_a_namespace_that_is_being_written_keeps_its_reservation(tmp_path, monkeypatch):
-    """Even if it has no changes: the thread that writes has its memory. Nothing waits for longer than the limit."""
+    """The thread that writes uses its memory, even if it has no changes. Nothing waits for longer than the limit."""
     may_write, begun = blocked_writes(monkeypatch)
     monkeypatch.setattr(module, "DISK_LIMIT_S", 0.05)
     monkeypatch.setattr(module, "DISK_BYTES_PER_S", 1e12)

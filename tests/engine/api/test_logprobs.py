@@ -127,7 +127,7 @@ def test_offsets_are_those_of_the_text_that_was_sent(text, pieces, expected):
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_a_scored_text_has_the_log_probabilities_of_a_forward_pass(complete, max_tokens):
-    """As evaluation harnesses score continuations."""
+    """Evaluation harnesses score continuations in this way."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
     texts = [f"{SPECIAL}def f(items):\n    return sorted(items)", f"import os\n# {EMOJI}\n"]
     prompts = [tokenizer.encode(text) for text in texts]

@@ -201,7 +201,7 @@ def test_weights_too_large_for_a_dtype_are_refused(tmp_path):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="weights are packed by oneDNN")
 @pytest.mark.parametrize(("name", "tolerance"), [("llama 3", 0), ("qwen 3, experts", 0), ("deepseek 3", 1e-4)])
 def test_drafts_that_are_paths_leave_log_probabilities_unchanged(tmp_path, name, tolerance):
-    """To the last bit, except with latent attention."""
+    """They are equal to the last bit, except with latent attention."""
     make_folder(tmp_path, **FAMILIES[name])
     model = pack(load_model(tmp_path))
     output = np.tile(np.arange(5, 12, dtype=np.uint32), 12)

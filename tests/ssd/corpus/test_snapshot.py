@@ -320,7 +320,7 @@ def test_the_error_names_another_format_version(path):
 
 @pytest.mark.parametrize("short", [0, 100], ids=["before the header", "in a section"])
 def test_a_file_that_becomes_shorter_while_it_is_read_is_not_called_damaged(path, monkeypatch, short):
-    """As on a network folder; what was read proves nothing."""
+    """This happens on network folders; the contents that were read do not prove damage."""
     save(built(some_requests(20)), path)
     real = os.fstat
 
@@ -346,7 +346,7 @@ def test_a_failed_save_leaves_the_old_file_unchanged(path, monkeypatch):
         patch.setattr(os, "replace", fail)
         with pytest.raises(SnapshotError, match="No space left on device") as kept:
             save(corpus, path)
-    # A kept error holds up nothing.
+    # A reference to the error does not delay changes.
     corpus.forget_older_than(-1)
     corpus.refresh()
     assert "corpus.snapshot" in str(kept.value)
