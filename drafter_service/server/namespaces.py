@@ -298,7 +298,15 @@ class Namespaces:
             loading = self._loads[name] = self._start(self._load(name, model))
             loading.add_done_callback(lambda _: self._loads.pop(name))
         limit_s = _limit_s(max_bytes(self.drafting(name).capacity))
-        await finished(loading, limit_s, LoadError(f"namespace {name!r}", f"it takes longer than {limit_s:.0f} s"))
+        late = LoadError(f"namespace {name!r}", f"it takes longer than {limit_s:.0f} s")
+        try:
+            await finished(loading, limit_s, late)
+        except LoadError as problem:
+            if problem is late:
+                # Without a delay, because the load goes on, and the next caller waits for it.
+                self.retries.failed += 1
+                logger.error("namespace not loaded", namespace=name, reason=str(problem))
+            raise
 
     async def _load(self, name: str, model: ModelIdentity) -> Namespace:
         async with _lock(self._loading, name):

@@ -7,11 +7,13 @@ error leaves all files as they are. Methods may block for as long as the file sy
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,7 +107,8 @@ class Store:
             descriptor, probe = tempfile.mkstemp(dir=folder)
             os.close(descriptor)
             os.unlink(probe)
-            self._is_locked = False
+            self._lock: os.stat_result | None = None
+            """The lock file, while this process holds it."""
             self.set_aside: dict[str, list[str]] = {}
             """Names of the files that were set aside, by namespace, as of the last listing."""
             self.names()
@@ -117,9 +120,9 @@ class Store:
         """Lock the folder, as the function `exclusive_use`."""
         in_use = "snapshots.folder: another service, or `ssd-drafter warm`, uses {}; give each service its own folder"
         with exclusive_use(self.folder, in_use):
-            self._is_locked = True
+            self._lock = (self.folder / LOCK).stat()
             yield
-            self._is_locked = False
+            self._lock = None
 
     def names(self) -> list[str]:
         """Return the names of the stored namespaces, sorted. Raises OSError."""
@@ -166,10 +169,12 @@ class Store:
 
     def make_folder(self, name: str) -> None:
         """Make a namespace's folder. Raises OSError."""
+        self._check_folder()
         (self.folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def write_description(self, description: Description) -> None:
         """Replace the description atomically. Raises OSError, after which the old file remains."""
+        self._check_folder()  # It is written last, so that a corpus that was saved elsewhere does not count as saved.
         _write_atomically(self.folder / description.name / DESCRIPTION, description.model_dump_json())
 
     def remove_set_aside(self, name: str) -> list[str]:
@@ -183,6 +188,7 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Remove a namespace, with what was set aside of it. Raises OSError if files cannot be removed."""
+        self._check_folder()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
         self.set_aside.pop(name, None)
@@ -209,18 +215,26 @@ class Store:
         return path.rename(unused)
 
     def _exists(self, path: Path) -> bool:
-        """Return whether a file exists. Raises OSError if that is not known."""
+        """Return whether a file exists. Raises OSError if that is not known, and for a folder, pipe or device."""
         try:
-            path.stat()
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise OSError(errno.EINVAL, f"{path} is not a file")
         except (FileNotFoundError, NotADirectoryError):
             self._check_folder()
             return False
         return True
 
     def _check_folder(self) -> None:
-        """Raise OSError if the lock file is gone: this is another folder, such as the mount point of a lost disk."""
-        if self._is_locked:
-            (self.folder / LOCK).stat()
+        """Raise OSError if the lock file is another one: this may be the mount point of a lost disk."""
+        if self._lock is None:
+            return
+        path = self.folder / LOCK
+        try:
+            is_same = os.path.samestat(self._lock, path.stat())
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise OSError(errno.ESTALE, f"{path} is gone or another file; restore the folder, or restart the service")
 
 
 def _read_description(path: Path) -> Description:

@@ -76,6 +76,7 @@ def build_executors(
     on the device, None if it drafts on the host. Raises UserError for an attention backend or KV cache dtype that is
     not available.
     """
+    config = with_kv_memory(model, config, needs)
     dtype = model.embedding.weight.dtype
     device = str(model.embedding.weight.device)
     backend = choose_backend(attention, model.config, dtype, device)

@@ -109,6 +109,11 @@ def load(
     corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []
+    if facts[SIZE] > capacity:
+        notes.append(
+            f"it has {facts[SIZE]:,} tokens, and the capacity is {capacity:,}: only the newest are loaded, and saving to "
+            "the same file removes the others"
+        )
     if tables is None:
         notes.append("probabilities were learned by another version in other tables; learning starts again")
     else:

@@ -207,6 +207,7 @@ def test_a_caller_does_not_wait_longer_than_the_limit_for_a_load_or_the_folder(t
             for _ in range(3):
                 with pytest.raises(LoadError, match="it takes longer than"):
                     await learned(namespaces, "a")
+            assert namespaces.retries.failed == 3
             with pytest.raises(module.SnapshotError, match="are being read or written, so nothing was deleted"):
                 await namespaces.drop("a")
             assert begun == ["a"]

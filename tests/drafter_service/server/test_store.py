@@ -146,12 +146,33 @@ def test_a_folder_that_is_gone_is_an_error_and_not_an_empty_one(store):
         assert not store.has("b")
         gone = store.folder.rename(store.folder.with_name("gone"))
         store.folder.mkdir()
-        for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8), store.names):
-            with pytest.raises(FileNotFoundError):
-                look()
+        for use in (
+            lambda: store.has("a"),
+            lambda: store.read("a", 100_000, 8),
+            store.names,
+            lambda: store.make_folder("a"),
+            lambda: store.write_description(description()),
+            lambda: store.delete("a"),
+        ):
+            with pytest.raises(OSError, match="gone or another file"):
+                use()
+        assert not any(store.folder.iterdir())
+        (store.folder / ".lock").touch()
+        with pytest.raises(OSError, match="gone or another file"):
+            store.make_folder("a")
+        (store.folder / ".lock").unlink()
         store.folder.rmdir()
         gone.rename(store.folder)
         assert store.has("a")
+
+
+def test_what_is_not_a_file_is_an_error_and_stays(store):
+    store.make_folder("a")
+    os.mkfifo(store.corpus_path("a"))
+    for look in (lambda: store.has("a"), lambda: store.read("a", 100_000, 8)):
+        with pytest.raises(OSError, match="is not a file"):
+            look()
+    assert store.corpus_path("a").is_fifo()
 
 
 def test_a_failed_write_keeps_the_old_description(store, monkeypatch):

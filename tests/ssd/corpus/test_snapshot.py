@@ -140,8 +140,9 @@ def test_the_newest_text_is_loaded_into_a_smaller_corpus(path, capacity, more):
     corpus = built(some_requests(1500, ids=1_000_000), 200_000)
     fill(corpus, some_requests(more, seed=1))
     save(corpus, path)
-    loaded = load(path, capacity, DEPTH).corpus
+    loaded, _, notes = load(path, capacity, DEPTH)
     text = text_of(loaded)
+    assert [f"the capacity is {capacity:,}: only the newest are loaded" in note for note in notes] == [True]
     assert capacity - 2 * (1 << 16) <= len(text) <= capacity + (1 << 16)
     assert len(text) >= capacity
     assert np.array_equal(text, text_of(corpus)[-len(text) :])
