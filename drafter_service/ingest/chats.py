@@ -33,6 +33,7 @@ ROLES = {
     "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
+OTHERS = (USER, SYSTEM, TOOL, "developer")
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
     words(
@@ -205,12 +206,6 @@ def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
             tool = {"type": "function", "function": tool}
         tools.append(tool)
     return tools or None
-
-
-def reply_of(message: object, skipped: list[str]) -> str | Reply | None:
-    """Return the contents of an assistant's message; None if there are none."""
-    read = messages_of(message, skipped, ASSISTANT)
-    return reply_to(read[-1]) if read else None
 
 
 def reply_to(message: Message) -> str | Reply | None:
