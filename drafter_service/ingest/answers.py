@@ -137,8 +137,8 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
 
 
 def _reply(messages: list[Message]) -> list[Output]:
-    """Return the output in the last message, unless it is of others than the assistant."""
-    reply = reply_to(messages[-1]) if messages and messages[-1]["role"] not in chats.OTHERS else None
+    """Return the output in the last message, if it is the assistant's."""
+    reply = reply_to(messages[-1]) if messages and messages[-1]["role"] == ASSISTANT else None
     return [] if reply is None else [reply]
 
 
@@ -186,14 +186,8 @@ def body_of(value: object) -> object:
 # --- Streamed chunks
 
 
-class Delta(NamedTuple):
-    """A part of a streamed answer."""
-
-    number: int
-    """Number of the answer among those to one request."""
-    fields: Message
-    """Pieces of its message."""
-    is_last: bool
+Delta = tuple[int, Message, bool]
+"""The number of an answer among those to one request, pieces of its message, and whether they are the last."""
 
 
 def deltas_of(event: object) -> list[Delta] | None:
@@ -204,11 +198,11 @@ def deltas_of(event: object) -> list[Delta] | None:
     if isinstance(choices, list):
         return _chunk(event, choices)
     if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
-        return [Delta(0, _anthropic_piece(event), kind == "message_stop")]
+        return [(0, _anthropic_piece(event), kind == "message_stop")]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
         message = event.get("message")
         fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
-        return [Delta(0, fields, event["done"])]
+        return [(0, fields, event["done"])]
     return None
 
 
@@ -216,16 +210,15 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
     """Return the deltas of OpenAI's choices. Unlike a chunk of a text, a whole one has its usage."""
     if choices and isinstance(choices[0], dict) and "message" in choices[0]:
         return None
-    deltas, is_chunk = [], str(event.get("object")).endswith(".chunk")
+    choices = [choice for choice in choices if isinstance(choice, dict)]
     is_text = event.get("object") == "text_completion" and not event.get("usage") and "prompt" not in event
-    for choice in choices:
-        if isinstance(choice, dict):
-            ended = choice.get("finish_reason") is not None
-            is_chunk |= "delta" in choice or (is_text and "finish_reason" in choice)
-            fields = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
-            index = choice.get("index")
-            deltas.append(Delta(index if isinstance(index, int) else 0, fields, ended))
-    return deltas if is_chunk else None
+    is_chunk = any("delta" in choice or (is_text and "finish_reason" in choice) for choice in choices)
+    if not is_chunk and not str(event.get("object")).endswith(".chunk"):
+        return None
+    pieces = [choice["delta"] if isinstance(choice.get("delta"), dict) else choice for choice in choices]
+    ended = [choice.get("finish_reason") is not None for choice in choices]
+    numbers = [index if isinstance(index := choice.get("index"), int) else 0 for choice in choices]
+    return list(zip(numbers, pieces, ended, strict=True))
 
 
 def _anthropic_piece(event: Message) -> Message:

@@ -33,7 +33,6 @@ ROLES = {
     "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
-OTHERS = (USER, SYSTEM, TOOL, "developer")
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
     words(
@@ -196,8 +195,7 @@ def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
 
 def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that a request offers, in OpenAI's format; None if there are none."""
-    offered = request.get("tools") or request.get("functions")
-    offered = parsed(offered) if offered else None
+    offered = parsed(request.get("tools") or request.get("functions"))
     tools: list[Any] = []
     for tool in offered if isinstance(offered, list) else ():
         if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):

@@ -10,23 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, origins
+from drafter_service.ingest import answers, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.sessions import (
-    NO_ANSWER,
-    ClaudeCode,
-    Codex,
-    Messages,
-    OpenHands,
-    Read,
-    Record,
-    Session,
-    Stream,
-    is_markdown_chat,
-    markdown_chat,
-)
+from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
@@ -106,11 +94,9 @@ class Format(NamedTuple):
 
 
 @lru_cache(MAX_SHAPES)
-def _rows_of(names: tuple[str, ...]) -> tuple[list[tuple[str, type[Stream | Session]]], list[tuple[str, Reader]]]:
-    """Return the formats that records with these fields may have: those of groups, and those of single records."""
-    rows = [row for row in FORMATS if row.share(names) == 1 or not row.fields]
-    groups = [(row.name, row.read) for row in rows if isinstance(row.read, type)]
-    return groups, [(row.name, row.read) for row in rows if not isinstance(row.read, type)]
+def _rows_of(names: tuple[str, ...]) -> list[Format]:
+    """Return the rows of the formats that records with these fields may have."""
+    return [row for row in FORMATS if row.share(names) == 1 or not row.fields]
 
 
 def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Iterator[Read]:
@@ -148,30 +134,24 @@ def _read(
         yield Read(record, "", [], [NOT_A_RECORD])
         return
     if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
-        value = {name: one if name in IDS else _listed(one) for name, one in value.items()}
+        lists = {name: value[name].tolist() for name in value.keys() - IDS if isinstance(value[name], np.ndarray)}
+        value = value | lists
         record = record._replace(value=value)
     names = tuple(value)
-    kinds, readers = _rows_of(names)
-    for name, kind in kinds:
-        if (key := kind.key_of(value)) is not None:
-            group = groups.setdefault((name, key), kind(name, record))
-            yield from group.add(record)
-            if group.is_finished:
-                del groups[name, key]
-            return
-    for name, read in readers:
-        skipped: list[str] = []
-        found = read(value, skipped)
-        if found is not None:
-            yield Read(record, name, found, skipped if found or skipped else [NO_OUTPUT])
+    for row in _rows_of(names):
+        if isinstance(row.read, type):
+            if (key := row.read.key_of(value)) is not None:
+                group = groups.setdefault((row.name, key), row.read(row.name, record))
+                yield from group.add(record)
+                if group.is_finished:
+                    del groups[row.name, key]
+                return
+        elif (found := row.read(value, skipped := [])) is not None:
+            yield Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])
             return
     if names not in refusals:
         refusals[names] = _refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
     yield Read(record, "", [], [refusals[names]])
-
-
-def _listed(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def is_conversation(found: list[Found]) -> bool:
@@ -296,9 +276,9 @@ def _is_rejected(record: Value, skipped: list[str]) -> bool:
 def _conversation(record: Value, skipped: list[str]) -> list[Found] | None:
     for messages in (parsed(record[name]) for name in CONVERSATIONS if name in record):
         if "uid" in record and is_chat(messages):  # Arena-Hard has answers as objects.
-            contents = [message.get("content") for message in messages]
-            answers = [content.get("answer", content) if isinstance(content, dict) else content for content in contents]
-            messages = [{**message, "content": answer} for message, answer in zip(messages, answers, strict=True)]
+            contents = [one.get("content") for one in messages]
+            texts = [content.get("answer", content) if isinstance(content, dict) else content for content in contents]
+            messages = [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
         notes: list[str] = []
         if (found := conversation(messages, record, notes)) is not None:
             if _is_rejected(record, skipped):
@@ -337,7 +317,7 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = OpenHands("", Record(record, ""))
+    session = sessions.OpenHands("", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]
@@ -363,10 +343,9 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
             found += conversation(value, record, skipped) or []
             continue
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, dict):
-                found += _found_in(one, skipped, depth)
-            elif isinstance(one, list) and one and isinstance(one[0], dict | list):
-                found += _searched({"": one}, skipped, depth + 1) or []
+            is_list = isinstance(one, list) and one and isinstance(one[0], dict | list)
+            if is_list or isinstance(one, dict):
+                found += _found_in({"": one} if is_list else one, skipped, depth)
     return found or None
 
 
@@ -389,10 +368,10 @@ FORMATS = (
     Format("OpenAI, streamed chunks", "choices id|object|created|model", Stream),
     Format("Anthropic and Responses API, streamed events", "type", Stream),
     Format("Ollama", "done message|response", Stream),
-    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", ClaudeCode),
-    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", Codex),
-    Format("OpenHands, events", "action|observation source", OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls", Messages),
+    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", sessions.ClaudeCode),
+    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", sessions.Codex),
+    Format("OpenHands, events", "action|observation source", sessions.OpenHands),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls", sessions.Messages),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),

@@ -6,22 +6,9 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from drafter_service.ingest import chats
 from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange
-from drafter_service.ingest.chats import (
-    ASSISTANT,
-    ROLES,
-    SYSTEM,
-    TOOL,
-    USER,
-    Chat,
-    Message,
-    item_role,
-    joined,
-    messages_of,
-    reply_to,
-    role_of,
-    words,
-)
+from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]
 
@@ -106,7 +93,7 @@ class Session:
         self._before: list[Message] = []
         self._answer: Message | None = None
         self._event = first
-        """The one with the beginning of the answer."""
+        """The one with the beginning of the answer, or the last one."""
         self._id: object = None
         """Id of the response that the last answer is from."""
         self._skipped: list[str] = []
@@ -122,13 +109,17 @@ class Session:
 
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answer that it completes. A system prompt begins another conversation."""
+        self._event = record if self._answer is None else self._event
         known, messages = self.messages(record.value)
         for message in messages:
-            if message["role"] == ASSISTANT and self._answer is not None and known == self._id:
-                self._answer = joined(self._answer, message)
+            is_answer = message["role"] == ASSISTANT
+            if message["role"] != TOOL and reply_to(message) is None:
+                continue
+            if is_answer and self._answer is not None and known == self._id:
+                self._answer = chats.joined(self._answer, message)
                 continue
             yield from self._completed()
-            if message["role"] == ASSISTANT:
+            if is_answer:
                 self._answer, self._id, self._event = message, known, record
             else:
                 self._before = [] if message["role"] == SYSTEM else self._before
@@ -141,15 +132,14 @@ class Session:
             yield Read(self.first, self._name, [], [NO_ANSWER])
 
     def _completed(self) -> Iterator[Read]:
-        if self._answer is None:
-            return
-        output, name = reply_to(self._answer), self._event.value.get("uuid")
-        prompt = Chat(self._before[-MAX_MESSAGES:]) if self._before else None
-        found = [] if output is None else [Found(output, prompt, name if isinstance(name, str) else None)]
+        found = []
+        if self._answer is not None and (output := reply_to(self._answer)) is not None:
+            prompt, name = self._before[-MAX_MESSAGES:], self._event.value.get("uuid")
+            found.append(Found(output, Chat(prompt) if prompt else None, name if isinstance(name, str) else None))
+            self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
         if found or self._skipped:
             self._has_read = True
             yield Read(self._event, self._name, found, self._skipped)
-        self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
         self._answer, self._skipped = None, []
 
 
@@ -158,7 +148,7 @@ class Messages(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_message = role_of(value) in ROLES.values() and not OTHERS & value.keys() and "type" not in value
+        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys() and "type" not in value
         return "" if is_message else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
@@ -195,15 +185,14 @@ class Codex(Session):
         part = content[0] if isinstance(content, list) and content else None
         is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
         is_event = "payload" in value and str(kind) in cls.EVENTS
-        return "" if is_event or is_message or item_role(kind) or value.get("record_type") == "state" else None
+        return "" if is_event or is_message or chats.item_role(kind) or value.get("record_type") == "state" else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         item, kind = event.get("payload", event), event.get("type")
         if kind == "session_meta" and isinstance(item, dict):
             instructions = item.get("instructions") or item.get("base_instructions")
             return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
-        read = messages_of(item, self._skipped) if "payload" not in event or kind == "response_item" else []
-        return None, [message for message in read if reply_to(message) is not None]
+        return None, messages_of(item, self._skipped) if "payload" not in event or kind == "response_item" else []
 
 
 class OpenHands(Session):
@@ -237,11 +226,10 @@ class OpenHands(Session):
             message = choices[0].get("message") if isinstance(choices[0], dict) and known != self._id else None
             return known, messages_of(message, self._skipped, ASSISTANT)
         if action in ("message", "finish", "think"):
-            return None, [{"role": ASSISTANT, "content": texts[0]}] if texts else []
+            return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
         arguments = {name: args[name] for name in self.ARGUMENTS if args.get(name)}
         calls = [{"name": action, "arguments": arguments}] if arguments else []
-        read = messages_of({"content": args.get("thought"), "tool_calls": calls}, self._skipped, ASSISTANT)
-        return None, [message for message in read if reply_to(message) is not None]
+        return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, self._skipped, ASSISTANT)
 
 
 # --- aider
