@@ -84,8 +84,9 @@ class Format(NamedTuple):
     name: str
     fields: str
     """Fields that all its records have, separated by blanks; alternatives by "|"."""
-    read: Reader | type[Stream | Session]
-    """A class for formats whose answers take several records."""
+    read: Reader | None = None
+    group: type[Stream | Session] | None = None
+    """The reader of formats whose answers take several records."""
 
     def share(self, names: Iterable[str]) -> float:
         """Return the share of its fields that are among the names: 1 if a record with these may have the format."""
@@ -139,14 +140,14 @@ def _read(
         record = record._replace(value=value)
     names = tuple(value)
     for row in _rows_of(names):
-        if isinstance(row.read, type):
-            if (key := row.read.key_of(value)) is not None:
-                group = groups.setdefault((row.name, key), row.read(row.name, record))
-                yield from group.add(record)
-                if group.is_finished:
-                    del groups[row.name, key]
-                return
-        elif (found := row.read(value, skipped := [])) is not None:
+        if row.group is not None and (key := row.group.key_of(value)) is not None:
+            group = groups.setdefault((row.name, key), row.group(row.name, record))
+            yield from group.add(record)
+            if group.is_finished:
+                del groups[row.name, key]
+            return
+        skipped: list[str] = []
+        if row.read is not None and (found := row.read(value, skipped)) is not None:
             yield Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])
             return
     if names not in refusals:
@@ -274,7 +275,8 @@ def _is_rejected(record: Value, skipped: list[str]) -> bool:
 
 
 def _conversation(record: Value, skipped: list[str]) -> list[Found] | None:
-    for messages in (parsed(record[name]) for name in CONVERSATIONS if name in record):
+    for name in CONVERSATIONS:
+        messages: Any = parsed(record.get(name))
         if "uid" in record and is_chat(messages):  # Arena-Hard has answers as objects.
             contents = [one.get("content") for one in messages]
             texts = [content.get("answer", content) if isinstance(content, dict) else content for content in contents]
@@ -352,7 +354,7 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
 def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     """Read an object inside of a record; rows of a table only with a prompt and an output."""
     for row in FORMATS:
-        if isinstance(row.read, type) or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
+        if row.read is None or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
             continue
         notes: list[str] = []
         found = row.read(value, notes)
@@ -365,13 +367,13 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
 COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
 
 FORMATS = (
-    Format("OpenAI, streamed chunks", "choices id|object|created|model", Stream),
-    Format("Anthropic and Responses API, streamed events", "type", Stream),
-    Format("Ollama", "done message|response", Stream),
-    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", sessions.ClaudeCode),
-    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", sessions.Codex),
-    Format("OpenHands, events", "action|observation source", sessions.OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls", sessions.Messages),
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
+    Format("Anthropic and Responses API, streamed events", "type", group=Stream),
+    Format("Ollama", "done message|response", group=Stream),
+    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
+    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
+    Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls", group=sessions.Messages),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),
@@ -463,7 +465,7 @@ def _joined(values: list[object]) -> Part | Chat | None:
 def _refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
     near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
-    rows = [row for row in FORMATS if row.fields and not isinstance(row.read, type)]
+    rows = [row for row in FORMATS if row.fields and row.read]
     nearest = max(
         reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near)
     )

@@ -64,11 +64,10 @@ def _time(value: object) -> float | None:
     None before it, as for the zero time of Go.
     """
     if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError:
+        text, value = value, None
+        for convert in (float, datetime.fromisoformat):
             with suppress(ValueError):
-                value = float(value)
+                value = convert(text)
     if isinstance(value, datetime):
         value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
         return value if value >= 0 else None
