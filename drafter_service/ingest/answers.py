@@ -72,12 +72,13 @@ def _choices(
     fields = request if isinstance(request, dict) else {}
     prompts = fields.get("prompt")
     several = prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else None
-    common = None if several else prompt_of(request)
+    columns = (ids_of(at.get(PROMPT_IDS[0])) for at in (answer, fields))
+    common = next((ids for ids in columns if ids is not None), None if several else prompt_of(request))
     for position, choice in enumerate(choices):
         if not isinstance(choice, dict):
             continue
-        columns = (ids_of(at.get(PROMPT_IDS[0])) for at in (choice, answer, fields))
-        prompt: Part | Chat | None = next((ids for ids in columns if ids is not None), common)
+        own = ids_of(choice.get(PROMPT_IDS[0]))
+        prompt = common if own is None else own
         if several and prompt is None:
             index = choice.get("index")
             number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
@@ -126,11 +127,11 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
         return []
     if (ids := first_ids(value, OUTPUT_IDS)) is not None:
         return [ids]
+    if isinstance(message := value.get("message"), dict):  # OpenAI, Ollama, LangChain
+        return _reply(chats.messages_of(message, skipped, ASSISTANT))
     for name in SAMPLES:
         if isinstance(inner := value.get(name), list) or (name == "output" and isinstance(inner, dict)):
             return outputs_of(inner, skipped)
-    if isinstance(message := value.get("message"), dict):  # OpenAI, Ollama, LangChain
-        return _reply(chats.messages_of(message, skipped, ASSISTANT))
     if chats.role_of(value) or value.keys() & {"content", "tool_calls", "parts"}:
         return _reply(chats.messages_of(value, skipped, ASSISTANT))
     return next((outputs_of(value[name], skipped) for name in TEXTS if value.get(name)), [])
@@ -255,7 +256,7 @@ class Streamed:
                     for name in ("name", "arguments"):
                         index = str(call.get("index", position))
                         self._pieces[number, index, name].append(_piece(function, name))
-            self._open = self._open - {number} if is_last else self._open | {number}
+            (self._open.discard if is_last else self._open.add)(number)
         return bool(deltas) and not self._open
 
     def response(self) -> object:

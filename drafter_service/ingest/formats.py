@@ -109,21 +109,25 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
     refusals: dict[tuple[str, ...], str] = {}
     for record in records:
-        yield from _or_reason(record, _read_fields(record, fields) if fields else _read(record, groups, refusals))
+        try:
+            yield from _read_fields(record, fields) if fields else _read(record, groups, refusals)
+        except (RecordError, RecursionError) as problem:
+            yield _unreadable(record, problem)
         if len(groups) > MAX_GROUPS:
-            group = groups.pop(next(iter(groups)))
-            yield from _or_reason(group.first, group.finish())
+            yield from _ended(groups.pop(next(iter(groups))))
     for group in groups.values():
-        yield from _or_reason(group.first, group.finish())
+        yield from _ended(group)
 
 
-def _or_reason(record: Record, reads: Iterator[Read]) -> Iterator[Read]:
+def _ended(group: Stream | Session) -> Iterator[Read]:
     try:
-        yield from reads
-    except RecordError as problem:
-        yield Read(record, "", [], [str(problem)])
-    except RecursionError:
-        yield Read(record, "", [], [TOO_DEEP])
+        yield from group.finish()
+    except (RecordError, RecursionError) as problem:
+        yield _unreadable(group.first, problem)
+
+
+def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
+    return Read(record, "", [], [str(problem) if isinstance(problem, RecordError) else TOO_DEEP])
 
 
 def _read(
@@ -141,10 +145,11 @@ def _read(
     names = tuple(value)
     for row in _rows_of(names):
         if row.group is not None and (key := row.group.key_of(value)) is not None:
-            group = groups.setdefault((row.name, key), row.group(row.name, record))
+            name = row.name, key
+            group = groups[name] = groups.get(name) or row.group(row.name, record)
             yield from group.add(record)
             if group.is_finished:
-                del groups[row.name, key]
+                del groups[name]
             return
         skipped: list[str] = []
         if row.read is not None and (found := row.read(value, skipped)) is not None:
