@@ -299,8 +299,10 @@ def part_of(value: object) -> Part | None:
 
 def first_ids(record: Mapping[str, Any], names: Iterable[str]) -> np.ndarray | None:
     """Return the token ids in the first of the fields that has some, uint32 [N]."""
-    columns = (ids_of(record[name]) for name in names if name in record)
-    return next((ids for ids in columns if ids is not None), None)
+    for name in names:
+        if name in record and (ids := ids_of(record[name])) is not None:
+            return ids
+    return None
 
 
 def ids_of(value: object) -> np.ndarray | None:

@@ -132,32 +132,32 @@ def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
 
 def _read(
     record: Record, groups: dict[tuple[str, Hashable], Stream | Session], refusals: dict[tuple[str, ...], str]
-) -> Iterator[Read]:
+) -> list[Read]:
     """Read a record by the first row whose format it has. groups, refusals: for the records after it."""
     value = {"": record.value} if isinstance(record.value, list) else record.value
     if not isinstance(value, dict):
-        yield Read(record, "", [], [NOT_A_RECORD])
-        return
+        return [Read(record, "", [], [NOT_A_RECORD])]
     if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
-        lists = {name: value[name].tolist() for name in value.keys() - IDS if isinstance(value[name], np.ndarray)}
-        value = value | lists
+        value = {
+            name: one.tolist() if isinstance(one, np.ndarray) and name not in IDS else one
+            for name, one in value.items()
+        }
         record = record._replace(value=value)
     names = tuple(value)
     for row in _rows_of(names):
         if row.group is not None and (key := row.group.key_of(value)) is not None:
             name = row.name, key
             group = groups[name] = groups.get(name) or row.group(row.name, record)
-            yield from group.add(record)
+            reads = list(group.add(record))
             if group.is_finished:
                 del groups[name]
-            return
+            return reads
         skipped: list[str] = []
         if row.read is not None and (found := row.read(value, skipped)) is not None:
-            yield Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])
-            return
+            return [Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])]
     if names not in refusals:
         refusals[names] = _refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
-    yield Read(record, "", [], [refusals[names]])
+    return [Read(record, "", [], [refusals[names]])]
 
 
 def is_conversation(found: list[Found]) -> bool:
@@ -423,7 +423,7 @@ FIELDS = frozenset(
 # --- Fields that the user names
 
 
-def _read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
+def _read_fields(record: Record, fields: tuple[str, ...]) -> list[Read]:
     skipped: list[str] = []
     found: list[Found] = []
     *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
@@ -433,7 +433,9 @@ def _read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
             found += conversation(value, record.value, skipped, prompt) or []
         elif not isinstance(value, dict) or role_of(value) is not None:
             found += [Found(output, prompt) for output in outputs_of(value, skipped)]
-    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+    return [
+        Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+    ]
 
 
 def _reached(value: object, path: str) -> Iterator[object]:
