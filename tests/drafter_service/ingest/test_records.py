@@ -536,6 +536,20 @@ def test_only_unfinished_groups_are_held():
     assert [read.format for read in stream].index("text") == 300 - 256
 
 
+def test_chunks_with_the_usage_are_not_answers():
+    usage = {"usage": {"completion_tokens": 1}}
+    records = [*deltas({"content": "a"}), CHUNK | {"choices": []} | usage, *deltas({"content": ""}, **usage)]
+    assert outputs(*records) == [(None, "a")]
+    assert skipped(*records) == []
+    assert skipped(*deltas({"content": ""})) == [NO_ANSWER]
+
+
+def test_a_system_prompt_begins_the_next_session():
+    session = [{"type": "session_meta", "payload": {"instructions": "Be short."}},
+               codex(type="message", role="assistant", content=[{"type": "output_text", "text": "So."}])]  # fmt: skip
+    assert outputs(*session, *session) == [(["Be short."], "So.")] * 2
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
