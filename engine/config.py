@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssd.config import DraftShape
+from ssd.errors import UserError
 
 Verification = Literal["exact", "rejection"]
 
@@ -70,6 +71,14 @@ class ContextWindow:
     """Number of tokens that the model allows."""
     kv_memory_mib: int | None = None
     """Memory for the KV cache in MiB, which limits `tokens` if the model allows more."""
+
+    def check(self, prompt: int, output: int) -> None:
+        """Raise UserError if a prompt of `prompt` tokens leaves no room for an output of up to `output` tokens."""
+        if prompt + min(1, output) > self.tokens:
+            raise UserError(
+                f"the prompt has {prompt} tokens; the context window of {self} must hold it and at least one token of "
+                "output: shorten the prompt"
+            )
 
     def __str__(self) -> str:
         """Return the number with its unit and, if memory limits it, what would raise it."""

@@ -62,11 +62,7 @@ class Intake:
     def _check(self, request: Request) -> tuple[int, GrammarState | None]:
         """Return what `longest` does, and the grammar's state before the first token, if the request has one."""
         request.check(self._model)
-        if len(request.prompt) + min(1, request.sampling.max_tokens) > self.window.tokens:
-            raise UserError(
-                f"the prompt has {len(request.prompt)} tokens; the context window of {self.window} must hold it "
-                "and at least one token of output: shorten the prompt"
-            )
+        self.window.check(len(request.prompt), request.sampling.max_tokens)
         request.check_drafting(self._drafters, self._config.max_draft)
         request.check_adapter(self._adapters)
         if request.sampling.stop and self._decode is None:

@@ -27,7 +27,7 @@ from engine.commands.options import EngineOptions
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import load_chat, read_prompt_file
 from engine.commands.reports import made_with
-from engine.config import Verification
+from engine.config import ContextWindow, Verification
 from engine.engine import StepReport
 from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
@@ -176,9 +176,11 @@ def read_workload(options: CompareOptions, tokenizer: Tokenizer) -> Workload:
         )
     used = prompts[: options.earlier + count]
     model = load_config(options.engine.model)
+    window = ContextWindow(model.max_positions, model.max_positions)
     for number, tokens in enumerate(used, 1):
         try:
             Request(tokens, SamplingParams(options.max_tokens)).check(model)
+            window.check(len(tokens), options.max_tokens)
         except UserError as problem:
             raise UserError(f"prompt {number}: {problem}") from None
     return Workload(used[: options.earlier], used[options.earlier :], options.max_tokens)
