@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_of, reply_to, words
+from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_to, words
 from drafter_service.ingest.documents import Part, RecordError
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
 
@@ -23,10 +24,10 @@ PROMPTS = words(
     " question_content chat_history user_prompt request raw"
 )
 """Names of fields with a prompt, the most exact ones first."""
-TEXTS = words("text generated_text output_text completion response generation full_model_response output answer")
+TEXTS = words("turns text generated_text output_text completion response generation full_model_response output answer")
 """Names of fields of an answer with its text."""
-SAMPLES = ("candidates", "generations", "completions")
-"""Names of fields of a response with its answers: Gemini, LangChain, HELM."""
+SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
+"""Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
 BODY = frozenset(words("choices candidates generations object body role delta messages"))
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 BODIES = ("body", "inputBodyJson", "outputBodyJson")
@@ -55,8 +56,7 @@ def exchange(request: object, response: object, skipped: list[str], name: object
     fields = response if isinstance(response, dict) else {}
     name = name or fields.get("id")
     name = name if isinstance(name, str) and name else None
-    choices = fields.get("choices")
-    if isinstance(choices, list) and merged_chunks([response], skipped) is None:
+    if isinstance(choices := fields.get("choices"), list):
         return [Found(output, prompt, name) for output, prompt in _choices(request, fields, choices, skipped)]
     outputs = outputs_of(response, skipped)
     prompt = prompt_of(request) if outputs else None
@@ -71,48 +71,42 @@ def _choices(
     """Yield OpenAI's choices, each with its prompt: there may be several prompts, with equally many choices each."""
     fields = request if isinstance(request, dict) else {}
     prompts = fields.get("prompt")
-    ids = next((ids for at in (answer, fields) if (ids := ids_of(at.get("prompt_token_ids"))) is not None), None)
     several = prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list) else None
-    prompt = ids if ids is not None else None if several else prompt_of(request)
+    common = None if several else prompt_of(request)
     for position, choice in enumerate(choices):
         if not isinstance(choice, dict):
             continue
-        if several and ids is None:
+        columns = (ids_of(at.get(PROMPT_IDS[0])) for at in (choice, answer, fields))
+        prompt: Part | Chat | None = next((ids for ids in columns if ids is not None), common)
+        if several and prompt is None:
             index = choice.get("index")
             number = (index if isinstance(index, int) else position) // max(1, len(choices) // len(several))
             prompt = part_of(several[number]) if 0 <= number < len(several) else None
-        own = ids_of(choice.get("prompt_token_ids"))
-        for output in _choice(choice, skipped):
-            yield output, prompt if own is None else own
+        for output in outputs_of(choice, skipped):
+            yield output, prompt
 
 
-def _choice(choice: Message, skipped: list[str]) -> list[Output]:
-    if (ids := ids_of(choice.get("token_ids"))) is not None:
-        return [ids]
-    reply = reply_of(choice.get("message"), skipped)
-    return [reply] if reply is not None else outputs_of(choice.get("turns") or choice.get("text"), skipped)
+def conversation(
+    messages: object, request: object, skipped: list[str], before: Part | Chat | None = None
+) -> list[Found] | None:
+    """Return each message of the assistant as an output, with all messages before it as its prompt; None for no chat.
 
-
-def conversation(messages: object, request: object, skipped: list[str], before: Chat | None = None) -> list[Found]:
-    """Return each message of the assistant as an output, with all messages before it as its prompt.
-
-    before: messages before the first one, which are not outputs.
+    before: may have messages before the first one, which are not outputs.
     """
     chat = chat_of(messages, request, skipped)
     if chat is None:
-        return []
-    read, first = chat.messages, 0
-    if before is not None:
-        read, first = [*before.messages, *read], len(before.messages)
-        chat = chat._replace(tools=chat.tools or before.tools)
+        return None
+    first = before.messages if isinstance(before, Chat) else []
+    read = [*first, *chat.messages]
+    tools = chat.tools or (before.tools if isinstance(before, Chat) else None)
     found = []
-    for index in range(first, len(read)):
-        message = read[index]
-        if message["role"] == ASSISTANT and (output := reply_to(message)) is not None:
-            if chats.UNTRAINED in message:
-                skipped.append(UNTRAINED)
-            else:
-                found.append(Found(output, chat._replace(messages=read[:index]) if index else None))
+    for index, message in enumerate(chat.messages, len(first)):
+        if message["role"] != ASSISTANT or (output := reply_to(message)) is None:
+            continue
+        if chats.UNTRAINED in message:
+            skipped.append(UNTRAINED)
+        else:
+            found.append(Found(output, chat._replace(messages=read[:index], tools=tools) if index else None))
     return found
 
 
@@ -123,30 +117,29 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if (ids := ids_of(value)) is not None:
         return [ids]
     if isinstance(value, list):
-        if (streamed := merged_chunks(value, skipped)) is not None:
-            return streamed
+        if (whole := _joined(value)) is not None:
+            return outputs_of(whole, skipped)
         if chats.is_chat(value):
-            return _replies(chats.read_messages(value, skipped))[-1:]
+            return _reply(chats.read_messages(value, skipped))
         return [output for element in value for output in outputs_of(element, skipped)]
     if not isinstance(value, dict):
         return []
     if (ids := first_ids(value, OUTPUT_IDS)) is not None:
         return [ids]
-    if isinstance(choices := value.get("choices"), list):
-        return [output for one in choices if isinstance(one, dict) for output in _choice(one, skipped)]
-    for name in (*SAMPLES, "output", "messages"):  # The latter of the Responses API, Bedrock and LangChain
+    for name in SAMPLES:
         if isinstance(inner := value.get(name), list) or (name == "output" and isinstance(inner, dict)):
             return outputs_of(inner, skipped)
-    if isinstance(message := value.get("message"), dict):  # Ollama, LangChain
-        return _replies(chats.messages_of(message, skipped, ASSISTANT)[-1:])
+    if isinstance(message := value.get("message"), dict):  # OpenAI, Ollama, LangChain
+        return _reply(chats.messages_of(message, skipped, ASSISTANT))
     if chats.role_of(value) or value.keys() & {"content", "tool_calls", "parts"}:
-        return _replies(chats.messages_of(value, skipped, ASSISTANT)[-1:])
+        return _reply(chats.messages_of(value, skipped, ASSISTANT))
     return next((outputs_of(value[name], skipped) for name in TEXTS if value.get(name)), [])
 
 
-def _replies(messages: list[Message]) -> list[Output]:
-    replies = (reply_to(message) for message in messages if message["role"] == ASSISTANT)
-    return [reply for reply in replies if reply is not None]
+def _reply(messages: list[Message]) -> list[Output]:
+    """Return the output in the last message, if it is the assistant's."""
+    reply = reply_to(messages[-1]) if messages and messages[-1]["role"] == ASSISTANT else None
+    return [] if reply is None else [reply]
 
 
 def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
@@ -193,14 +186,8 @@ def body_of(value: object) -> object:
 # --- Streamed chunks
 
 
-class Delta(NamedTuple):
-    """A part of a streamed answer."""
-
-    number: int
-    """Number of the answer among those to one request."""
-    fields: Message
-    """Pieces of its message."""
-    is_last: bool
+Delta = tuple[int, Message, bool]
+"""The number of an answer among those to one request, pieces of its message, and whether they are the last."""
 
 
 def deltas_of(event: object) -> list[Delta] | None:
@@ -211,11 +198,11 @@ def deltas_of(event: object) -> list[Delta] | None:
     if isinstance(choices, list):
         return _chunk(event, choices)
     if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
-        return [Delta(0, _anthropic_piece(event), kind == "message_stop")]
+        return [(0, _anthropic_piece(event), kind == "message_stop")]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
         message = event.get("message")
         fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
-        return [Delta(0, fields, event["done"])]
+        return [(0, fields, event["done"])]
     return None
 
 
@@ -223,16 +210,15 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
     """Return the deltas of OpenAI's choices. Unlike a chunk of a text, a whole one has its usage."""
     if choices and isinstance(choices[0], dict) and "message" in choices[0]:
         return None
-    deltas, is_chunk = [], str(event.get("object")).endswith(".chunk")
+    choices = [choice for choice in choices if isinstance(choice, dict)]
     is_text = event.get("object") == "text_completion" and not event.get("usage") and "prompt" not in event
-    for choice in choices:
-        if isinstance(choice, dict):
-            ended = choice.get("finish_reason") is not None
-            is_chunk |= "delta" in choice or (is_text and "finish_reason" in choice)
-            fields = choice["delta"] if isinstance(choice.get("delta"), dict) else choice
-            index = choice.get("index")
-            deltas.append(Delta(index if isinstance(index, int) else 0, fields, ended))
-    return deltas if is_chunk else None
+    is_chunk = any("delta" in choice or (is_text and "finish_reason" in choice) for choice in choices)
+    if not is_chunk and not str(event.get("object")).endswith(".chunk"):
+        return None
+    pieces = [choice["delta"] if isinstance(choice.get("delta"), dict) else choice for choice in choices]
+    ended = [choice.get("finish_reason") is not None for choice in choices]
+    numbers = [index if isinstance(index := choice.get("index"), int) else 0 for choice in choices]
+    return list(zip(numbers, pieces, ended, strict=True))
 
 
 def _anthropic_piece(event: Message) -> Message:
@@ -246,52 +232,60 @@ def _anthropic_piece(event: Message) -> Message:
 
 
 class Streamed:
-    """An answer whose pieces arrive one by one."""
+    """A response whose pieces arrive one by one."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._thoughts: list[str] = []
-        self._calls: dict[object, dict[str, str]] = {}
+        self._pieces: defaultdict[tuple[int, str, str], list[str]] = defaultdict(list)
+        """Those of a field, by the number of the answer, the index of the tool call or "", and the name."""
+        self._open: set[int] = set()
+        self._whole: object = None
 
-    def add(self, fields: Message) -> None:
-        """Add the pieces of a chunk."""
-        self._texts.append(_piece(fields, "content", "text"))
-        self._thoughts.append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
-        calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
-        for position, call in enumerate(calls if isinstance(calls, list) else ()):
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict):
-                whole = self._calls.setdefault(str(call.get("index", position)), {"name": "", "arguments": ""})
-                for name in whole:
-                    whole[name] += _piece(function, name)
+    def add(self, event: Mapping[str, Any]) -> bool:
+        """Add the pieces of an event, and return whether it ends the response."""
+        if event.get("type") == "response.completed":  # It repeats all pieces.
+            self._whole = event.get("response")
+            return True
+        deltas = deltas_of(event) or []
+        for number, fields, is_last in deltas:
+            self._pieces[number, "", "content"].append(_piece(fields, "content", "text"))
+            self._pieces[number, "", "reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
+            calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
+            for position, call in enumerate(calls if isinstance(calls, list) else ()):
+                if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+                    for name in ("name", "arguments"):
+                        index = str(call.get("index", position))
+                        self._pieces[number, index, name].append(_piece(function, name))
+            self._open = self._open - {number} if is_last else self._open | {number}
+        return bool(deltas) and not self._open
 
-    def output(self, skipped: list[str]) -> Output | None:
-        """Return the whole answer; None if it is empty."""
-        calls = [{"function": call} for call in self._calls.values()]
-        return reply_of(
-            {"content": "".join(self._texts), "reasoning": "".join(self._thoughts), "tool_calls": calls}, skipped
-        )
+    def response(self) -> object:
+        """Return what has arrived as a response with choices."""
+        messages: defaultdict[int, defaultdict[str, Message]] = defaultdict(lambda: defaultdict(dict))
+        for (number, call, name), pieces in self._pieces.items():
+            messages[number][call][name] = "".join(pieces)
+        choices = []
+        for _, calls in sorted(messages.items()):
+            message = calls.pop("")
+            choices.append({"message": message | {"tool_calls": [{"function": call} for call in calls.values()]}})
+        return self._whole or {"choices": choices}
+
+
+def _joined(events: list[Any]) -> object:
+    """Return the response whose pieces are in the events of a stream; None if the values are not its events."""
+    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") == "response.completed"
+    if not is_whole and (not events or deltas_of(events[0]) is None):
+        return None
+    streamed = Streamed()
+    for event in events:
+        if isinstance(event, dict):
+            streamed.add(event)
+    return streamed.response()
 
 
 def _piece(fields: Message, *names: str) -> str:
     """Return the text in the first of the fields that has one; an object is JSON."""
     value = next((fields[name] for name in names if fields.get(name)), "")
     return value if isinstance(value, str) else chats.as_json(value) if isinstance(value, dict) else ""
-
-
-def merged_chunks(events: list[Any], skipped: list[str]) -> list[Output] | None:
-    """Return the answers of a whole stream; None if the values are not its events."""
-    last = events[-1] if events else None
-    if isinstance(last, dict) and last.get("type") == "response.completed":
-        return outputs_of(last.get("response"), skipped)
-    if not events or deltas_of(events[0]) is None:
-        return None
-    answers: dict[int, Streamed] = {}
-    for event in events:
-        for delta in deltas_of(event) or ():
-            answers.setdefault(delta.number, Streamed()).add(delta.fields)
-    outputs = (answers[index].output(skipped) for index in sorted(answers))
-    return [output for output in outputs if output is not None]
 
 
 # --- Texts and token ids

@@ -195,8 +195,7 @@ def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
 
 def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that a request offers, in OpenAI's format; None if there are none."""
-    offered = request.get("tools") or request.get("functions")
-    offered = parsed(offered) if offered else None
+    offered = parsed(request.get("tools") or request.get("functions"))
     tools: list[Any] = []
     for tool in offered if isinstance(offered, list) else ():
         if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
@@ -205,12 +204,6 @@ def _tools_of(request: Mapping[str, Any]) -> list[Any] | None:
             tool = {"type": "function", "function": tool}
         tools.append(tool)
     return tools or None
-
-
-def reply_of(message: object, skipped: list[str]) -> str | Reply | None:
-    """Return the contents of an assistant's message; None if there are none."""
-    read = messages_of(message, skipped, ASSISTANT)
-    return reply_to(read[-1]) if read else None
 
 
 def reply_to(message: Message) -> str | Reply | None:

@@ -5,26 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, origins
+from drafter_service.ingest import answers, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.sessions import (
-    ClaudeCode,
-    Codex,
-    Messages,
-    OpenHands,
-    Read,
-    Record,
-    Session,
-    Stream,
-    is_markdown_chat,
-    markdown_chat,
-)
+from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
@@ -69,7 +59,6 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
-NO_ANSWER = "a conversation without an answer"
 NO_RESPONSE = "a request of a batch without its response"
 NOT_A_MODEL = "a step of a trace that is not a call of a model"
 REJECTED = "an answer that is labelled as bad"
@@ -95,8 +84,9 @@ class Format(NamedTuple):
     name: str
     fields: str
     """Fields that all its records have, separated by blanks; alternatives by "|"."""
-    read: Reader | type[Stream | Session]
-    """A class for formats whose answers take several records."""
+    read: Reader | None = None
+    group: type[Stream | Session] | None = None
+    """The reader of formats whose answers take several records."""
 
     def share(self, names: Iterable[str]) -> float:
         """Return the share of its fields that are among the names: 1 if a record with these may have the format."""
@@ -104,13 +94,10 @@ class Format(NamedTuple):
         return sum(any(name in names for name in field.split("|")) for field in fields) / max(len(fields), 1)
 
 
-class Shape(NamedTuple):
-    """What is known of all records with the same fields."""
-
-    groups: list[tuple[str, type[Stream | Session]]]
-    readers: list[tuple[str, Reader]]
-    refusals: list[str]
-    """The reason for refusing the first one that was refused."""
+@lru_cache(MAX_SHAPES)
+def _rows_of(names: tuple[str, ...]) -> list[Format]:
+    """Return the rows of the formats that records with these fields may have."""
+    return [row for row in FORMATS if row.share(names) == 1 or not row.fields]
 
 
 def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Iterator[Read]:
@@ -120,75 +107,57 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     of the table.
     """
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
-    shapes: dict[tuple[object, ...], Shape] = {}
+    refusals: dict[tuple[str, ...], str] = {}
     for record in records:
-        value = {"": record.value} if isinstance(record.value, list) else record.value
-        if fields or not isinstance(value, dict):
-            yield _read_fields(record, fields) if fields else Read(record, "", [], [NOT_A_RECORD])
-            continue
-        if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
-            value = {name: one if name in IDS else _listed(one) for name, one in value.items()}
-            record = record._replace(value=value)
-        names = tuple(value)
-        if (shape := shapes.get(names)) is None:
-            shapes = shapes if len(shapes) < MAX_SHAPES else {}
-            rows = [row for row in FORMATS if row.share(value) == 1 or not row.fields]
-            kinds = [(row.name, row.read) for row in rows if isinstance(row.read, type)]
-            readers = [(row.name, row.read) for row in rows if not isinstance(row.read, type)]
-            shape = shapes[names] = Shape(kinds, readers, [])
-        for name, kind in shape.groups:
-            if (key := kind.key_of(value)) is not None:
-                group = groups.setdefault((name, key), kind(name, record))
-                try:
-                    yield from group.add(record)
-                except (RecordError, RecursionError) as problem:
-                    yield _unreadable(record, problem)
-                if group.is_finished:
-                    del groups[name, key]
-                elif len(groups) > MAX_GROUPS:
-                    yield from _ended(groups.pop(next(iter(groups))))
-                break
-        else:
-            yield _read(record, value, shape)
+        yield from _or_reason(record, _read_fields(record, fields) if fields else _read(record, groups, refusals))
+        if len(groups) > MAX_GROUPS:
+            group = groups.pop(next(iter(groups)))
+            yield from _or_reason(group.first, group.finish())
     for group in groups.values():
-        yield from _ended(group)
+        yield from _or_reason(group.first, group.finish())
 
 
-def _listed(value: object) -> object:
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _ended(group: Stream | Session) -> Iterator[Read]:
+def _or_reason(record: Record, reads: Iterator[Read]) -> Iterator[Read]:
     try:
-        yield from group.finish()
-        if group.is_unanswered:
-            yield Read(group.first, "", [], [NO_ANSWER])
-    except (RecordError, RecursionError) as problem:
-        yield _unreadable(group.first, problem)
+        yield from reads
+    except RecordError as problem:
+        yield Read(record, "", [], [str(problem)])
+    except RecursionError:
+        yield Read(record, "", [], [TOO_DEEP])
+
+
+def _read(
+    record: Record, groups: dict[tuple[str, Hashable], Stream | Session], refusals: dict[tuple[str, ...], str]
+) -> Iterator[Read]:
+    """Read a record by the first row whose format it has. groups, refusals: for the records after it."""
+    value = {"": record.value} if isinstance(record.value, list) else record.value
+    if not isinstance(value, dict):
+        yield Read(record, "", [], [NOT_A_RECORD])
+        return
+    if np.ndarray in map(type, value.values()):  # Only of these columns arrays are read.
+        lists = {name: value[name].tolist() for name in value.keys() - IDS if isinstance(value[name], np.ndarray)}
+        value = value | lists
+        record = record._replace(value=value)
+    names = tuple(value)
+    for row in _rows_of(names):
+        if row.group is not None and (key := row.group.key_of(value)) is not None:
+            group = groups.setdefault((row.name, key), row.group(row.name, record))
+            yield from group.add(record)
+            if group.is_finished:
+                del groups[row.name, key]
+            return
+        skipped: list[str] = []
+        if row.read is not None and (found := row.read(value, skipped)) is not None:
+            yield Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])
+            return
+    if names not in refusals:
+        refusals[names] = _refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
+    yield Read(record, "", [], [refusals[names]])
 
 
 def is_conversation(found: list[Found]) -> bool:
     """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
     return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
-
-
-def _read(record: Record, value: Value, shape: Shape) -> Read:
-    """Read a record that belongs to no group. Reasons are found once per shape."""
-    try:
-        for name, read in shape.readers:
-            skipped: list[str] = []
-            found = read(value, skipped)
-            if found is not None:
-                return Read(record, name, found, skipped if found or skipped else [NO_OUTPUT])
-        if not shape.refusals:
-            shape.refusals.append(_refusal(value))
-        return Read(record, "", [], shape.refusals[:])
-    except (RecordError, RecursionError) as problem:
-        return _unreadable(record, problem)
-
-
-def _unreadable(record: Record, problem: RecordError | RecursionError) -> Read:
-    return Read(record, "", [], [str(problem) if isinstance(problem, RecordError) else TOO_DEEP])
 
 
 # --- Readers
@@ -199,25 +168,16 @@ def _none(skipped: list[str], reason: str) -> list[Found]:
     return []
 
 
-def _whole(record: Value, skipped: list[str]) -> list[Found] | None:
+def _response(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a record that is a response, with its request or without."""
-    return exchange(record, record, skipped, record.get("request_id"))
-
-
-def _choices(record: Value, skipped: list[str]) -> list[Found] | None:
-    choices = record["choices"]
-    is_response = isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)
-    return _whole(record, skipped) if is_response else None
-
-
-def _items(record: Value, skipped: list[str]) -> list[Found] | None:
-    items = record["output"]
-    is_response = isinstance(items, list) and all(isinstance(item, dict) and "type" in item for item in items)
-    return _whole(record, skipped) if is_response and items else None
-
-
-def _message(record: Value, skipped: list[str]) -> list[Found] | None:
-    return _whole(record, skipped) if record["type"] == "message" and role_of(record) == ASSISTANT else None
+    name = next((name for name in ("choices", "candidates", "output") if record.get(name) is not None), "")
+    parts = record.get(name, [record])
+    is_response = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    if name == "output":
+        is_response = is_response and parts != [] and all("type" in part for part in parts)
+    elif not name:
+        is_response = record.get("type") == "message" and role_of(record) == ASSISTANT
+    return exchange(record, record, skipped, record.get("request_id")) if is_response or name == "candidates" else None
 
 
 def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
@@ -232,10 +192,6 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
     return exchange(record if request is None else request, response, skipped, record.get("request_id"))
-
-
-def _batch_request(_: Value, skipped: list[str]) -> list[Found] | None:
-    return _none(skipped, NO_RESPONSE)
 
 
 def _token_columns(record: Value, _: list[str]) -> list[Found] | None:
@@ -277,7 +233,7 @@ def _chosen(record: Value, skipped: list[str]) -> list[Found] | None:
         before, mark, answer = chosen.rpartition("\n\nAssistant:")
         return exchange(before + mark, answer.strip(), skipped)
     if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
-        return conversation(chosen, record, skipped)[-1:]
+        return (conversation(chosen, record, skipped) or [])[-1:]
     return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
 
 
@@ -296,7 +252,7 @@ def _columns(names: Iterable[str]) -> Reader:
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
         if is_chat(value):
-            return conversation(value, record, skipped, prompt if isinstance(prompt, Chat) else None)
+            return conversation(value, record, skipped, prompt)
         while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
             prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
@@ -320,21 +276,18 @@ def _is_rejected(record: Value, skipped: list[str]) -> bool:
 
 def _conversation(record: Value, skipped: list[str]) -> list[Found] | None:
     for name in CONVERSATIONS:
-        messages = parsed(record[name]) if name in record else None
-        if not isinstance(messages, list) or chat_of(messages) is None:
-            continue
-        if _is_rejected(record, skipped):
-            return []
-        if "uid" in record:  # Arena-Hard has answers as objects.
-            messages = [{**one, "content": _answer_in(one.get("content"))} for one in messages]
-        found = conversation(messages, record, skipped)
-        skipped += [] if found or skipped else [NO_ANSWER]
-        return found
+        messages: Any = parsed(record.get(name))
+        if "uid" in record and is_chat(messages):  # Arena-Hard has answers as objects.
+            contents = [one.get("content") for one in messages]
+            texts = [content.get("answer", content) if isinstance(content, dict) else content for content in contents]
+            messages = [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
+        notes: list[str] = []
+        if (found := conversation(messages, record, notes)) is not None:
+            if _is_rejected(record, skipped):
+                return []
+            skipped += notes if found or notes else [NO_ANSWER]
+            return found
     return None
-
-
-def _answer_in(content: object) -> object:
-    return content.get("answer", content) if isinstance(content, dict) else content
 
 
 def _solutions(record: Value, skipped: list[str]) -> list[Found] | None:
@@ -366,7 +319,7 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = OpenHands("", Record(record, ""))
+    session = sessions.OpenHands("", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]
@@ -389,20 +342,19 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
         if not isinstance(value, list | dict) or NOT_SEARCHED.search(name) or depth > MAX_DEPTH:
             continue
         if is_chat(value):
-            found += conversation(value, record, skipped)
+            found += conversation(value, record, skipped) or []
             continue
         for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, dict):
-                found += _found_in(one, skipped, depth)
-            elif isinstance(one, list) and one and isinstance(one[0], dict | list):
-                found += _searched({"": one}, skipped, depth + 1) or []
+            is_list = isinstance(one, list) and one and isinstance(one[0], dict | list)
+            if is_list or isinstance(one, dict):
+                found += _found_in({"": one} if is_list else one, skipped, depth)
     return found or None
 
 
 def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
     """Read an object inside of a record; rows of a table only with a prompt and an output."""
     for row in FORMATS:
-        if isinstance(row.read, type) or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
+        if row.read is None or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
             continue
         notes: list[str] = []
         found = row.read(value, notes)
@@ -415,24 +367,24 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
 COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
 
 FORMATS = (
-    Format("OpenAI, streamed chunks", "choices id|object|created|model", Stream),
-    Format("Anthropic and Responses API, streamed events", "type", Stream),
-    Format("Ollama", "done message|response", Stream),
-    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", ClaudeCode),
-    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", Codex),
-    Format("OpenHands, events", "action|observation source", OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls", Messages),
-    Format("MT-Bench", "choices question_id", _choices),
-    Format("OpenAI chat and completions", "choices", _choices),
-    Format("OpenAI Responses API", "output", _items),
-    Format("Anthropic messages", "role content type", _message),
-    Format("Gemini", "candidates", _whole),
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
+    Format("Anthropic and Responses API, streamed events", "type", group=Stream),
+    Format("Ollama", "done message|response", group=Stream),
+    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
+    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
+    Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls", group=sessions.Messages),
+    Format("MT-Bench", "choices question_id", _response),
+    Format("OpenAI chat and completions", "choices", _response),
+    Format("OpenAI Responses API", "output", _response),
+    Format("Anthropic messages", "role content type", _response),
+    Format("Gemini", "candidates", _response),
     Format("Inspect, sample", "messages output epoch", _conversation),
     Format("Inspect, log", "samples eval", _searched),
     Format("LangSmith", "inputs outputs run_type", _exchange),
     Format("Langfuse", "input output type|traceId|trace_id", _exchange),
     Format("request and response", "|".join(RESPONSES), _exchange),
-    Format("OpenAI batch, input", "custom_id body", _batch_request),
+    Format("OpenAI batch, input", "custom_id body", lambda _, skipped: _none(skipped, NO_RESPONSE)),
     Format("token ids with a mask", "input_ids " + "|".join(MASKS), _masked_ids),
     Format("token ids", "|".join(answers.OUTPUT_IDS), _token_columns),
     Format("lm-eval", "resps|filtered_resps", _lm_eval),
@@ -466,21 +418,17 @@ FIELDS = frozenset(
 # --- Fields that the user names
 
 
-def _read_fields(record: Record, fields: tuple[str, ...]) -> Read:
+def _read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
     skipped: list[str] = []
     found: list[Found] = []
-    try:
-        *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
-        prompt = _joined([value for values in before for value in values])
-        chat = prompt if isinstance(prompt, Chat) else None
-        for value in outputs if all(before) else ():
-            if is_chat(value):
-                found += conversation(value, record.value, skipped, chat)
-            elif not isinstance(value, dict) or role_of(value) is not None:
-                found += [Found(output, prompt) for output in outputs_of(value, skipped)]
-    except (RecordError, RecursionError) as problem:
-        return _unreadable(record, problem)
-    return Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
+    *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
+    prompt = _joined([value for values in before for value in values])
+    for value in outputs if all(before) else ():
+        if is_chat(value):
+            found += conversation(value, record.value, skipped, prompt) or []
+        elif not isinstance(value, dict) or role_of(value) is not None:
+            found += [Found(output, prompt) for output in outputs_of(value, skipped)]
+    yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
 
 
 def _reached(value: object, path: str) -> Iterator[object]:
@@ -517,7 +465,7 @@ def _joined(values: list[object]) -> Part | Chat | None:
 def _refusal(record: Value) -> str:
     """Return why a record is not read, with the names of its fields but without any of its values."""
     near = record.keys() | {name for field in record for name in get_close_matches(field, FIELDS, 1, 0.75)}
-    rows = [row for row in FORMATS if row.fields and not isinstance(row.read, type)]
+    rows = [row for row in FORMATS if row.fields and row.read]
     nearest = max(
         reversed(rows), key=lambda row: row.share(near) * row._replace(fields=row.fields.split()[0]).share(near)
     )

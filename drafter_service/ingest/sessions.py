@@ -6,22 +6,9 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange, prompt_of
-from drafter_service.ingest.chats import (
-    ASSISTANT,
-    ROLES,
-    SYSTEM,
-    TOOL,
-    USER,
-    Chat,
-    Message,
-    item_role,
-    joined,
-    messages_of,
-    reply_to,
-    role_of,
-    words,
-)
+from drafter_service.ingest import chats
+from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange
+from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]
 
@@ -33,12 +20,13 @@ CLAUDE_EVENTS = frozenset(
 """Types of Claude Code's events that are no messages."""
 MAX_MESSAGES = 1000
 """Messages before an answer that are kept."""
+NO_ANSWER = "a conversation without an answer"
 
 
 class Record(NamedTuple):
     """A value of a log."""
 
-    value: object
+    value: Any
     """A decoded JSON value, or a row of a table; columns of token ids may be arrays, uint32 or int64 [N]."""
     place: str
     """FILE:NUMBER of the line, row or element."""
@@ -56,149 +44,115 @@ class Read(NamedTuple):
     """The reason for each part that is left out."""
 
 
-class Group:
-    """Records that belong together. Subclasses read one format."""
-
-    is_finished = False
-    """Whether no further record belongs to it."""
-    _has_read = False
+class Stream:
+    """Chunks of a response."""
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
         self.first = first
+        self.is_finished = False
+        """Whether no further record belongs to it."""
         self._name = name
+        self._streamed = Streamed()
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
-        """Return what the records of one group have in common; None for records of other formats."""
-        raise NotImplementedError
-
-    def add(self, record: Record) -> Iterator[Read]:
-        """Add a record, and yield the answers that it completes."""
-        raise NotImplementedError
-
-    def finish(self) -> Iterator[Read]:
-        """Yield the answers whose end is missing."""
-        raise NotImplementedError
-
-    @property
-    def is_unanswered(self) -> bool:
-        """Whether it has a request, but nothing was read from it."""
-        return not self._has_read
-
-    def _read(self, record: Record, found: list[Found], skipped: list[str]) -> Iterator[Read]:
-        if found or skipped:
-            self._has_read = True
-            yield Read(record, self._name, found, skipped)
-
-
-class Stream(Group):
-    """Chunks of a response."""
-
-    def __init__(self, name: str, first: Record) -> None:
-        super().__init__(name, first)
-        self._answers: dict[int, tuple[Record, Streamed]] = {}
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        """Return what the records of one response have in common; None for records of other formats."""
         kind = value.get("type")
         if isinstance(kind, str) and kind.startswith("response."):
             return "response"
         known = value.get("id") or value.get("model")
         return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
-    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
-        value = record.value
-        if isinstance(value, dict) and value.get("type") == "response.completed":  # It repeats all chunks.
-            skipped: list[str] = []
-            found = exchange(value.get("response"), value.get("response"), skipped)
-            yield from self._read(record, found, skipped)
-            self.is_finished = True
-        for delta in deltas_of(value) or ():
-            _, answer = self._answers.setdefault(delta.number, (record, Streamed()))
-            answer.add(delta.fields)
-            if delta.is_last:
-                yield from self._complete(delta.number)
-                self.is_finished = not self._answers
+    def add(self, record: Record) -> Iterator[Read]:
+        """Add a record, and yield the answers that it completes."""
+        self.is_finished = self._streamed.add(record.value)
+        if self.is_finished:
+            yield from self.finish()
 
-    def finish(self) -> Iterator[Read]:  # noqa: D102
-        for index in list(self._answers):
-            yield from self._complete(index)
-
-    def _complete(self, index: int) -> Iterator[Read]:
-        record, answer = self._answers.pop(index)
+    def finish(self) -> Iterator[Read]:
+        """Yield the answers, whose end may be missing."""
         skipped: list[str] = []
-        output = answer.output(skipped)
-        name = record.value.get("id") if isinstance(record.value, dict) else None
-        name = f"{name}/{index}" if index and name else name if isinstance(name, str) else None
-        found = [] if output is None else [Found(output, prompt_of(record.value), name)]
-        yield from self._read(record, found, skipped)
+        first = self.first.value
+        found = exchange(first, self._streamed.response(), skipped, first.get("id"))
+        is_usage = first.get("choices") == [] or first.get("usage")  # After the answer
+        if found or skipped or not is_usage:
+            yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
 
 
-class Session(Group):
-    """Events of an agent's session. The prompt of each answer is what came before it."""
+class Session:
+    """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
+
+    is_finished = False
 
     def __init__(self, name: str, first: Record) -> None:
-        super().__init__(name, first)
+        """name: name of the format; first: the first record."""
+        self.first = first
+        self._name = name
+        self._has_read = False
         self._before: list[Message] = []
         self._answer: Message | None = None
         self._event = first
-        """The one with the beginning of the answer."""
-        self._id: str | None = None
-        """Id of the response that the answer is from."""
+        """The one with the beginning of the answer, or the last one."""
+        self._id: object = None
+        """Id of the response that the last answer is from."""
         self._skipped: list[str] = []
 
-    @property
-    def is_unanswered(self) -> bool:  # noqa: D102
-        return bool(self._before) and not self._has_read
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:
+        """Return what the events of one session have in common; None for records of other formats."""
+        raise NotImplementedError
 
-    def messages(self, event: Event) -> tuple[str | None, list[Message]]:
+    def messages(self, event: Event) -> tuple[object, list[Message]]:
         """Return the id of the response that an event is from, if it has one, and the event's messages."""
         raise NotImplementedError
 
-    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
-        known, messages = self.messages(record.value) if isinstance(record.value, dict) else (None, [])
+    def add(self, record: Record) -> Iterator[Read]:
+        """Add a record, and yield the answer that it completes. A system prompt begins another conversation."""
+        self._event = record if self._answer is None else self._event
+        known, messages = self.messages(record.value)
         for message in messages:
-            if message["role"] == ASSISTANT and self._answer is not None and known == self._id:
-                self._answer = joined(self._answer, message)
+            is_answer = message["role"] == ASSISTANT
+            if message["role"] != TOOL and reply_to(message) is None:
                 continue
-            yield from self.finish()
-            if message["role"] == ASSISTANT:
+            if is_answer and self._answer is not None and known == self._id:
+                self._answer = chats.joined(self._answer, message)
+                continue
+            yield from self._completed()
+            if is_answer:
                 self._answer, self._id, self._event = message, known, record
             else:
+                self._before = [] if message["role"] == SYSTEM else self._before
                 self._before.append(message)
 
-    def finish(self) -> Iterator[Read]:  # noqa: D102
-        if self._answer is None:
-            return
-        output, event = reply_to(self._answer), self._event.value
-        name = event.get("uuid") if isinstance(event, dict) else None
-        prompt = Chat(self._before[-MAX_MESSAGES:]) if self._before else None
-        found = [] if output is None else [Found(output, prompt, name if isinstance(name, str) else None)]
-        yield from self._read(self._event, found, self._skipped)
-        self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
+    def finish(self) -> Iterator[Read]:
+        """Yield the last answer, or that there was none."""
+        yield from self._completed()
+        if self._before and not self._has_read:
+            yield Read(self.first, self._name, [], [NO_ANSWER])
+
+    def _completed(self) -> Iterator[Read]:
+        found = []
+        if self._answer is not None and (output := reply_to(self._answer)) is not None:
+            prompt, name = self._before[-MAX_MESSAGES:], self._event.value.get("uuid")
+            found.append(Found(output, Chat(prompt) if prompt else None, name if isinstance(name, str) else None))
+            self._before = [*self._before[-2 * MAX_MESSAGES :], self._answer]
+        if found or self._skipped:
+            self._has_read = True
+            yield Read(self._event, self._name, found, self._skipped)
         self._answer, self._skipped = None, []
 
 
 class Messages(Session):
-    """Messages of conversations, one per record. A system prompt begins the next conversation."""
+    """Messages of conversations, one per record."""
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_message = role_of(value) in ROLES.values() and not OTHERS & value.keys() and "type" not in value
+        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys() and "type" not in value
         return "" if is_message else None
 
-    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
-        self._number += 1
-        return str(self._number), messages_of(event, self._skipped)
-
-    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
-        if role_of(record.value) == SYSTEM:
-            yield from self.finish()
-            self._before = []
-        yield from super().add(record)
-
-    _number = 0
+    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
+        return object(), messages_of(event, self._skipped)
 
 
 class ClaudeCode(Session):
@@ -211,15 +165,12 @@ class ClaudeCode(Session):
         is_event = has_message or (str(value.get("type")) in CLAUDE_EVENTS and not OTHERS & value.keys())
         return tuple(str(value.get(name)) for name in names) if is_event else None
 
-    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         message = event.get("message")
-        if event["type"] not in (USER, ASSISTANT) or not isinstance(message, dict) or event.get("isApiErrorMessage"):
+        if not isinstance(message, dict) or message.get("model") == "<synthetic>" or event.get("isApiErrorMessage"):
             return None, []
-        if message.get("model") == "<synthetic>":
-            return None, []
-        known = message.get("id")
         fields = {"role": event["type"], "content": message.get("content")}
-        return known if isinstance(known, str) else None, messages_of(fields, self._skipped)
+        return message.get("id"), messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
 
 
 class Codex(Session):
@@ -234,16 +185,14 @@ class Codex(Session):
         part = content[0] if isinstance(content, list) and content else None
         is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
         is_event = "payload" in value and str(kind) in cls.EVENTS
-        return "" if is_event or is_message or item_role(kind) or value.get("record_type") == "state" else None
+        return "" if is_event or is_message or chats.item_role(kind) or value.get("record_type") == "state" else None
 
-    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
-        item = event.get("payload", event)
-        if event.get("type") == "session_meta" and isinstance(item, dict):
+    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
+        item, kind = event.get("payload", event), event.get("type")
+        if kind == "session_meta" and isinstance(item, dict):
             instructions = item.get("instructions") or item.get("base_instructions")
             return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
-        if "payload" in event and event["type"] != "response_item":
-            return None, []
-        return None, [read for read in messages_of(item, self._skipped) if reply_to(read) is not None]
+        return None, messages_of(item, self._skipped) if "payload" not in event or kind == "response_item" else []
 
 
 class OpenHands(Session):
@@ -251,15 +200,13 @@ class OpenHands(Session):
 
     TEXTS = ("content", "message", "final_thought", "thought")
     ARGUMENTS = ("command", "code", "path", "content", "url", "browser_actions")
-    _seen = ""
-    """Id of the last response: each of its tool calls is an event."""
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
         is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
         return "" if is_event and not OTHERS & value.keys() else None
 
-    def messages(self, event: Event) -> tuple[str | None, list[Message]]:  # noqa: D102
+    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         action, args = event.get("action"), event.get("args")
         args = args if isinstance(args, dict) else event
         if not isinstance(action, str):
@@ -273,18 +220,16 @@ class OpenHands(Session):
             return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
         metadata = event.get("tool_call_metadata")
         response = metadata.get("model_response") if isinstance(metadata, dict) else None
-        if isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]:
-            known, is_new = str(response.get("id")), str(response.get("id")) != self._seen
-            self._seen, choice = known, response["choices"][0]
-            message = choice.get("message") if isinstance(choice, dict) and is_new else None
+        if isinstance(response, dict) and isinstance(choices := response.get("choices"), list) and choices:
+            # Each tool call of a response is an event with the whole response.
+            known = response.get("id")
+            message = choices[0].get("message") if isinstance(choices[0], dict) and known != self._id else None
             return known, messages_of(message, self._skipped, ASSISTANT)
         if action in ("message", "finish", "think"):
-            return None, [{"role": ASSISTANT, "content": texts[0]}] if texts else []
+            return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
         arguments = {name: args[name] for name in self.ARGUMENTS if args.get(name)}
-        thought = args.get("thought")
-        call = {"name": action, "arguments": arguments}
-        fields = {"content": thought, "tool_calls": [call] if arguments else None}
-        return None, messages_of(fields, self._skipped, ASSISTANT) if arguments or thought else []
+        calls = [{"name": action, "arguments": arguments}] if arguments else []
+        return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, self._skipped, ASSISTANT)
 
 
 # --- aider
