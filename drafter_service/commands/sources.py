@@ -74,12 +74,11 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
 
     from drafter_service.ingest.containers import read_batches
 
-    kinds: Counter[str] = Counter()
     note = "nothing was learned: this was a dry run"
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=sum(file.size for file in files) or None)
         try:
-            for batch in read_batches(files, reading, kinds):
+            for batch in read_batches(files, reading):
                 progress.update(task, completed=batch.bytes_read)
         except KeyboardInterrupt:
             note = "interrupted; what was found until then"
@@ -87,7 +86,7 @@ def preview(files: Sequence[File], reading: Reading, *, quiet: bool) -> None:
         raise UserError(f"no documents were found: {reading.faults.summary or 'the files are empty'}")
     console = Console()
     Excerpts(console, reading, quiet=quiet).show()
-    console.print(f"files: {listed(kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
+    console.print(f"files: {listed(reading.kinds)}\ndocuments: {listed(counts_of(reading))}\n{note}", markup=False)
     if reading.faults.by_reason:
         console.print(skipped_table(reading.faults))
 

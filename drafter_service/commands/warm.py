@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,8 @@ from drafter_service.settings.quantity import Quantity
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from drafter_service.ingest.documents import Sink
+    from drafter_service.ingest.documents import Sink, Totals
     from drafter_service.ingest.files import File
-    from drafter_service.ingest.pipeline import Summary
     from drafter_service.ingest.reading import Reading
 
 IN_USE = (
@@ -90,11 +90,12 @@ def warm(
         else:
             sink = _into_service(link, namespace, tokenizer, shadow=shadow)
         try:
-            summary = _load(files, reading, sink, quiet=quiet)
+            began = time.perf_counter()
+            learned = _load(files, reading, sink, quiet=quiet)
         except KeyboardInterrupt:
             kept = "nothing was saved" if snapshot else "the same command skips what the service has learned"
             raise UserError(f"interrupted; {kept}") from None
-    _show(summary, reading, vocabulary.chat.note if vocabulary and vocabulary.chat.was_missing else None)
+    _show(learned, time.perf_counter() - began, reading)
 
 
 def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, shadow: bool) -> Sink:
@@ -113,7 +114,7 @@ def _into_service(link: Link, namespace: str | None, tokenizer: Path | None, *, 
     return RemoteSink(link.connector(), namespace, model, link.describe, shadow=shadow)
 
 
-def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Summary:
+def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Totals:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -136,21 +137,20 @@ def _load(files: list[File], reading: Reading, sink: Sink, *, quiet: bool) -> Su
         return pipeline.load(files, reading, sink, watch)
 
 
-def _show(summary: Summary, reading: Reading, note: str | None) -> None:
+def _show(learned: Totals, seconds: float, reading: Reading) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    if note:
-        console.print(f"note: {note}", markup=False)
-    learned = summary.learned
+    if reading.vocabulary and reading.vocabulary.chat.note:
+        console.print(f"note: {reading.vocabulary.chat.note}", markup=False)
     table = Table("learned", "", show_lines=False)
-    table.add_row("files", listed(summary.kinds))
+    table.add_row("files", listed(reading.kinds))
     table.add_row("documents found", listed(counts_of(reading)))
     table.add_row("documents", f"{learned.documents:,}")
     table.add_row("tokens", f"{learned.tokens:,}")
     table.add_row("documents already known", f"{learned.duplicates:,}")
-    table.add_row("time", f"{summary.seconds:.1f} s, {learned.tokens / summary.seconds:,.0f} tokens/s")
+    table.add_row("time", f"{seconds:.1f} s, {learned.tokens / seconds:,.0f} tokens/s")
     console.print(table)
-    if summary.faults.by_reason:
-        console.print(skipped_table(summary.faults))
+    if reading.faults.by_reason:
+        console.print(skipped_table(reading.faults))

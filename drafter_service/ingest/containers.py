@@ -9,14 +9,17 @@ import io
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
-from drafter_service.ingest.documents import Chunk, Item, RecordError
+from fsspec.implementations.zip import ZipFileSystem
+
+from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
-from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, layout_of, read_json, read_json_lines, read_lines
+from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
@@ -53,7 +56,6 @@ NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
-IN_ARCHIVE = "an archive or snapshot within an archive; unpack it first"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
@@ -75,12 +77,12 @@ class Batch(NamedTuple):
     """Bytes of all files so far."""
 
 
-def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -> Iterator[Batch]:
-    """Yield the items of all files, and count files by container in `kinds`. Raises only UserError."""
+def read_batches(files: Sequence[File], reading: Reading) -> Iterator[Batch]:
+    """Yield the items of all files. Raises only UserError."""
     items: list[Item] = []
     before = size = last = 0
     for file in files:
-        for found, position in _read_file(file, reading, kinds):
+        for found, position in _read_file(file, reading):
             items += found
             size += sum(item.nbytes for item in found)
             bytes_read = before + min(position, file.size)
@@ -88,25 +90,21 @@ def read_batches(files: Sequence[File], reading: Reading, kinds: Counter[str]) -
                 yield Batch(items, bytes_read)
                 items, size, last = [], 0, bytes_read
         before += file.size
-    if len(files) > kinds.total():
-        kinds["skipped"] = len(files) - kinds.total()
+    if len(files) > reading.kinds.total():
+        reading.kinds["skipped"] = len(files) - reading.kinds.total()
     yield Batch(items, before)
 
 
-def _read_file(
-    file: File, reading: Reading, kinds: Counter[str], archive: zipfile.ZipFile | None = None
-) -> Iterator[Chunk]:
-    """Yield the documents of a file, or of a member of an archive. Raises only UserError."""
+def _read_file(file: File, reading: Reading) -> Iterator[tuple[list[Item], int]]:
+    """Yield documents of a file with the number of its bytes read so far. Raises only UserError."""
     try:
-        with Opened(file, cast(BinaryIO, archive.open(file.path)) if archive else None) as opened:
+        with Opened(file) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
-            if archive and kind in ("zip", "snapshot"):
-                raise RecordError(IN_ARCHIVE)
-            kinds[kind] += 1
+            reading.kinds[kind] += 1
             skipped, found = reading.faults.count, False
-            for chunk in _read(opened, kind, reading):
-                found = found or bool(chunk.items)
-                yield chunk
+            for items in _read(opened, kind, reading):
+                found = found or bool(items)
+                yield items, opened.bytes_read
             if opened.problem or (not found and reading.faults.count == skipped):
                 raise RecordError(opened.problem or NO_RECORDS)
     except UserError:
@@ -117,21 +115,24 @@ def _read_file(
         reading.faults.record(f"a file that cannot be read to its end ({type(problem).__name__})", file.name)
 
 
-def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[Chunk]:
+def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
+    """Yield the documents of each record, member or piece; none for a record that is skipped."""
     if kind == "zip":
-        archive = zipfile.ZipFile(opened.seekable())
-        for info in archive.infolist():
-            if not info.is_dir() and not info.filename.startswith("__MACOSX/"):
-                file = File(None, info.filename, f"{opened.file.name}/{info.filename}", info.file_size)
-                for chunk in _read_file(file, reading, Counter(), archive):
-                    yield Chunk(chunk.items, info.header_offset)
+        archive = ZipFileSystem(opened.seekable())
+        reading = replace(reading, kinds=Counter())
+        for path, info in archive.find("", detail=True).items():
+            if not path.startswith("__MACOSX/"):
+                opened.bytes_read = info["header_offset"]
+                file = File(archive, path, f"{opened.file.name}/{path}", info["size"])
+                for items, _ in _read_file(file, reading):
+                    yield items
     elif kind in RECORDS:
         for read in read_records(RECORDS[kind](opened, reading), reading.fields):
-            yield Chunk(reading.items_of(read), opened.bytes_read)
+            yield reading.items_of(read)
     else:
-        for chunk in DOCUMENTS[kind](opened, reading):
-            reading.samples.add(kind, chunk.items)
-            yield chunk
+        for item in DOCUMENTS[kind](opened, reading):
+            reading.samples.add(kind, [item])
+            yield [item]
 
 
 # --- Containers
@@ -181,45 +182,32 @@ def _read_markdown(opened: Opened, _: Reading) -> Iterator[Record]:
         yield Record(value, f"{opened.label}:{number}")
 
 
-def _read_text(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    """Yield a chunk with a document for each piece; its name ends with the number of its first line."""
-    lines = 0
-    while True:
-        piece, skipped, ended = read_lines(opened.data, PIECE_BYTES, MAX_TEXT_LINE)
-        opened.advance()
-        place = f"{opened.label}:{lines + 1}"
-        lines += piece.count(b"\n") + (1 if skipped else 0)
-        if skipped:
-            reading.faults.record(TEXT_TOO_LONG, f"{opened.label}:{lines}")
+def _read_text(opened: Opened, reading: Reading) -> Iterator[Item]:
+    """Yield a document for each piece; its name ends with the number of its first line."""
+    for first, piece in line_blocks(opened, reading, PIECE_BYTES, MAX_TEXT_LINE, TEXT_TOO_LONG):
+        place = f"{opened.label}:{first}"
         try:
             text = piece.decode()
         except UnicodeDecodeError:
             reading.faults.record(NOT_UTF8, place)
-            text = ""
+            continue
         if text.strip():
-            yield Chunk([Item(place, None, text)], opened.bytes_read)
-        if ended:
-            return
+            yield Item(place, None, text)
 
 
-def _read_snapshot(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    opened.seekable()
-    return read_snapshot(opened.file, reading)
-
-
-RECORDS: dict[str, Callable[[Opened, Reading], Iterator[Record]]] = {
+RECORDS: dict[str, Callable[[Opened, Reading], Iterable[Record]]] = {
     "JSON lines": read_json_lines,
-    "JSON": read_json,
+    "JSON": JsonText,
     "CSV": read_csv,
     "Parquet": read_parquet,
     "Arrow": read_arrow,
     "Markdown chat": _read_markdown,
 }
 """Readers of containers of records, which formats interpret."""
-DOCUMENTS: dict[str, Callable[[Opened, Reading], Iterator[Chunk]]] = {
+DOCUMENTS: dict[str, Callable[[Opened, Reading], Iterator[Item]]] = {
     "text": _read_text,
     "npy": read_npy,
     "npz": read_npz,
-    "snapshot": _read_snapshot,
+    "snapshot": read_snapshot,
 }
 """Readers of containers whose contents are documents."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -42,20 +43,11 @@ class Item(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        prompt = 0 if self.prompt is None else _size(self.prompt)
-        return prompt + _size(self.output)
+        return _size(self.prompt) + _size(self.output)
 
 
-class Chunk(NamedTuple):
-    """A part of a file."""
-
-    items: list[Item]
-    bytes_read: int
-    """Bytes of the file read so far, relative to `File.size`."""
-
-
-def _size(part: Part) -> int:
-    return len(part) if isinstance(part, str) else part.nbytes
+def _size(part: Part | None) -> int:
+    return part.nbytes if isinstance(part, np.ndarray) else len(part or "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +154,6 @@ class Samples:
             sample = self.by_format.get(name) or Sample(0, [], items[0].name)
             outputs = sample.outputs
             if len(outputs) < SAMPLES:
-                outputs = outputs + [_beginning(item.output) for item in items[: SAMPLES - len(outputs)]]
+                beginnings = (item.output[:SAMPLE_SIZE] for item in items[: SAMPLES - len(outputs)])
+                outputs = [*outputs, *map(copy, beginnings)]  # Slices of arrays would keep the arrays in memory.
             self.by_format[name] = Sample(sample.documents + len(items), outputs, sample.place)
-
-
-def _beginning(output: Part) -> Part:
-    return output[:SAMPLE_SIZE] if isinstance(output, str) else output[:SAMPLE_SIZE].copy()

@@ -56,17 +56,17 @@ class File:
 
 
 class Opened:
-    """An open file, or a member of an archive. `data` is the uncompressed content, from its beginning."""
+    """An open file. `data` is the uncompressed content, from its beginning."""
 
-    def __init__(self, file: File, stream: BinaryIO | None = None) -> None:
-        """Open a file, or read `stream`. Raises UserError if the package for its compression is missing."""
+    def __init__(self, file: File) -> None:
+        """Open a file. Raises UserError if the package for its compression is missing."""
         self.file = file
         self.problem = ""
         """Reason why `data` ends before the file does."""
         self.bytes_read = 0
         """Bytes read so far, relative to `File.size`; readers set it from time to time."""
         # Not through fsspec, which cannot open pipes.
-        self._raw = stream or (open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb"))  # noqa: SIM115
+        self._raw = open(file.path, "rb") if file.is_local else file.fs.open(file.path, "rb")  # noqa: SIM115
         self._source: Any = self._raw
         self._load()
         codec = next((name for magic, name in CODECS.items() if self.head.startswith(magic)), None)
@@ -77,7 +77,7 @@ class Opened:
             self._load()
         self.label = file.name
         """Name of the file in names of documents. That of a pipe depends on its content, also if it is a file."""
-        if stream is None and (file.path.startswith("/dev/") or not self._raw.seekable()):
+        if file.path.startswith("/dev/") or not self._raw.seekable():
             self.label += f"#{blake2b(self.head, digest_size=4).hexdigest()}"
 
     def _load(self) -> None:
@@ -137,14 +137,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = chunk
+        self._rest = self._rest or next(self._chunks, b"")
         size = min(len(buffer), len(self._rest))
-        buffer[:size] = self._rest[:size]
-        self._rest = self._rest[size:]
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
         return size
 
 
@@ -178,7 +173,8 @@ def list_files(sources: Iterable[str]) -> list[File]:
 
 def _files_of(source: str) -> list[File]:
     try:
-        fs, path = fsspec.core.url_to_fs(_absolute(source))
+        path = STDIN if source == "-" else source
+        fs, path = fsspec.core.url_to_fs(path if "://" in path else str(Path(path).expanduser().absolute()))
         infos = list(_infos(fs, path))
     except FileNotFoundError:
         infos = []
@@ -188,12 +184,9 @@ def _files_of(source: str) -> list[File]:
         raise UserError(f"{source}: cannot be read: {problem or type(problem).__name__}") from None
     if not infos:
         raise UserError(f"{source}: there is no such file, or no file in it; give a path, a folder, a glob or a URL")
-    return [_file(fs, info) for info in infos]
-
-
-def _absolute(source: str) -> str:
-    source = STDIN if source == "-" else source
-    return source if "://" in source else str(Path(source).expanduser().absolute())
+    is_local = isinstance(fs, LocalFileSystem)
+    names = [(info["name"] if is_local else fs.unstrip_protocol(info["name"])) for info in infos]
+    return [File(fs, info["name"], name, info.get("size") or 0) for info, name in zip(infos, names, strict=True)]
 
 
 def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
@@ -210,9 +203,3 @@ def _infos(fs: Any, path: str) -> Iterator[dict[str, Any]]:
         parts = PurePosixPath(name).relative_to(PurePosixPath(path)).parts
         if not any(part.startswith(".") or part == "__pycache__" for part in parts):
             yield inner
-
-
-def _file(fs: Any, info: dict[str, Any]) -> File:
-    path = str(info["name"])
-    name = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
-    return File(fs, path, name, int(info.get("size") or 0))

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
@@ -66,14 +66,8 @@ def layout_of(head: bytes, suffix: str, share: float) -> str | None:
 
 def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
     """Yield the values of each line. Elements of arrays are records, except those of lists of messages."""
-    number = 0
-    while True:
-        block, skipped, ended = read_lines(opened.data, reading.block_bytes, MAX_JSON)
-        opened.advance()
-        lines = block.removesuffix(b"\n").split(b"\n") if block else []
-        last = 0 if block.endswith(b"\n") else number + len(lines)
-        for line in lines:
-            number += 1
+    for first, block in line_blocks(opened, reading, reading.block_bytes, MAX_JSON, JSON_TOO_LONG):
+        for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first):
             place = f"{opened.label}:{number}"
             try:
                 value = orjson.loads(line)
@@ -82,39 +76,34 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
                     continue
                 value = values_of(line)
                 if not value:
-                    is_cut = number == last and line.lstrip()[:1] in (b"{", b"[")
+                    is_cut = number == first + block.count(b"\n") and line.lstrip()[:1] in (b"{", b"[")
                     reading.faults.record(JSON_CUT if is_cut else NOT_JSON, place)
             if type(value) is not list or _is_record(value):
                 yield Record(value, place)
             else:
                 for index, element in enumerate(value, 1):
                     yield Record(element, f"{place}.{index}" if len(value) > 1 else place)
-        if skipped:
-            number += 1
-            reading.faults.record(JSON_TOO_LONG, f"{opened.label}:{number}")
-        if ended:
-            return
 
 
-def read_lines(stream: BinaryIO, size: int, most: int) -> tuple[bytes, int, bool]:
-    """Read about `size` bytes of whole lines.
+def line_blocks(opened: Opened, reading: Reading, size: int, most: int, too_long: str) -> Iterator[tuple[int, bytes]]:
+    """Yield blocks of about `size` bytes of whole lines, each after the number of its first line.
 
-    Return them, the number of bytes skipped after them because a line is longer than `most`, and whether the stream
-    has ended.
+    Lines of more than about `most` bytes are skipped, and counted under the reason `too_long`.
     """
-    block = stream.read(size)
-    if not block:
-        return b"", 0, True
-    if block.endswith(b"\n"):
-        return block, 0, False
-    rest = stream.readline(most)
-    if rest.endswith(b"\n") or len(rest) < most:
-        return block + rest, 0, False
-    whole = block.rfind(b"\n") + 1
-    skipped = len(block) - whole + len(rest)
-    while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
-        skipped += len(rest)
-    return block[:whole], skipped + len(rest), False
+    stream, number = opened.data, 1
+    while block := stream.read(size):
+        rest = b"" if block.endswith(b"\n") else stream.readline(most)
+        is_too_long = len(rest) == most and not rest.endswith(b"\n")
+        block = block[: block.rfind(b"\n") + 1] if is_too_long else block + rest
+        opened.advance()
+        if block:
+            yield number, block
+        number += block.count(b"\n")
+        if is_too_long:
+            while (rest := stream.readline(most)) and not rest.endswith(b"\n"):
+                pass
+            reading.faults.record(too_long, f"{opened.label}:{number}")
+            number += 1
 
 
 def values_of(line: bytes) -> object:
@@ -171,16 +160,12 @@ def _is_record(array: list[object]) -> bool:
 # --- Values on several lines
 
 
-def read_json(opened: Opened, reading: Reading) -> Iterator[Record]:
-    """Yield the values of JSON text. Elements of arrays are records, except those of lists of messages.
+class JsonText:
+    """The values of JSON text, of which a window is in memory: at most one value that is read, and a block.
 
-    If the file is one object that is not a record, is cut off or too long, the objects in its lists are records.
+    Elements of arrays are records, except those of lists of messages. If the file is one object that is not a record,
+    is cut off or too long, the objects in its lists are records.
     """
-    return _JsonText(opened, reading).records()
-
-
-class _JsonText:
-    """JSON text, of which a window is in memory: at most one value that is read, and a block."""
 
     def __init__(self, opened: Opened, reading: Reading) -> None:
         self._opened = opened
@@ -192,7 +177,7 @@ class _JsonText:
         self._number = 0
         self._is_cut = False
 
-    def records(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Record]:
         while self._next():
             yield from self._list(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ PREFIX_CHARS = 32 * PREFIX_TOKENS
 
 @dataclass(frozen=True)
 class Reading:
-    """Options and fault counts of a load."""
+    """Options of a load, and counts of what it finds."""
 
     vocabulary: Vocabulary | None = None
     fields: tuple[str, ...] = ()
@@ -46,6 +47,8 @@ class Reading:
     """Approximate size of a chunk."""
     as_text: bool = False
     """Whether all files that are not binary are learned as they are."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Number of files by container."""
     faults: Faults = field(default_factory=Faults)
     samples: Samples = field(default_factory=Samples)
 
@@ -117,21 +120,14 @@ def tokenize(items: Sequence[Item], reading: Reading) -> Iterator[tuple[Item, np
 
 def encode(items: Sequence[Item], reading: Reading) -> Documents:
     """Tokenize items and return them as documents, in order, without those that have no output tokens."""
-    parts: list[np.ndarray] = []
-    lengths: list[int] = []
-    prompt_lengths: list[int] = []
-    kept: list[Item] = []
-    for item, prompt, output in tokenize(items, reading):
-        prefix = reading.prefix_of(prompt)
-        parts += (prefix, output)
-        lengths.append(len(prefix) + len(output))
-        prompt_lengths.append(len(prefix))
-        kept.append(item)
+    found = [(item, reading.prefix_of(prompt), output) for item, prompt, output in tokenize(items, reading)]
+    parts = [part for _, prefix, output in found for part in (prefix, output)]
+    lengths = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
     return Documents(
         np.concatenate(parts) if parts else np.empty(0, np.uint32),
-        offsets_of(np.array(lengths, np.int64)),
-        [item.name for item in kept],
-        np.array(prompt_lengths, np.uint32),
-        np.array([item.time for item in kept], np.float64),
-        np.array([item.tag for item in kept], np.uint32),
+        offsets_of(lengths.sum(axis=1)),
+        [item.name for item, *_ in found],
+        lengths[:, 0].astype(np.uint32),
+        np.array([item.time for item, *_ in found], np.float64),
+        np.array([item.tag for item, *_ in found], np.uint32),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,14 +91,14 @@ class RemoteSink:
         )
 
 
-class _New(NamedTuple):
-    """Documents of a batch that are not in the corpus yet."""
+class _Document(NamedTuple):
+    """A document that is not in the corpus yet."""
 
-    documents: Documents
-    indexes: list[int]
-    names: list[int]
-    """Hashes of their names."""
-    room: int
+    tokens: np.ndarray
+    """uint32 [N]."""
+    name: str
+    time: float
+    tag: int
 
 
 class OfflineSink:
@@ -129,47 +130,38 @@ class OfflineSink:
         except ValueError as problem:
             raise UserError(f"--capacity: {problem}") from None
         self._known = set(self._corpus.request_times())
-        self._waiting: deque[_New] = deque()
+        self._waiting: deque[_Document] = deque()
         self._room = 0
-        self._documents = self._tokens = self._duplicates = 0
+        """Tokens of the corpus that waiting documents take, each with a separator."""
+        self._learned = Totals(0, 0, 0)
 
     def accept(self, documents: Documents) -> None:
         """Keep documents, without those that newer ones will have overwritten."""
-        new = self._take_new(documents)
-        self._waiting.append(new)
-        self._room += new.room
-        while self._room - self._waiting[0].room >= self._corpus.capacity:
+        count, tokens, duplicates = self._learned
+        bounds = pairwise(documents.offsets.tolist())
+        rows = zip(bounds, documents.names, documents.times.tolist(), documents.tags.tolist(), strict=True)
+        for (first, end), name, time, tag in rows:
+            if (hashed := hash_of(name)) in self._known:
+                duplicates += 1
+                continue
+            self._known.add(hashed)
+            self._waiting.append(_Document(documents.tokens[first:end], name, time, tag))
+            self._room += end - first + 1
+            count, tokens = count + 1, tokens + end - first
+        self._learned = Totals(count, tokens, duplicates)
+        while self._waiting and self._room - len(self._waiting[0].tokens) - 1 >= self._corpus.capacity:
             old = self._waiting.popleft()
-            self._room -= old.room
-            self._known.difference_update(old.names)
+            self._room -= len(old.tokens) + 1
+            self._known.remove(hash_of(old.name))
 
     def finish(self) -> Totals:
         """Sort and save. Raises SnapshotError, a UserError, if it cannot be written."""
         corpus, now = self._corpus, self._corpus.clock()
-        for new in self._waiting:
-            documents = new.documents
-            offsets, times, tags = (each.tolist() for each in (documents.offsets, documents.times, documents.tags))
-            for index in new.indexes:
-                text, time = documents.tokens[offsets[index] : offsets[index + 1]], times[index]
-                corpus.append(text, documents.names[index], tags[index], time=time if time < now else None)
+        for tokens, name, time, tag in self._waiting:
+            corpus.append(tokens, name, tag, time=time if time < now else None)
         corpus.refresh()
         # Text that is not merged would have to be sorted when the snapshot is loaded.
         while corpus.is_merging:
             corpus.refresh()
         snapshot.save(corpus, self._path, self._stats)
-        return Totals(self._documents, self._tokens, self._duplicates)
-
-    def _take_new(self, documents: Documents) -> _New:
-        indexes, names = [], []
-        for index, name in enumerate(documents.names):
-            hashed = hash_of(name)
-            if hashed not in self._known:
-                self._known.add(hashed)
-                indexes.append(index)
-                names.append(hashed)
-        offsets = documents.offsets
-        tokens = int((offsets[1:] - offsets[:-1])[indexes].sum())
-        self._documents += len(indexes)
-        self._tokens += tokens
-        self._duplicates += len(documents) - len(indexes)
-        return _New(documents, indexes, names, tokens + len(indexes))
+        return self._learned

@@ -6,12 +6,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from drafter_service.ingest.documents import Chunk, Item, RecordError
-from drafter_service.ingest.files import File
+from drafter_service.ingest.documents import Item, RecordError
+from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.reading import Reading
 from ssd.corpus.requests import NO_NAME, id_of_hash
 from ssd.corpus.ring import SEPARATOR
@@ -23,63 +23,41 @@ COPIED_AT_ONCE = 1 << 22
 DAMAGED = "a snapshot that is damaged or incomplete"
 
 
-class Request(NamedTuple):
-    """A request of a snapshot."""
-
-    name: int
-    """Hash of its id, `NO_NAME` if it has none."""
-    time: float
-    tag: int
-    tokens: np.ndarray
-    """uint32 [N]."""
-
-
-def read_snapshot(file: File, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of requests. Raises RecordError for a damaged snapshot."""
+def read_snapshot(opened: Opened, _: Reading) -> Iterator[Item]:
+    """Yield the requests. Raises RecordError for a damaged snapshot."""
+    opened.seekable()
     try:
-        sections = _sections(file)
+        sections = _sections(opened.file)
         text, depth = sections["text"], int(sections["facts"][DEPTH])
-        columns = [sections[f"requests.{name}"] for name in ("first", "name", "time", "tag")]
+        columns = [sections[f"requests.{name}"].tolist() for name in ("first", "name", "time", "tag")]
     except (SnapshotError, KeyError):
         raise RecordError(DAMAGED) from None
-    items: list[Item] = []
-    size = 0
-    for number, (end, request) in enumerate(_whole(_pieces(text, *columns), depth), 1):
-        name = f"{file.name}:{number}" if request.name == NO_NAME else id_of_hash(request.name)
-        items.append(Item(name, None, request.tokens, time=request.time, tag=request.tag))
-        size += request.tokens.nbytes
-        if size >= reading.block_bytes:
-            yield Chunk(items, file.size * end // len(text))
-            items, size = [], 0
-    yield Chunk(items, file.size)
+    for number, (end, name, time, tag, tokens) in enumerate(_requests(text, columns, depth), 1):
+        opened.bytes_read = opened.file.size * end // len(text)
+        request = f"{opened.file.name}:{number}" if name == NO_NAME else id_of_hash(name)
+        yield Item(request, None, tokens, time=time, tag=tag)
 
 
-def _pieces(
-    text: np.ndarray, firsts: np.ndarray, names: np.ndarray, times: np.ndarray, tags: np.ndarray
-) -> Iterator[tuple[int, Request]]:
-    """Yield the requests, or pieces of long ones, each after the position at which it ends."""
-    ends = np.append(firsts, len(text))[1:]
-    rows = zip(firsts.tolist(), ends.tolist(), names.tolist(), times.tolist(), tags.tolist(), strict=True)
-    for first, end, name, time, tag in rows:
+def _requests(
+    text: np.ndarray, columns: list[list[Any]], depth: int
+) -> Iterator[tuple[int, int, float, int, np.ndarray]]:
+    """Yield the requests: the position at which each ends, the hash of its id, time, tag and tokens, uint32 [N].
+
+    Joins the pieces of each long request: a piece begins with the last `depth` tokens of the piece before it.
+    """
+    last = None
+    for first, *facts, end in zip(*columns, [*columns[0], len(text)][1:], strict=True):
         # A separator follows each, and those of forgotten requests.
         tokens = text[first:end]
-        yield end, Request(name, time, tag, tokens[: int((tokens == SEPARATOR).argmax())].copy())
-
-
-def _whole(pieces: Iterator[tuple[int, Request]], depth: int) -> Iterator[tuple[int, Request]]:
-    """Join the pieces of each long request: a piece begins with the last `depth` tokens of the piece before it."""
-    last: tuple[int, Request] | None = None
-    for end, request in pieces:
+        tokens = tokens[: int((tokens == SEPARATOR).argmax())].copy()
         if last is not None:
-            before = last[1]
-            shared = before.tokens[max(0, len(before.tokens) - depth) :]
-            is_piece = before[:3] == request[:3] and np.array_equal(shared, request.tokens[depth - len(shared) : depth])
-            if not is_piece:
-                yield last
+            before = last[-1]
+            shared = before[max(0, len(before) - depth) :]
+            if [*last[1:-1]] == facts and np.array_equal(shared, tokens[depth - len(shared) : depth]):
+                tokens = np.concatenate((before[: len(before) - len(shared)], tokens))
             else:
-                tokens = np.concatenate((before.tokens[: len(before.tokens) - len(shared)], request.tokens))
-                request = request._replace(tokens=tokens)
-        last = end, request
+                yield last
+        last = end, *facts, tokens
     if last is not None:
         yield last
 

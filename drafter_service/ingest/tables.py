@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -89,21 +90,18 @@ def _cell(text: str) -> object:
 
 def read_parquet(opened: Opened, reading: Reading) -> Iterator[Record]:
     """Yield the rows of a table, with the columns that are needed. Raises UserError without pyarrow."""
-    _check_pyarrow()
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(opened.seekable(), pre_buffer=False, buffer_size=reading.block_bytes)
+    source = opened.seekable()
+    file = _pyarrow("parquet").ParquetFile(source, pre_buffer=False, buffer_size=reading.block_bytes)
     columns = _needed(file, reading.fields)
-    row, rows = 0, max(1, file.metadata.num_rows)
+    row = 0
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
         at_once = min(MAX_ROWS, max(1, reading.block_bytes // row_bytes))
         for batch in file.iter_batches(at_once, row_groups=[index], columns=columns):
-            for number, values in enumerate(_rows(batch), row + 1):
-                yield Record(values, f"{opened.label}:{number}")
+            yield from _records(batch, opened.label, row)
             row += batch.num_rows
-            opened.bytes_read = opened.file.size * row // rows
+            opened.bytes_read = opened.file.size * row // file.metadata.num_rows
 
 
 def _needed(file: Any, fields: tuple[str, ...]) -> list[str]:
@@ -114,50 +112,45 @@ def _needed(file: Any, fields: tuple[str, ...]) -> list[str]:
     first = next(file.iter_batches(PROBED_ROWS), None)
     if first is None or len(columns) == len(names):
         return names
-    whole = list(_rows(first))
-    reads = read_records([Record(row, "") for row in whole], fields)
-    part = [{name: row[name] for name in columns} for row in whole]
-    reads_of_part = read_records([Record(row, "") for row in part], fields)
-    found, found_in_part = ([(read.format, len(read.outputs)) for read in each] for each in (reads, reads_of_part))
-    return columns if found == found_in_part and any(count for _, count in found) else names
+    found, found_in_columns = (
+        [(read.format, len(read.outputs)) for read in read_records(_records(batch, "", 0), fields)]
+        for batch in (first, first.select(columns))
+    )
+    return columns if found == found_in_columns and any(count for _, count in found) else names
 
 
 def read_arrow(opened: Opened, _: Reading) -> Iterator[Record]:
     """Yield the rows of a table in Arrow's file or stream format. Raises UserError without pyarrow."""
-    _check_pyarrow()
-    import pyarrow.ipc
-
     if opened.head.startswith(b"ARROW1"):
         opened.data.read(8)  # A file is a stream after its magic number; its end, which may be missing, is not needed.
-    number = 0
-    for batch in pyarrow.ipc.open_stream(opened.data):
+    row = 0
+    for batch in _pyarrow("ipc").open_stream(opened.data):
         for first in range(0, batch.num_rows, MAX_ROWS):
-            for values in _rows(batch.slice(first, MAX_ROWS)):
-                number += 1
-                yield Record(values, f"{opened.label}:{number}")
+            yield from _records(batch.slice(first, MAX_ROWS), opened.label, row + first)
+        row += batch.num_rows
         opened.advance()
 
 
-def _check_pyarrow() -> None:
+def _pyarrow(name: str) -> Any:
+    """Return a module of pyarrow, which is an optional dependency. Raises UserError without it."""
     try:
-        import pyarrow.ipc
-        import pyarrow.parquet  # noqa: F401
+        return import_module(f"pyarrow.{name}")
     except ImportError:
         raise missing_extra("Parquet and Arrow files need pyarrow", "parquet") from None
 
 
-def _rows(batch: Any) -> Iterable[dict[str, Any]]:
+def _records(batch: Any, label: str, before: int) -> Iterator[Record]:
+    """Yield the rows of a batch, which follow `before` other rows of the file."""
     names = batch.schema.names
-    return (dict(zip(names, values, strict=True)) for values in zip(*map(_values, batch.columns), strict=True))
+    for number, values in enumerate(zip(*map(_values, batch.columns), strict=True), before + 1):
+        yield Record(dict(zip(names, values, strict=True)), f"{label}:{number}")
 
 
 def _values(column: Any) -> list[Any]:
     """Return the values of a column, lists of integers as arrays."""
-    import pyarrow as pa
-
-    kind = column.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or not pa.types.is_integer(kind.value_type) or column.values.null_count:
+    types, kind = _pyarrow("types"), column.type
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    if not is_list or not types.is_integer(kind.value_type) or column.values.null_count:
         return list(column.to_pylist())
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
     return [values[first:end] for first, end in pairwise(offsets)]

@@ -6,21 +6,20 @@ Each row of a 2-D array is a document. An .npz file has `tokens`, and may have `
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
 
 from drafter_service.ingest.answers import token_ids
-from drafter_service.ingest.documents import NO_TOKENS, Chunk, Item, RecordError
+from drafter_service.ingest.documents import NO_TOKENS, Item, RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.reading import Reading
 
 PIECE_TOKENS = 1 << 16
-TOKENS, OFFSETS, PROMPTS, OUTPUTS = (f"{name}.npy" for name in ("tokens", "offsets", "prompt_len", "output_len"))
+LENGTHS = ("offsets", "prompt_len", "output_len")
 NO_ARRAY = "no array `tokens` of integers with one or two dimensions"
 BAD_LENGTHS = "lengths of documents that do not match the tokens"
 CUT_OFF = "fewer tokens than the header says"
@@ -29,25 +28,39 @@ Lengths = Iterable[tuple[int, int]]
 """Number of tokens of the prompt and of the output, for each document."""
 
 
-def read_npy(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of an .npy file. Raises RecordError for other contents."""
-    stream = opened.data
-    shape, dtype = _header(stream)
-    yield from _read(opened, stream, dtype, _rows(shape), reading)
+def read_npy(opened: Opened, reading: Reading) -> Iterator[Item]:
+    """Yield the documents of an .npy file. Raises RecordError for other contents."""
+    return _read(opened, opened.data, {}, reading)
 
 
-def read_npz(opened: Opened, reading: Reading) -> Iterator[Chunk]:
-    """Yield chunks of an .npz file, like `read_npy`."""
-    with zipfile.ZipFile(opened.seekable()) as archive:
-        names = set(archive.namelist())
-        if TOKENS not in names:
+def read_npz(opened: Opened, reading: Reading) -> Iterator[Item]:
+    """Yield the documents of an .npz file, like `read_npy`."""
+    with np.load(opened.seekable()) as archive:
+        if "tokens" not in archive:
             raise RecordError(NO_ARRAY)
-        with archive.open(TOKENS) as member:
-            stream = cast(BinaryIO, member)
-            shape, dtype = _header(stream)
-            has_lengths = len(shape) == 1 and (OFFSETS in names or {PROMPTS, OUTPUTS} <= names)
-            lengths = _lengths(archive, names, shape[0]) if has_lengths else _rows(shape)
-            yield from _read(opened, stream, dtype, lengths, reading)
+        arrays = {name: archive[name] for name in LENGTHS if name in archive}
+        with archive.zip.open("tokens.npy") as stream:
+            yield from _read(opened, stream, arrays, reading)
+
+
+def _read(opened: Opened, stream: BinaryIO, arrays: Mapping[str, np.ndarray], reading: Reading) -> Iterator[Item]:
+    """Yield the documents in an array; `arrays` may have their lengths, by the names in `LENGTHS`."""
+    shape, dtype = _header(stream)
+    for number, (prompt, output) in enumerate(_in_pieces(_lengths(arrays, shape)), 1):
+        data = stream.read((prompt + output) * dtype.itemsize)
+        values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
+        opened.advance()
+        place = f"{opened.label}:{number}"
+        try:
+            tokens = token_ids(values)
+            if len(tokens) <= prompt:
+                raise RecordError(NO_TOKENS)
+            # A copy, which does not keep the prompt in memory.
+            yield Item(place, reading.prefix_of(tokens[:prompt]) if prompt else None, tokens[prompt:].copy())
+        except RecordError as problem:
+            reading.faults.record(str(problem), place)
+        if len(values) < prompt + output:
+            raise RecordError(CUT_OFF)
 
 
 def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -59,31 +72,21 @@ def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _rows(shape: tuple[int, ...]) -> Lengths:
-    return repeat((0, shape[1]), shape[0]) if len(shape) == 2 else [(0, shape[0])]
-
-
-def _lengths(archive: zipfile.ZipFile, names: set[str], tokens: int) -> Lengths:
-    if OFFSETS in names:
-        offsets = _integers(archive, OFFSETS)
-        if offsets[:1].any():
-            raise RecordError(BAD_LENGTHS)
+def _lengths(arrays: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Lengths:
+    if len(shape) == 2:
+        return repeat((0, shape[1]), shape[0])
+    if "offsets" not in arrays and len(arrays) < 2:
+        return [(0, shape[0])]
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
+        raise RecordError(BAD_LENGTHS)
+    offsets, prompts, outputs = (arrays.get(name, np.empty(0)).astype(np.int64) for name in LENGTHS)
+    if "offsets" in arrays:
         outputs = np.diff(offsets)
         prompts = np.zeros_like(outputs)
-    else:
-        prompts, outputs = _integers(archive, PROMPTS), _integers(archive, OUTPUTS)
     is_consistent = len(prompts) == len(outputs) and (prompts >= 0).all() and (outputs >= 0).all()
-    if not is_consistent or int(prompts.sum() + outputs.sum()) != tokens:
+    if not is_consistent or offsets[:1].any() or int(prompts.sum() + outputs.sum()) != shape[0]:
         raise RecordError(BAD_LENGTHS)
     return zip(prompts.tolist(), outputs.tolist(), strict=True)
-
-
-def _integers(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(name) as member:
-        array = np.asarray(npy.read_array(member, allow_pickle=False))
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RecordError(BAD_LENGTHS)
-    return array.astype(np.int64)
 
 
 def _in_pieces(lengths: Lengths) -> Lengths:
@@ -92,38 +95,3 @@ def _in_pieces(lengths: Lengths) -> Lengths:
             yield 0, PIECE_TOKENS
             output -= PIECE_TOKENS
         yield prompt, output
-
-
-def _read(
-    opened: Opened, stream: BinaryIO, dtype: np.dtype[Any], lengths: Lengths, reading: Reading
-) -> Iterator[Chunk]:
-    items: list[Item] = []
-    nbytes = 0
-    for number, (prompt, output) in enumerate(_in_pieces(lengths), 1):
-        data = stream.read((prompt + output) * dtype.itemsize)
-        values = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
-        items += _items(values, prompt, f"{opened.label}:{number}", reading)
-        nbytes += values.nbytes
-        is_cut_off = len(values) < prompt + output
-        if is_cut_off or nbytes >= reading.block_bytes:
-            opened.advance()
-            yield Chunk(items, opened.bytes_read)
-            items, nbytes = [], 0
-        if is_cut_off:
-            raise RecordError(CUT_OFF)
-    yield Chunk(items, opened.bytes_read)
-
-
-def _items(values: np.ndarray, prompt: int, place: str, reading: Reading) -> list[Item]:
-    try:
-        tokens = token_ids(values)
-    except RecordError as problem:
-        reading.faults.record(str(problem), place)
-        return []
-    if len(tokens) <= prompt:
-        reading.faults.record(NO_TOKENS, place)
-        return []
-    if prompt == 0:
-        return [Item(place, None, tokens)]
-    # A copy, which does not keep the prompt in memory.
-    return [Item(place, reading.prefix_of(tokens[:prompt]), tokens[prompt:].copy())]

@@ -11,7 +11,6 @@ from drafter_service.ingest.documents import RecordError
 from ssd.errors import UserError
 
 REFUSED = "messages that the model's chat template refuses"
-WITHOUT = "the messages of a prompt are concatenated"
 
 
 class Vocabulary(TextTokenizer):
@@ -28,21 +27,17 @@ class ChatFormatter:
 
     def __init__(self, folder: Path) -> None:
         self.note: str | None = None
-        """Message to the user about why there is no template."""
-        self.was_missing = False
-        """Whether messages were concatenated because there is no template."""
+        """Message to the user, once messages were concatenated because there is no template."""
+        self._template, self._problem = None, f"{folder} has no chat template"
         try:
             self._template = load_chat_template(folder)
-            if self._template is None:
-                self.note = f"{folder} has no chat template; {WITHOUT}"
         except UserError as problem:
-            self._template = None
-            self.note = f"{problem}; {WITHOUT}"
+            self._problem = str(problem)
 
     def prompt_text(self, chat: Chat) -> str:
         """Return the text of the model's input before its answer. Raises RecordError."""
         if self._template is None:
-            self.was_missing = True
+            self.note = f"{self._problem}; the messages of a prompt are concatenated"
             return "".join(f"{plain_text(message)}\n" for message in chat.messages)
         return self._render(chat, True)
 

@@ -104,9 +104,9 @@ def read_traffic(
     Raises UserError if there are none.
     """
     writer = TrafficWriter(file)
-    writer.facts.faults = reading.faults
+    writer.facts.files, writer.facts.faults = reading.kinds, reading.faults
     tokens = 0
-    with closing(read_all(files, reading, writer.facts.files, _named)) as batches:
+    with closing(read_all(files, reading, _named)) as batches:
         for bytes_read, requests in batches:
             for request in requests:
                 writer.add(request)

@@ -33,7 +33,7 @@ TEMPLATE = (
 def documents_in(*paths, reading=None):
     """Return all documents of files, {name: token ids}, and the reading with its faults."""
     reading = reading or Reading()
-    batches = read_batches(list_files(map(str, paths)), reading, Counter())
+    batches = read_batches(list_files(map(str, paths)), reading)
     return dict(pair for batch in batches for pair in pairs_of(encode(batch.items, reading))), reading
 
 
@@ -60,7 +60,7 @@ def counts_of(faults):
 def outputs_in(path, **settings):
     """Return the outputs of a file as text, and the faults by reason."""
     reading = Reading(block_bytes=16, **settings)
-    items = [item for batch in read_batches(list_files([str(path)]), reading, Counter()) for item in batch.items]
+    items = [item for batch in read_batches(list_files([str(path)]), reading) for item in batch.items]
     assert len({item.name for item in items}) == len(items), "each document has a name of its own"
     return [item.output for item in items], faults_of(reading)
 

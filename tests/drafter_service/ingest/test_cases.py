@@ -1,7 +1,6 @@
 """Logs as services, tools and data sets write them, with the outputs that a person expects of each."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,7 @@ def test_every_case_is_read_as_expected(path, vocabulary):
 
 
 def _items(path, reading):
-    for batch in read_batches(list_files([str(path)]), reading, Counter()):
+    for batch in read_batches(list_files([str(path)]), reading):
         yield from batch.items
 
 

@@ -410,18 +410,29 @@ def test_archives_are_read_member_by_member(tmp_path):
     with zipfile.ZipFile(tmp_path / "b.log", "w") as archive:
         for name, content in {"x/a.jsonl": lines, "b.gz": gzip.compress(lines), "c": rows.getvalue()}.items():
             archive.writestr(name, content)
-        archive.writestr("inner.zip", (b"PK\x03\x04"))
+        archive.writestr("broken.zip", (b"PK\x03\x04"))
         archive.writestr("picture.png", b"\x89PNG\0")
     documents, reading = documents_in(tmp_path / "b.log", reading=small())
     assert list(documents.values()) == LEARNED * 3
     assert list(documents)[::50] == [f"{tmp_path}/b.log/{name}:1" for name in ("x/a.jsonl", "b.gz", "c")]
     assert sorted(fault.places[0].rpartition("/")[2] for fault in reading.faults.by_reason.values()) == [
-        "inner.zip",
+        "broken.zip",
         "picture.png",
     ]
     with zipfile.ZipFile(tmp_path / "b.docx", "w") as archive:
         archive.writestr("[Content_Types].xml", "<x/>")
     assert kind_in(tmp_path / "b.docx") == BINARY
+    corpus = Corpus(10_000, 32)
+    corpus.append(np.arange(10, dtype=np.uint32))
+    snapshot.save(corpus, tmp_path / "corpus.ssd")
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.write(tmp_path / "corpus.ssd", "corpus.ssd")
+        archive.write(tmp_path / "b.log", "b.zip")
+    documents, _ = documents_in(tmp_path / "c.zip", reading=small())
+    assert list(documents.values()) == [list(range(10)), *LEARNED * 3]
+    assert list(documents)[0::50] == [f"{tmp_path}/c.zip/corpus.ssd:1"] + [
+        f"{tmp_path}/c.zip/b.zip/{name}:50" for name in ("x/a.jsonl", "b.gz", "c")
+    ]
     np.savez(tmp_path / "a.npz", tokens=np.arange(10))
     (tmp_path / "a.npz").rename(tmp_path / "a.jsonl")
     assert list(documents_in(tmp_path / "a.jsonl")[0].values()) == [list(range(10))]

@@ -2,7 +2,6 @@
 
 import json
 import tracemalloc
-from collections import Counter
 
 import orjson
 import pytest
@@ -163,7 +162,7 @@ def test_memory_for_an_array_does_not_grow_with_it(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(json_text, "MAX_JSON", 1 << 20)
             tracemalloc.start()
-            batches = read_batches(list_files([str(tmp_path / name)]), Reading(), Counter())
+            batches = read_batches(list_files([str(tmp_path / name)]), Reading())
             assert sum(len(batch.items) for batch in batches) == 4000
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()

@@ -1,23 +1,24 @@
 """Loads: order, bounds on work in flight, errors, text without a tokenizer."""
 
 import threading
-from collections import Counter
 from contextlib import closing
-from itertools import pairwise
+from itertools import pairwise, repeat
 
+import numpy as np
 import pytest
 
 from drafter_service.ingest import pipeline
-from drafter_service.ingest.documents import NO_TOKENIZER
+from drafter_service.ingest.containers import Batch
+from drafter_service.ingest.documents import NO_TOKENIZER, Item
 from drafter_service.ingest.files import list_files
-from drafter_service.ingest.pipeline import BATCHES_ENCODED, BATCHES_READ, TOKENIZERS, mapped, prefetched
+from drafter_service.ingest.pipeline import BATCHES_AHEAD
 from drafter_service.ingest.reading import Reading
 from ssd.errors import UserError
 from tests.drafter_service.ingest.loads import Collected, counts_of, model_folder, tokenized, write_jsonl
 
 TIMEOUT_S = 30
-MAX_IN_FLIGHT = BATCHES_READ + 1 + TOKENIZERS + 1 + BATCHES_ENCODED + 1
-"""Maximum number of batches in flight: in both queues, entering each, at the tokenizers, and at the sink."""
+MAX_IN_FLIGHT = BATCHES_AHEAD + 1
+"""Maximum number of batches in flight, with the one at the sink."""
 
 
 def load(sources, sink, reading=None, watch=lambda _: None):
@@ -33,7 +34,8 @@ def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
     write_jsonl(tmp_path / "a.jsonl", records)
     write_jsonl(tmp_path / "b.jsonl", records)
     sink, seen = Collected(), []
-    summary = load([tmp_path], sink, Reading(vocabulary, block_bytes=500), seen.append)
+    reading = Reading(vocabulary, block_bytes=500)
+    learned = load([tmp_path], sink, reading, seen.append)
     expected = [tokenized(record["text"]) if "text" in record else record["tokens"] for record in records]
     assert [tokens for _, tokens in sink.pairs] == expected * 2
     assert [name for name, _ in sink.pairs] == [f"{tmp_path}/{x}.jsonl:{line}" for x in "ab" for line in range(1, 501)]
@@ -41,8 +43,8 @@ def test_documents_keep_the_order_of_their_files(tmp_path, vocabulary):
     assert all(earlier <= later for earlier, later in pairwise(seen))
     assert seen[-1].bytes_read == sum(file.size for file in list_files([str(tmp_path)]))
     assert (seen[-1].documents, seen[-1].tokens) == (1000, sum(map(len, expected * 2)))
-    assert summary.learned.documents == 1000
-    assert summary.kinds == {"JSON lines": 2}
+    assert learned.documents == 1000
+    assert reading.kinds == {"JSON lines": 2}
 
 
 def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
@@ -82,7 +84,7 @@ def test_work_in_flight_is_bounded(tmp_path, monkeypatch):
 
 def test_whole_prompts_are_not_kept_in_memory(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt_token_ids": list(range(10_000)), "token_ids": [1]}])
-    ((item,), *_) = next(iter(pipeline.read_batches(list_files([str(tmp_path)]), Reading(), Counter())))
+    ((item,), *_) = next(iter(pipeline.read_batches(list_files([str(tmp_path)]), Reading())))
     assert item.prompt.base is None
 
 
@@ -130,9 +132,9 @@ def test_long_logs_of_text_without_a_tokenizer_fail_early(tmp_path):
 
 def test_some_text_among_token_ids_is_only_counted(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 10 + [{"tokens": [1]}])
-    summary = load([tmp_path], Collected())
-    assert counts_of(summary.faults) == {NO_TOKENIZER: 10}
-    assert summary.learned.documents == 1
+    reading = Reading()
+    assert load([tmp_path], Collected(), reading).documents == 1
+    assert counts_of(reading.faults) == {NO_TOKENIZER: 10}
 
 
 def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
@@ -141,33 +143,27 @@ def test_messages_refused_by_the_chat_template_are_counted(tmp_path):
     vocabulary = Vocabulary(model_folder(tmp_path / "m", "{{ raise_exception('secret ' + messages[0].content) }}"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "def f"}]
     write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"text": "import os"}])
-    summary = load([tmp_path / "a.jsonl"], Collected(), Reading(vocabulary))
-    assert [fault.places for fault in summary.faults.by_reason.values()] == [[f"{tmp_path}/a.jsonl:1"]]
-    assert "secret" not in str(summary.faults.by_reason)
+    reading = Reading(vocabulary)
+    load([tmp_path / "a.jsonl"], Collected(), reading)
+    assert [fault.places for fault in reading.faults.by_reason.values()] == [[f"{tmp_path}/a.jsonl:1"]]
+    assert "secret" not in str(reading.faults.by_reason)
 
 
-def test_items_are_prefetched_in_order():
-    with closing(prefetched(iter(range(100)), 3)) as items:
-        assert list(items) == list(range(100))
-    assert list(mapped(lambda x: x * x, range(100), 3)) == [x * x for x in range(100)]
-
-
-def test_errors_of_a_source_follow_its_items():
-    def broken():
-        yield 1
+def test_errors_of_a_source_follow_its_batches(tmp_path, monkeypatch):
+    def broken(*_):
+        yield Batch([Item("a", None, np.array([1], np.uint32))], 1)
         raise ValueError("no more")
 
-    items = prefetched(broken(), 3)
-    assert next(items) == 1
+    monkeypatch.setattr(pipeline, "read_batches", broken)
+    sink = Collected()
     with pytest.raises(ValueError, match="no more"):
-        next(items)
+        load([], sink)
+    assert sink.pairs == [("a", [1])]
+    assert threads_of_loads() == []
 
 
-def test_threads_end_when_the_iterator_is_closed():
-    def endless():
-        while True:
-            yield 1
-
-    with closing(prefetched(endless(), 3)) as items:
-        next(items)
+def test_threads_end_when_the_iterator_is_closed(monkeypatch):
+    monkeypatch.setattr(pipeline, "read_batches", lambda *_: repeat(Batch([], 0)))
+    with closing(pipeline.read_all([], Reading(), lambda items, _: items)) as batches:
+        assert next(batches) == (0, [])
     assert threads_of_loads() == []

@@ -31,8 +31,8 @@ def saved(path, *requests):
 
 def warmed(source, target):
     """Learn a snapshot into another one; return the corpus of that one, and the totals."""
-    summary = pipeline.load(list_files([str(source)]), Reading(), OfflineSink(target, CAPACITY), lambda _: None)
-    return snapshot.load(target).corpus, summary.learned
+    learned = pipeline.load(list_files([str(source)]), Reading(), OfflineSink(target, CAPACITY), lambda _: None)
+    return snapshot.load(target).corpus, learned
 
 
 def test_names_times_and_tags_survive(tmp_path):

@@ -194,10 +194,9 @@ def test_reasoning_is_rendered_by_the_template_or_stands_before_the_answer(tmp_p
 @pytest.mark.parametrize("template", [None, "{% nonsense %}", "{{"])
 def test_without_a_usable_template_messages_are_concatenated(tmp_path, template):
     chat = ChatFormatter(model_folder(tmp_path / "m", template))
-    assert not chat.was_missing
+    assert chat.note is None
     assert chat.prompt_text(Chat([USER, {"role": "assistant", "content": "So."}])) == "Why <b>?\nSo.\n"
     assert chat.reply_text(Chat([USER]), CALL) == '{"name": "look", "arguments": {"at": "<it>"}}'
-    assert chat.was_missing
     assert "concatenated" in chat.note
 
 
