@@ -12,7 +12,7 @@ import numpy as np
 
 from drafter_service.ingest import answers, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
-from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.chats import ASSISTANT, ROLES, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
 from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
 
@@ -31,6 +31,8 @@ COMPLETIONS = words(
     " generated_answer prediction predictions pred"
 )
 """Names of fields with what a model wrote, the most exact ones first."""
+PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
+"""Names of fields that are prompts of a model wherever they are."""
 OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
@@ -43,12 +45,20 @@ FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
 STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
+GIVEN = re.compile(
+    r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
+    r"|(tool|function)(call)?(result|response|output)",
+    re.IGNORECASE,
+)
+"""Types of records, and of objects in them, whose text no model wrote: results of tools, texts of users, requests."""
+OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
+"""Fields of results of tools."""
 
 READABLE = (str, list, dict, np.ndarray, type(None))
 
 NOT_SEARCHED = re.compile(
-    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|args|input|requests?$|question"
-    "|query|template|metadata|instance|annotat|observ|^id$|_id$|model_name",
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|function|args|input"
+    "|requests?$|user|human|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
     re.IGNORECASE,
 )
 """Names of fields in which no outputs are searched."""
@@ -60,7 +70,7 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
 NO_RESPONSE = "a request of a batch without its response"
-NOT_A_MODEL = "a step of a trace that is not a call of a model"
+NOT_A_MODEL = "a step of a trace that is not an answer of a model, as of a tool or user"
 REJECTED = "an answer that is labelled as bad"
 SCORES = "scores of given answers, which are not outputs"
 TOO_DEEP = "a record that is nested too deeply"
@@ -146,6 +156,9 @@ def _read(
             if group.is_finished:
                 del groups[row.name, key]
             return
+        if row.read in WEAK and _is_given(value):
+            yield Read(record, row.name, [], [NOT_A_MODEL])
+            return
         skipped: list[str] = []
         if row.read is not None and (found := row.read(value, skipped)) is not None:
             yield Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])
@@ -158,6 +171,14 @@ def _read(
 def is_conversation(found: list[Found]) -> bool:
     """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
     return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
+
+
+def _is_given(value: Value) -> bool:
+    """Return whether a record, or an object in one, says that its text is not a model's."""
+    kind = value.get("run_type", value.get("type"))
+    if not isinstance(kind, str) or ("request" in kind.lower() and "response" in value):
+        kind = ""
+    return kind.lower() in STEPS or GIVEN.search(kind) is not None or not OF_TOOLS.isdisjoint(value)
 
 
 # --- Readers
@@ -186,9 +207,6 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
     if not isinstance(response, dict) and not isinstance(request, dict | list):
         return None
-    kind = record.get("run_type", record.get("type"))
-    if isinstance(kind, str) and kind.lower() in STEPS:
-        return _none(skipped, NOT_A_MODEL)
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
     return exchange(record if request is None else request, response, skipped, record.get("request_id"))
@@ -327,7 +345,8 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def _text(record: Value, _: list[str]) -> list[Found] | None:
     text = record["text"]
-    return [Found(text)] if isinstance(text, str) and text and not TASK & record.keys() else None
+    is_text = isinstance(text, str) and text and not TASK & record.keys() and "role" not in record
+    return [Found(text)] if is_text and role_of(record) not in ROLES.values() else None
 
 
 def _all_ids(record: Value, _: list[str]) -> list[Found] | None:
@@ -352,19 +371,28 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
 
 
 def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
-    """Read an object inside of a record; rows of a table only with a prompt and an output."""
+    """Read an object inside of a record; rows of a table only with a prompt and an output.
+
+    Other objects, such as descriptions of models, have an `input` and an `output`, too.
+    """
+    if _is_given(value):
+        return []
     for row in FORMATS:
         if row.read is None or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
             continue
+        if row.name == "input and output" and value.keys().isdisjoint(PROMPTS):
+            continue
         notes: list[str] = []
         found = row.read(value, notes)
-        if found and (row.read not in COLUMNS or found[0].prompt is not None):
+        if found and (row.read not in WEAK or found[0].prompt is not None):
             skipped += notes
             return found
     return _searched(value, skipped, depth + 1) or []
 
 
 COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
+WEAK = (_exchange, *COLUMNS, _text, _searched)
+"""Readers of fields that steps without a model have, too."""
 
 FORMATS = (
     Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
@@ -373,7 +401,7 @@ FORMATS = (
     Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
     Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
     Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls", group=sessions.Messages),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls|text", group=sessions.Messages),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),
@@ -495,5 +523,5 @@ def _paths(record: Value, before: str = "", depth: int = 3) -> Iterator[tuple[st
         path = before + ("*" if name.isdecimal() else name) + ("[]" if isinstance(value, list) else "")
         if isinstance(first, str):
             yield path, len(first)
-        elif isinstance(first, dict) and depth:
+        elif isinstance(first, dict) and depth and not _is_given(first):
             yield from _paths(first, f"{path}.", depth - 1)

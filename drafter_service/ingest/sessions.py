@@ -148,8 +148,8 @@ class Messages(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys() and "type" not in value
-        return "" if is_message else None
+        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys()
+        return "" if is_message and ("type" not in value or "text" in value) else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         return object(), messages_of(event, self._skipped)
