@@ -33,6 +33,7 @@ BODY = frozenset(words("choices candidates generations object body role delta me
 BODIES = ("body", "inputBodyJson", "outputBodyJson")
 """Fields of requests and responses with their bodies; the latter are Bedrock's."""
 
+BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
 UNTRAINED = "a message that its log excludes from training (weight 0, or part of the input)"
@@ -172,8 +173,11 @@ def body_of(value: object) -> object:
     if isinstance(value, str):
         decoded = parsed(value)
         if value.startswith(("data:", "event:")):
-            events = [parsed(line[5:].strip()) for line in value.splitlines() if line.startswith("data:")]
-            return [event for event in events if isinstance(event, dict)] or value
+            lines = [line.removeprefix("data:").strip() for line in value.split("\n")]
+            events = [parsed(line) for line in lines if "{" in line]
+            if not all(isinstance(event, dict) for event in events):
+                raise RecordError(BROKEN_STREAM)
+            return events or value
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
@@ -194,11 +198,13 @@ def deltas_of(event: object) -> list[Delta] | None:
     """Return the parts of answers in an event of a stream; None if the value is not one."""
     if not isinstance(event, dict):
         return None
-    choices, kind = event.get("choices"), event.get("type")
+    choices, kind, candidates = event.get("choices"), event.get("type"), event.get("candidates")
     if isinstance(choices, list):
         return _chunk(event, choices)
     if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
         return [(0, _anthropic_piece(event), kind == "message_stop")]
+    if isinstance(candidates, list):  # Gemini
+        return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
         message = event.get("message")
         fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
@@ -221,6 +227,12 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
     return list(zip(numbers, pieces, ended, strict=True))
 
 
+def _gemini_piece(candidate: Message) -> Delta:
+    index, content = candidate.get("index"), candidate.get("content")
+    parts = content.get("parts") if isinstance(content, dict) else None
+    return index if isinstance(index, int) else 0, {"parts": parts}, candidate.get("finishReason") is not None
+
+
 def _anthropic_piece(event: Message) -> Message:
     delta, block = event.get("delta"), event.get("content_block")
     if isinstance(block, dict) and block.get("type") == "tool_use":
@@ -237,6 +249,8 @@ class Streamed:
     def __init__(self) -> None:
         self._pieces: defaultdict[tuple[int, str, str], list[str]] = defaultdict(list)
         """Those of a field, by the number of the answer, the index of the tool call or "", and the name."""
+        self._parts: defaultdict[int, list[object]] = defaultdict(list)
+        """Gemini's, by the number of the answer."""
         self._open: set[int] = set()
         self._whole: object = None
 
@@ -249,6 +263,7 @@ class Streamed:
         for number, fields, is_last in deltas:
             self._pieces[number, "", "content"].append(_piece(fields, "content", "text"))
             self._pieces[number, "", "reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
+            self._parts[number] += parts if isinstance(parts := fields.get("parts"), list) else []
             calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
             for position, call in enumerate(calls if isinstance(calls, list) else ()):
                 if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
@@ -264,8 +279,8 @@ class Streamed:
         for (number, call, name), pieces in self._pieces.items():
             messages[number][call][name] = "".join(pieces)
         choices = []
-        for _, calls in sorted(messages.items()):
-            message = calls.pop("")
+        for number, calls in sorted(messages.items()):
+            message = calls.pop("") | {"parts": self._parts[number]}
             choices.append({"message": message | {"tool_calls": [{"function": call} for call in calls.values()]}})
         return self._whole or {"choices": choices}
 

@@ -271,7 +271,7 @@ class _Parts:
             self.add(part["parts"])
         elif not kind or "text" in kind or kind == "refusal":
             text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
-            if text is None and not kind and part and not FILES & part.keys():
+            if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
             self.texts += [text] if text else []
 

@@ -14,7 +14,16 @@ from drafter_service.ingest import answers, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, ROLES, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
+from drafter_service.ingest.sessions import (
+    NO_ANSWER,
+    Read,
+    Record,
+    Session,
+    Stream,
+    Unread,
+    is_markdown_chat,
+    markdown_chat,
+)
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
@@ -119,6 +128,11 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
     refusals: dict[tuple[str, ...], str] = {}
     for record in records:
+        if isinstance(record.value, Unread):
+            for stream in groups.values() if record.value.breaks_streams else ():
+                stream.is_broken = True
+            yield Read(record, "", [], [record.value.reason])
+            continue
         yield from _or_reason(record, _read_fields(record, fields) if fields else _read(record, groups, refusals))
         if len(groups) > MAX_GROUPS:
             group = groups.pop(next(iter(groups)))
@@ -205,7 +219,8 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a request and its response, or a step of a trace; not columns of texts."""
     request = next((body_of(record[name]) for name in REQUESTS if record.get(name)), None)
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
-    if not isinstance(response, dict) and not isinstance(request, dict | list):
+    first = request[0] if isinstance(request, list) and request else request
+    if not isinstance(response, dict) and not isinstance(first, dict | list):
         return None
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
@@ -406,7 +421,7 @@ FORMATS = (
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),
     Format("Anthropic messages", "role content type", _response),
-    Format("Gemini", "candidates", _response),
+    Format("Gemini", "candidates", _response, group=Stream),
     Format("Inspect, sample", "messages output epoch", _conversation),
     Format("Inspect, log", "samples eval", _searched),
     Format("LangSmith", "inputs outputs run_type", _exchange),

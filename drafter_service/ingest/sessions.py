@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange
+from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, exchange
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]
@@ -32,6 +32,14 @@ class Record(NamedTuple):
     """FILE:NUMBER of the line, row or element."""
 
 
+class Unread(NamedTuple):
+    """Stands for a value of a log that cannot be read."""
+
+    reason: str
+    breaks_streams: bool
+    """Whether it may have been a chunk of a response."""
+
+
 class Read(NamedTuple):
     """Contents of a record, or of several that belong together."""
 
@@ -52,6 +60,8 @@ class Stream:
         self.first = first
         self.is_finished = False
         """Whether no further record belongs to it."""
+        self.is_broken = False
+        """Whether chunks may be missing."""
         self._name = name
         self._streamed = Streamed()
 
@@ -61,6 +71,9 @@ class Stream:
         kind = value.get("type")
         if isinstance(kind, str) and kind.startswith("response."):
             return "response"
+        if "candidates" in value and "choices" not in value:
+            known = value.get("responseId", "" if "usageMetadata" in value else None)
+            return known if isinstance(known, str) else None
         known = value.get("id") or value.get("model")
         return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
@@ -72,6 +85,9 @@ class Stream:
 
     def finish(self) -> Iterator[Read]:
         """Yield the answers, whose end may be missing."""
+        if self.is_broken:
+            yield Read(self.first, self._name, [], [BROKEN_STREAM])
+            return
         skipped: list[str] = []
         first = self.first.value
         found = exchange(first, self._streamed.response(), skipped, first.get("id"))

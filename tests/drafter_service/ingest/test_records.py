@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, UNTRAINED
+from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, UNTRAINED
 from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, Chat, Reply, plain_text
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
@@ -32,6 +32,7 @@ from drafter_service.ingest.formats import (
     markdown_chat,
     read_records,
 )
+from drafter_service.ingest.sessions import Unread
 
 ROOT = Path(__file__).parents[3]
 
@@ -161,6 +162,8 @@ CASES = {
     "messages, one per record": [
         ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
          [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
+        ([{"type": "message", "role": role, "text": text} for role, text in (("user", "Why?"), ("assistant", "Because."))],
+         [(["Why?"], "Because.")]),
     ],
     "MT-Bench": [
         ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
@@ -212,6 +215,11 @@ CASES = {
            "systemInstruction": {"parts": [{"text": "Be short."}]},
            "candidates": [{"content": {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": "So."}]}}]}],
          [(["Be short.", "Why?", CALLED, "seen"], "Hm.\n\nSo.")]),
+        ([{"responseId": response, "candidates": [{"content": {"role": "model", **parts}} | end]} for response, parts, end in (
+            ("a", {"parts": [{"text": "Hm.", "thought": True}]}, {}), ("b", {"parts": [{"text": "B"}]}, {}),
+            ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
+            ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
+         [(None, "Hm.\n\nSo."), (None, "B")]),
     ],
     "Inspect, sample": [
         ([{"id": 1, "epoch": 1, "input": "Why?", "target": "gold", "output": {"choices": CHOICES},
@@ -263,6 +271,7 @@ CASES = {
             {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], [(["Why?"], "Because.")]),
         ([{"request": {"contents": [{"parts": [{"text": "q"}], "role": "user"}]},
            "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
+        ([{"request": {}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}], [(None, "Because.")]),
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
@@ -436,6 +445,11 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"prompt": "p", "completion": "c", "label": False}, REJECTED),
         ({"custom_id": "1", "body": {"messages": [USER]}}, NO_RESPONSE),
         ({"run_type": "tool", "inputs": {"input": "x"}, "outputs": {"output": "x"}}, NOT_A_MODEL),
+        ({"type": "tool.execution_complete", "data": {"result": {"content": "x"}}}, NOT_A_MODEL),
+        ({"type": "tool.result", "result": {"output": "x"}}, NOT_A_MODEL),
+        ({"type": "functionResponse", "prompt": "p", "response": "x"}, NOT_A_MODEL),
+        ({"type": "user.message", "text": "x"}, NOT_A_MODEL),
+        ({"name": "ls", "toolCallId": "1", "input": "ls", "output": "x"}, NOT_A_MODEL),
         ({"resps": [[["-1.0", "True"]]]}, SCORES),
         ({"token_ids": [1, -1]}, BAD_IDS),
         ({"token_ids": [4_294_967_295]}, BAD_IDS),
@@ -477,6 +491,34 @@ def test_refusals_have_neither_values_nor_names_that_may_be_texts():
     assert len(reasons) == 1000
     (reason,) = skipped({f"id{number}": 1 for number in range(1000)})
     assert len(reason) < 300
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"role": "narrator", "text": "x"},
+        {"type": "user", "content": 3, "text": "x"},
+        {"event": {"type": "tool.result", "result": {"output": "x"}}},
+        {"event": {"type": "llm.request", "messages": [USER, ANSWER]}},
+        {"data": {"toolCallId": "1", "result": {"content": "x"}}},
+        {"step": {"result": {"content": "x"}}},
+        {"user": {"messages": [USER, ANSWER]}},
+        {"modalities": {"input": ["text"], "output": ["text"]}},
+        {"cells": [{"outputs": [{"name": "stdout", "text": ["x"]}]}]},
+    ],
+)
+def test_text_that_may_be_of_tools_and_users_is_not_read(record):
+    assert outputs(record) == []
+    assert skipped(record) != []
+
+
+def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():
+    first, *_, last = chunks = deltas({"content": "a"}, {"content": "b"}, {"content": "c"})
+    assert outputs(first, Unread(NOT_A_RECORD, breaks_streams=True), last) == []
+    assert outputs(first, Unread(NOT_A_RECORD, breaks_streams=False), last) == [(None, "ac")]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    lines[1] = lines[1].replace(": ", ":\n", 2)
+    assert skipped({"request": {}, "response": "".join(lines)}) == [BROKEN_STREAM]
 
 
 def test_a_broken_call_costs_only_itself():
