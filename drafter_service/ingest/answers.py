@@ -28,11 +28,14 @@ TEXTS = words("turns text generated_text output_text completion response generat
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
-BODY = frozenset(words("choices candidates generations object body role delta messages"))
+BODY = frozenset(words("choices candidates generations object body role delta messages finish_reason"))
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
+ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
+"""Reasons why an answer ended, which may stand beside its text."""
 BODIES = ("body", "inputBodyJson", "outputBodyJson")
 """Fields of requests and responses with their bodies; the latter are Bedrock's."""
 
+NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
 BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
@@ -120,6 +123,12 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if isinstance(value, list):
         if (whole := _joined(value)) is not None:
             return outputs_of(whole, skipped)
+        if len(value) == 2 and isinstance(value[1], str) and value[1] in ENDS:  # Why it ended
+            return outputs_of(value[0], skipped)
+        items = [one for one in value if not isinstance(one, dict) or "type" not in one or chats.role_of(one)]
+        if len(items) < len(value) and chats.is_chat(items):
+            skipped += [NOT_A_MESSAGE] * (len(value) - len(items))
+            value = items
         if chats.is_chat(value):
             return _reply(chats.read_messages(value, skipped))
         return [output for element in value for output in outputs_of(element, skipped)]
@@ -235,7 +244,7 @@ def _gemini_piece(candidate: Message) -> Delta:
 
 def _anthropic_piece(event: Message) -> Message:
     delta, block = event.get("delta"), event.get("content_block")
-    if isinstance(block, dict) and block.get("type") == "tool_use":
+    if isinstance(block, dict) and str(block.get("type")).endswith("tool_use"):
         return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
     if not isinstance(delta, dict):
         return {}

@@ -65,7 +65,8 @@ NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"(cell_type|nbformat)")\s*"(cells|metada
 CASSETTE = re.compile(rb"(---\s+)?(http_)?interactions:\s")
 DOCUMENT = re.compile(rb"(---|%YAML)[^\n]*\n(?!\s*[\[{])")
 """Beginnings of YAML: of recordings of HTTP (VCR), and of other documents."""
-BOXED = re.compile(r"^[ \t]*[\u2500-\u257f].*[\u2500-\u257f]\s*$")
+BOXED = re.compile(r"\s*[\u2500-\u257f].*[\u2500-\u257f]\s*")
+"""Lines of tables and boxes, unlike those of trees of folders."""
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
     rb"^[^\w\n]{0,9}(?:(user|human|observation(?=[ \d]*:))"
@@ -175,6 +176,9 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(VLLM_LOG)
     if suffix not in PROSE:
         raise RecordError(NOT_TEXT)
+    lines = [line for line in head.decode(errors="replace").splitlines() if line.strip()]
+    if 2 * sum(BOXED.fullmatch(line) is not None for line in lines) > len(lines):
+        raise RecordError(DRAWN)
     if DICT.match(head):
         raise RecordError(NOT_JSON)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))

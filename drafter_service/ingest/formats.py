@@ -32,8 +32,12 @@ Reader = Callable[[Value, list[str]], list[Found] | None]
 """Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
 does not have the format."""
 
-REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
-RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
+REQUESTS = words(
+    "request request_body requestBody body reqPayload proxy_server_request kwargs inputs input gen_ai.input.messages"
+)
+RESPONSES = words(
+    "response response_body responseBody respPayload response_obj result outputs output gen_ai.output.messages"
+)
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
@@ -44,6 +48,10 @@ PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
 """Names of fields that are prompts of a model wherever they are."""
 OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
+EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
+"""Those that may have only the answer that was extracted from a longer text."""
+LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw", re.IGNORECASE)
+"""Names of fields with such texts."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
 MASKS = words("labels loss_mask assistant_masks completion_mask")
@@ -52,14 +60,13 @@ TASK = frozenset(words("canonical_solution test test_list tests test_cases optio
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
 FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
-STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
-"""Types of steps in traces that are not calls of a model, or repeat those of others."""
 GIVEN = re.compile(
-    r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
+    r"^(span|event|chain|retriever|embedding|agent|guardrail|evaluator|parser|trace)$|(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
     r"|(tool|function)(call)?(result|response|output)",
     re.IGNORECASE,
 )
-"""Types of records, and of objects in them, whose text no model wrote: results of tools, texts of users, requests."""
+"""Types of records, and of objects in them, whose text no model wrote or that repeat others: steps of traces that are
+not calls of a model, results of tools, texts of users, requests."""
 OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
 """Fields of results of tools."""
 
@@ -190,9 +197,9 @@ def is_conversation(found: list[Found]) -> bool:
 def _is_given(value: Value) -> bool:
     """Return whether a record, or an object in one, says that its text is not a model's."""
     kind = value.get("run_type", value.get("type"))
-    if not isinstance(kind, str) or ("request" in kind.lower() and "response" in value):
-        kind = ""
-    return kind.lower() in STEPS or GIVEN.search(kind) is not None or not OF_TOOLS.isdisjoint(value)
+    is_call = isinstance(kind, str) and "request" in kind.lower() and "response" in value
+    is_given = isinstance(kind, str) and GIVEN.search(kind) is not None and not is_call
+    return is_given or not OF_TOOLS.isdisjoint(value)
 
 
 # --- Readers
@@ -281,6 +288,8 @@ def _columns(names: Iterable[str]) -> Reader:
         if name is None:
             is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
             return None if is_null else []
+        if name in EXTRACTED and _is_extracted(record, name):
+            return None
         if _is_rejected(record, skipped):
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
@@ -289,15 +298,31 @@ def _columns(names: Iterable[str]) -> Reader:
         while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
             prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
-        thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str)), None)
-        if thoughts and len(outputs) == 1 and isinstance(outputs[0], str):
-            outputs = outputs_of({"role": ASSISTANT, "content": outputs[0], "reasoning": thoughts}, skipped)
+        thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
+        thoughts = thoughts if isinstance(thoughts, list) else [thoughts]
+        texts = value if isinstance(value, list) and len(value) == len(thoughts) else outputs
+        if len(texts) == len(thoughts) and all(isinstance(part, str | None) for part in (*texts, *thoughts)):
+            pairs = [(text, thought) for text, thought in zip(texts, thoughts, strict=True) if text]
+            messages = [{"role": ASSISTANT, "content": text, "reasoning": thought} for text, thought in pairs]
+            outputs = [output for message in messages for output in outputs_of(message, skipped)]
         several = next((record[key] for key in ("prompts", "inputs", "input_texts") if key in record), None)
         if isinstance(several, list) and len(several) == len(outputs):
             return [Found(output, prompt_of(one)) for output, one in zip(outputs, several, strict=True)]
         return [Found(output, prompt) for output in outputs]
 
     return read
+
+
+def _is_extracted(record: Value, name: str) -> bool:
+    """Return whether another field has the longer text that the answer in a field was extracted from."""
+    others = [other for other in record if LONGER.search(other) and not NOT_SEARCHED.search(other)]
+    return any(2 * len(str(record[name])) < len(_first_text(record[other])) for other in others if other != name)
+
+
+def _first_text(value: object) -> str:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else ""
 
 
 def _is_rejected(record: Value, skipped: list[str]) -> bool:
@@ -378,7 +403,10 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
         if is_chat(value):
             found += conversation(value, record, skipped) or []
             continue
-        for one in value if isinstance(value, list) else [value]:
+        values = value if isinstance(value, list) else [value]
+        for one, following in zip(values, [*values[1:], None], strict=False):
+            if isinstance(one, list) and isinstance(following, list) and following[: len(one)] == one:
+                continue  # The same conversation, which goes on
             is_list = isinstance(one, list) and one and isinstance(one[0], dict | list)
             if is_list or isinstance(one, dict):
                 found += _found_in({"": one} if is_list else one, skipped, depth)

@@ -247,7 +247,9 @@ class JsonText:
 
     def _unread(self, reason: str, breaks_streams: bool = False) -> Iterator[Record]:
         if reason != JSON_CUT or not self._is_cut:
-            yield Record(Unread(reason, breaks_streams and reason != JSON_CUT), f"{self._opened.label}:{self._number + 1}")
+            yield Record(
+                Unread(reason, breaks_streams and reason != JSON_CUT), f"{self._opened.label}:{self._number + 1}"
+            )
         self._is_cut = reason == JSON_CUT
 
     # --- The window

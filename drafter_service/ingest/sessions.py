@@ -186,7 +186,8 @@ class ClaudeCode(Session):
         if not isinstance(message, dict) or message.get("model") == "<synthetic>" or event.get("isApiErrorMessage"):
             return None, []
         fields = {"role": event["type"], "content": message.get("content")}
-        return message.get("id"), messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
+        known = message.get("id") or event.get("requestId") or object()
+        return known, messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
 
 
 class Codex(Session):

@@ -271,7 +271,8 @@ CASES = {
             {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], [(["Why?"], "Because.")]),
         ([{"request": {"contents": [{"parts": [{"text": "q"}], "role": "user"}]},
            "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
-        ([{"request": {}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}], [(None, "Because.")]),
+        ([{"request": {"messages": [USER]}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}],
+         [(["Why?"], "Because.")]),
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
@@ -414,7 +415,7 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or |, )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`\w[\w.-]*`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
         ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
