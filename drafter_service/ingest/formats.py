@@ -405,12 +405,20 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
             continue
         values = value if isinstance(value, list) else [value]
         for one, following in zip(values, [*values[1:], None], strict=False):
-            if isinstance(one, list) and isinstance(following, list) and following[: len(one)] == one:
-                continue  # The same conversation, which goes on
+            if _goes_on(one, following):
+                continue
             is_list = isinstance(one, list) and one and isinstance(one[0], dict | list)
             if is_list or isinstance(one, dict):
                 found += _found_in({"": one} if is_list else one, skipped, depth)
     return found or None
+
+
+def _goes_on(chat: object, following: object) -> bool:
+    """Return whether a list of messages is repeated in the next one, perhaps without some of the user."""
+    if not is_chat(chat) or not is_chat(following) or len(chat) >= len(following) or chat[0] != following[0]:
+        return False
+    first, second = ([one for one in messages if role_of(one) == ASSISTANT] for messages in (chat, following))
+    return second[: len(first)] == first
 
 
 def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from drafter_service.ingest import containers, tables, token_arrays
-from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NO_RECORDS, NOT_TEXT, NOTEBOOK, YAML, kind_of
+from drafter_service.ingest.containers import BINARY, CHAT_LOG, DRAWN, EMPTY, NO_RECORDS, NOT_TEXT, NOTEBOOK, YAML, kind_of
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.formats import Found, Read
@@ -354,6 +354,8 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "calls.txt": (b"interactions:\n- response: 'data: " + record + b"'\n" + record + b"\n" + record, YAML),
         "json.yaml": (record + b"\n" + record, "JSON lines"),
         "front.md": (b"---\ntitle: a\n---\nText\n", "text"),
+        "table.md": ("┏━━━┓\n┃ a ┃\n┡━━━┩\n│ b │\n└───┘\n".encode(), DRAWN),
+        "tree.md": ("Files\n├── a\n│   └── b\n└── c\n".encode(), "text"),
         "a.ipynb": (b'{"nbformat": 4, "cells": []}', NOTEBOOK),
         "notebook.json": (b'{\n "cells": [{"cell_type": "code", "outputs": [{"text": ["no\\n"]}]}]}', NOTEBOOK),
         "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, UNTRAINED
-from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, Chat, Reply, plain_text
+from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
+from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
     FIELDS,
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[3]
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 CHOICES = [{"index": 0, "message": ANSWER}]
+PARTS = {"role": "assistant", "parts": [{"type": "text", "content": "Because."}], "finish_reason": "stop"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 CALLED = '{"name": "look", "arguments": {"at": "it"}}'
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -105,7 +106,7 @@ CASES = {
           {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
           {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
           {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
-          {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "name": "look", "input": {}}},
+          {"type": "content_block_start", "index": 2, "content_block": {"type": "server_tool_use", "name": "look", "input": {}}},
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"at": '}},
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '"it"}'}},
           {"type": "message_stop"}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
@@ -133,6 +134,8 @@ CASES = {
          [(["Why?"], f"Hm.\n\nI look.\n\n{CALLED}"), (["Why?", f"Hm.\n\nI look.\n\n{CALLED}", "seen"], "So.")]),
         ([claude("user", "Why?"), claude("user", "Task", isSidechain=True), claude("assistant", "Done.", isSidechain=True),
           claude("assistant", "Because.")], [(["Why?"], "Because."), (["Task"], "Done.")]),
+        ([claude("user", "Why?"), claude("assistant", "So."), claude("assistant", "I", requestId="r"), claude("assistant", "look.", requestId="r")],
+         [(["Why?"], "So."), (["Why?", "So."], "I\nlook.")]),
     ],
     "Codex, session": [
         ([{"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": "Be short."}},
@@ -193,10 +196,13 @@ CASES = {
     ],
     "OpenAI Responses API": [
         ([{"id": "r", "input": "Why?", "instructions": "Be short.", "output": [
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, {"type": "web_search_call"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, {"type": "mcp_list_tools", "tools": []},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
             {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'}]}],
          [(["Be short.", "Why?"], f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"output": [{"type": "mcp_call", "name": "look", "arguments": '{"at": "it"}', "output": "seen"},
+                      {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
+         [(None, f"So.\n\n{CALLED}")]),
         ([{"input": [USER, {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'},
                      {"type": "function_call_output", "call_id": "1", "output": "seen"}],
            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
@@ -205,7 +211,7 @@ CASES = {
     "Anthropic messages": [
         ([{"id": "m", "type": "message", "role": "assistant", "content": [
             {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "So."}, {"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
+            {"type": "text", "text": "So."}, {"type": "mcp_tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
          [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
     ],
     "Gemini": [
@@ -273,6 +279,9 @@ CASES = {
            "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}],
          [(["Why?"], "Because.")]),
+        ([{"input": json.dumps({"messages": [PARTS | {"role": "user"}]}), "output": '{"text": "So.", "finish_reason": "stop"}'}],
+         [(["Because."], "So.")]),
+        ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
@@ -336,6 +345,11 @@ CASES = {
         ([{"prompt": "p", "response": '{"text": "JSON of a model"}'}], [("p", '{"text": "JSON of a model"}')]),
         ([{"prompt": "p", "completion": "good", "label": True}, {"prompt": "p", "completion": "bad", "label": False}], [("p", "good")]),
         ([{"question": "q", "response": "", "answer": "gold"}], []),
+        ([{"question": "q", "prediction": "written", "reference": "a longer reference"}], [("q", "written")]),
+        ([{"prompt": "p", "completion": ["a", "stop"]}, {"prompt": "p", "completions": [["b", "length"], ["c", None]]}],
+         [("p", "a"), ("p", "b"), ("p", "c")]),
+        ([{"prompt": "p", "responses": ["a", "", "b", "c"], "thinking": ["Hm.", "Hm?", "Hm!", None]}],
+         [("p", "Hm.\n\na"), ("p", "Hm!\n\nb"), ("p", "c")]),
     ],
     "HumanEval, EvalPlus, LiveCodeBench": [
         ([{"task_id": "HumanEval/0", "solution": "def f(): pass"}], [(None, "def f(): pass")]),
@@ -395,6 +409,10 @@ CASES = {
         ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
         ([{"request_states": [{"request": {"prompt": "p"}, "result": {"completions": [{"text": "t"}]}}]}], [("p", "t")]),
         ([[USER, ANSWER]], [(["Why?"], "Because.")]),
+        ([{"train_messages": [[USER, ANSWER], [USER, ANSWER, USER, ANSWER], [USER, ANSWER, RESULT, ANSWER, CALLING]]}],
+         [(["Why?"], "Because."), (["Why?", "Because.", "seen"], "Because."), (["Why?", "Because.", "seen", "Because."], CALLED)]),
+        ([{"chats": [[USER, ANSWER], [USER, {"role": "assistant", "content": "So."}, USER, ANSWER]]}],
+         [(["Why?"], "Because."), (["Why?"], "So."), (["Why?", "So.", "Why?"], "Because.")]),
         ([{"state": {"history": [USER, ANSWER]}, "task": {"prompt": "p", "reference": "gold"}}], [(["Why?"], "Because.")]),
     ],
 }  # fmt: skip
@@ -415,7 +433,7 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`\w[\w.-]*`(?: or |, )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+(?:\.\w+\.\w+)?`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
         ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
@@ -441,6 +459,8 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
         ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
+        ({"output": [{"type": "web_search_call", "action": {"query": "x"}}]}, SERVER_CALL),
+        ({"output": [{"type": "message", "role": "assistant", "content": []}, {"type": "mcp_list_tools"}]}, NOT_A_MESSAGE),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, NO_CONTENT),
         ({"messages": [USER, ANSWER | {"weight": 0}]}, UNTRAINED),
         ({"prompt": "p", "completion": "c", "label": False}, REJECTED),
@@ -505,6 +525,8 @@ def test_refusals_have_neither_values_nor_names_that_may_be_texts():
         {"step": {"result": {"content": "x"}}},
         {"user": {"messages": [USER, ANSWER]}},
         {"modalities": {"input": ["text"], "output": ["text"]}},
+        {"question": "q", "pred": ["18"], "code": ["print(16 + 2)\n```output\n18\n```"]},
+        {"question": "q", "prediction": "B", "raw_text": "", "model_reasoning": "It is not A, so it is B."},
         {"cells": [{"outputs": [{"name": "stdout", "text": ["x"]}]}]},
     ],
 )
