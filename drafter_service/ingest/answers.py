@@ -184,9 +184,10 @@ def body_of(value: object) -> object:
         if value.startswith(("data:", "event:")):
             lines = [line.removeprefix("data:").strip() for line in value.split("\n")]
             events = [parsed(line) for line in lines if "{" in line]
-            if not all(isinstance(event, dict) for event in events):
+            read = [event for event in events if isinstance(event, dict)]
+            if 0 < len(read) < len(events):
                 raise RecordError(BROKEN_STREAM)
-            return events or value
+            return read or value
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value

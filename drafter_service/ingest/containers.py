@@ -61,7 +61,7 @@ YAML = "YAML, which is not read; convert it to JSON, or --text learns it as text
 DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
-NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"(cell_type|nbformat)")\s*"(cells|metadata|nbformat)', re.DOTALL)
+NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"cells"\s*:)(?=.*"(cell_type|nbformat)")', re.DOTALL)
 CASSETTE = re.compile(rb"(---\s+)?(http_)?interactions:\s")
 DOCUMENT = re.compile(rb"(---|%YAML)[^\n]*\n(?!\s*[\[{])")
 """Beginnings of YAML: of recordings of HTTP (VCR), and of other documents."""

@@ -12,18 +12,9 @@ import numpy as np
 
 from drafter_service.ingest import answers, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
-from drafter_service.ingest.chats import ASSISTANT, ROLES, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
-from drafter_service.ingest.sessions import (
-    NO_ANSWER,
-    Read,
-    Record,
-    Session,
-    Stream,
-    Unread,
-    is_markdown_chat,
-    markdown_chat,
-)
+from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
@@ -49,8 +40,8 @@ PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
 OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
 EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
-"""Those that may have only the answer that was extracted from a longer text."""
-LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw", re.IGNORECASE)
+"""Those that may have only the answer that was extracted from a longer text or conversation."""
+LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE)
 """Names of fields with such texts."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
@@ -60,21 +51,22 @@ TASK = frozenset(words("canonical_solution test test_list tests test_cases optio
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
 FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
+STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
+"""Types of steps in traces that are not calls of a model, or repeat those of others."""
 GIVEN = re.compile(
-    r"^(span|event|chain|retriever|embedding|agent|guardrail|evaluator|parser|trace)$|(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
-    r"|(tool|function)(call)?(result|response|output)",
-    re.IGNORECASE,
+    r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
+    r"|(tool|function)(call)?(result|response|output)"
 )
-"""Types of records, and of objects in them, whose text no model wrote or that repeat others: steps of traces that are
-not calls of a model, results of tools, texts of users, requests."""
+"""Types of records, and of objects in them, whose text no model wrote: results of tools, texts of users, requests.
+In lowercase."""
 OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
 """Fields of results of tools."""
 
 READABLE = (str, list, dict, np.ndarray, type(None))
 
 NOT_SEARCHED = re.compile(
-    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|function|args|input"
-    "|requests?$|user|human|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|^function|args|input"
+    "|requests?$|^user|^human(?!.?eval)|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
     re.IGNORECASE,
 )
 """Names of fields in which no outputs are searched."""
@@ -88,6 +80,7 @@ NO_OUTPUT = "no output: the answer is empty, or the request failed"
 NO_RESPONSE = "a request of a batch without its response"
 NOT_A_MODEL = "a step of a trace that is not an answer of a model, as of a tool or user"
 REJECTED = "an answer that is labelled as bad"
+SHORTER = "an answer that is extracted from a longer text beside it; name the text with --field"
 SCORES = "scores of given answers, which are not outputs"
 TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
@@ -135,7 +128,7 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
     refusals: dict[tuple[str, ...], str] = {}
     for record in records:
-        if isinstance(record.value, Unread):
+        if isinstance(record.value, sessions.Unread):
             for stream in groups.values() if record.value.breaks_streams else ():
                 stream.is_broken = True
             yield Read(record, "", [], [record.value.reason])
@@ -177,7 +170,7 @@ def _read(
             if group.is_finished:
                 del groups[row.name, key]
             return
-        if row.read in WEAK and _is_given(value):
+        if row.read in WEAK and _is_given(value, row.read):
             yield Read(record, row.name, [], [NOT_A_MODEL])
             return
         skipped: list[str] = []
@@ -194,12 +187,12 @@ def is_conversation(found: list[Found]) -> bool:
     return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
 
 
-def _is_given(value: Value) -> bool:
-    """Return whether a record, or an object in one, says that its text is not a model's."""
-    kind = value.get("run_type", value.get("type"))
-    is_call = isinstance(kind, str) and "request" in kind.lower() and "response" in value
-    is_given = isinstance(kind, str) and GIVEN.search(kind) is not None and not is_call
-    return is_given or not OF_TOOLS.isdisjoint(value)
+def _is_given(value: Value, read: Reader | None = None) -> bool:
+    """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
+    kind = str(value.get("run_type", value.get("type"))).lower()
+    is_step = kind in STEPS and read in (_exchange, COLUMNS[1])
+    is_given = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    return is_step or is_given or any(value.get(name) for name in OF_TOOLS)
 
 
 # --- Readers
@@ -289,16 +282,18 @@ def _columns(names: Iterable[str]) -> Reader:
             is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
             return None if is_null else []
         if name in EXTRACTED and _is_extracted(record, name):
-            return None
+            return _none(skipped, SHORTER)
         if _is_rejected(record, skipped):
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
+        if name in EXTRACTED and isinstance(prompt, Chat) and prompt.messages[-1]["role"] == ASSISTANT:
+            return None
         if is_chat(value):
             return conversation(value, record, skipped, prompt)
         while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
             prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
-        thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
+        thoughts: Any = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
         thoughts = thoughts if isinstance(thoughts, list) else [thoughts]
         texts = value if isinstance(value, list) and len(value) == len(thoughts) else outputs
         if len(texts) == len(thoughts) and all(isinstance(part, str | None) for part in (*texts, *thoughts)):
@@ -385,8 +380,8 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def _text(record: Value, _: list[str]) -> list[Found] | None:
     text = record["text"]
-    is_text = isinstance(text, str) and text and not TASK & record.keys() and "role" not in record
-    return [Found(text)] if is_text and role_of(record) not in ROLES.values() else None
+    is_text = isinstance(text, str) and text and not TASK & record.keys()
+    return [Found(text)] if is_text and "role" not in record and not is_chat([record]) else None
 
 
 def _all_ids(record: Value, _: list[str]) -> list[Found] | None:
@@ -413,7 +408,7 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
     return found or None
 
 
-def _goes_on(chat: object, following: object) -> bool:
+def _goes_on(chat: Any, following: Any) -> bool:
     """Return whether a list of messages is repeated in the next one, perhaps without some of the user."""
     if not is_chat(chat) or not is_chat(following) or len(chat) >= len(following) or chat[0] != following[0]:
         return False
@@ -434,7 +429,7 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
         if row.name == "input and output" and value.keys().isdisjoint(PROMPTS):
             continue
         notes: list[str] = []
-        found = row.read(value, notes)
+        found = None if _is_given(value, row.read) else row.read(value, notes)
         if found and (row.read not in WEAK or found[0].prompt is not None):
             skipped += notes
             return found

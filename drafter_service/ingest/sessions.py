@@ -80,6 +80,7 @@ class Stream:
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
         self.is_finished = self._streamed.add(record.value)
+        self.is_broken &= record.value.get("type") != "response.completed"  # It repeats all chunks.
         if self.is_finished:
             yield from self.finish()
 
@@ -90,7 +91,7 @@ class Stream:
             return
         skipped: list[str] = []
         first = self.first.value
-        found = exchange(first, self._streamed.response(), skipped, first.get("id"))
+        found = exchange(first, self._streamed.response(), skipped, first.get("request_id", first.get("id")))
         is_usage = first.get("choices") == [] or first.get("usage")  # After the answer
         if found or skipped or not is_usage:
             yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
@@ -99,7 +100,7 @@ class Stream:
 class Session:
     """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
 
-    is_finished = False
+    is_finished = is_broken = False
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""

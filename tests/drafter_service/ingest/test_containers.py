@@ -17,7 +17,17 @@ import pytest
 import zstandard
 
 from drafter_service.ingest import containers, tables, token_arrays
-from drafter_service.ingest.containers import BINARY, CHAT_LOG, DRAWN, EMPTY, NO_RECORDS, NOT_TEXT, NOTEBOOK, YAML, kind_of
+from drafter_service.ingest.containers import (
+    BINARY,
+    CHAT_LOG,
+    DRAWN,
+    EMPTY,
+    NO_RECORDS,
+    NOT_TEXT,
+    NOTEBOOK,
+    YAML,
+    kind_of,
+)
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.formats import Found, Read
