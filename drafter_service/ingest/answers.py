@@ -28,11 +28,15 @@ TEXTS = words("turns text generated_text output_text completion response generat
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
-BODY = frozenset(words("choices candidates generations object body role delta messages"))
+BODY = frozenset(words("choices candidates generations object body role delta messages finish_reason"))
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
+ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
+"""Reasons why an answer ended, which may stand beside its text."""
 BODIES = ("body", "inputBodyJson", "outputBodyJson")
 """Fields of requests and responses with their bodies; the latter are Bedrock's."""
 
+NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
+BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
 UNTRAINED = "a message that its log excludes from training (weight 0, or part of the input)"
@@ -120,6 +124,12 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if isinstance(value, list):
         if (whole := _joined(value)) is not None:
             return outputs_of(whole, skipped)
+        if len(value) == 2 and isinstance(value[1], str) and value[1] in ENDS:  # Why it ended
+            return outputs_of(value[0], skipped)
+        items = [one for one in value if not isinstance(one, dict) or "type" not in one or chats.role_of(one)]
+        if len(items) < len(value) and chats.is_chat(items):
+            skipped += [NOT_A_MESSAGE] * (len(value) - len(items))
+            value = items
         if chats.is_chat(value):
             return _reply(chats.read_messages(value, skipped))
         return [output for element in value for output in outputs_of(element, skipped)]
@@ -173,8 +183,12 @@ def body_of(value: object) -> object:
     if isinstance(value, str):
         decoded = parsed(value)
         if value.startswith(("data:", "event:")):
-            events = [parsed(line[5:].strip()) for line in value.splitlines() if line.startswith("data:")]
-            return [event for event in events if isinstance(event, dict)] or value
+            lines = [line.removeprefix("data:").strip() for line in value.split("\n")]
+            events = [parsed(line) for line in lines if "{" in line]
+            read = [event for event in events if isinstance(event, dict)]
+            if 0 < len(read) < len(events):
+                raise RecordError(BROKEN_STREAM)
+            return read or value
         first = decoded[0] if isinstance(decoded, list) and decoded else decoded
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
@@ -195,11 +209,13 @@ def deltas_of(event: object) -> list[Delta] | None:
     """Return the parts of answers in an event of a stream; None if the value is not one."""
     if not isinstance(event, dict):
         return None
-    choices, kind = event.get("choices"), event.get("type")
+    choices, kind, candidates = event.get("choices"), event.get("type"), event.get("candidates")
     if isinstance(choices, list):
         return _chunk(event, choices)
     if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
         return [(0, _anthropic_piece(event), kind == "message_stop")]
+    if isinstance(candidates, list):  # Gemini
+        return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
         message = event.get("message")
         fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
@@ -222,9 +238,15 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
     return list(zip(numbers, pieces, ended, strict=True))
 
 
+def _gemini_piece(candidate: Message) -> Delta:
+    index, content = candidate.get("index"), candidate.get("content")
+    parts = content.get("parts") if isinstance(content, dict) else None
+    return index if isinstance(index, int) else 0, {"parts": parts}, candidate.get("finishReason") is not None
+
+
 def _anthropic_piece(event: Message) -> Message:
     delta, block = event.get("delta"), event.get("content_block")
-    if isinstance(block, dict) and block.get("type") == "tool_use":
+    if isinstance(block, dict) and str(block.get("type")).endswith("tool_use"):
         return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
     if not isinstance(delta, dict):
         return {}
@@ -238,6 +260,8 @@ class Streamed:
     def __init__(self) -> None:
         self._pieces: defaultdict[tuple[int, str, str], list[str]] = defaultdict(list)
         """Those of a field, by the number of the answer, the index of the tool call or "", and the name."""
+        self._parts: defaultdict[int, list[object]] = defaultdict(list)
+        """Gemini's, by the number of the answer."""
         self._open: set[int] = set()
         self._whole: object = None
 
@@ -250,6 +274,7 @@ class Streamed:
         for number, fields, is_last in deltas:
             self._pieces[number, "", "content"].append(_piece(fields, "content", "text"))
             self._pieces[number, "", "reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
+            self._parts[number] += parts if isinstance(parts := fields.get("parts"), list) else []
             calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
             for position, call in enumerate(calls if isinstance(calls, list) else ()):
                 if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
@@ -265,8 +290,8 @@ class Streamed:
         for (number, call, name), pieces in self._pieces.items():
             messages[number][call][name] = "".join(pieces)
         choices = []
-        for _, calls in sorted(messages.items()):
-            message = calls.pop("")
+        for number, calls in sorted(messages.items()):
+            message = calls.pop("") | {"parts": self._parts[number]}
             choices.append({"message": message | {"tool_calls": [{"function": call} for call in calls.values()]}})
         return self._whole or {"choices": choices}
 

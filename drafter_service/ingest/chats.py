@@ -47,12 +47,20 @@ UNTRAINED = "weight"
 """Field of messages of the assistant that are not outputs."""
 
 ARGUMENTS = ("arguments", "args", "input", "parameters")
-CALLS = frozenset(words("tool_use tool_call function_call custom_tool_call toolUse functionCall"))
+CALLS = frozenset(
+    words(
+        "tool_use tool_call function_call custom_tool_call toolUse functionCall server_tool_use mcp_tool_use mcp_call"
+    )
+)
 RESULTS = frozenset(
-    words("tool_result function_result function_call_output custom_tool_call_output toolResult functionResponse")
+    words(
+        "tool_result tool_call_response function_result function_call_output custom_tool_call_output toolResult"
+        " functionResponse"
+    )
 )
 THOUGHTS = frozenset(words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent"))
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
+TEXTS = ("text", "value", "refusal", "content")
 FILES = frozenset(words("inlineData inline_data fileData image image_url"))
 """Fields of parts that are not text."""
 THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details")
@@ -60,6 +68,7 @@ THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks re
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 NAMELESS_CALL = "a tool call without the name of a function"
+SERVER_CALL = "a call of a tool of the service, of which the log has no name and arguments"
 NO_CONTENT = "a message whose content is neither text nor parts with text"
 
 
@@ -265,13 +274,15 @@ class _Parts:
             known = part.get("tool_use_id") or part.get("call_id") or part.get("toolUseId")
             self.results.append({"role": TOOL, "content": "\n".join(texts)})
             self.results[-1] |= {"tool_call_id": known} if isinstance(known, str) else {}
+        elif kind.endswith("_call"):
+            self._skipped.append(SERVER_CALL)
         elif kind in THOUGHTS or part.get("thought") is True:
             self.thoughts += _texts(part)
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
         elif not kind or "text" in kind or kind == "refusal":
-            text = next((part[name] for name in ("text", "value", "refusal") if isinstance(part.get(name), str)), None)
-            if text is None and not kind and part and not FILES & part.keys():
+            text = next((part[name] for name in TEXTS if isinstance(part.get(name), str)), None)
+            if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
             self.texts += [text] if text else []
 

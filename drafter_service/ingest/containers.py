@@ -56,8 +56,17 @@ NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
+NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
+YAML = "YAML, which is not read; convert it to JSON, or --text learns it as text"
+DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
 VLLM_LOG = "a log of vLLM, which has prompts but no outputs; record responses too"
 VLLM_LINE = re.compile(rb"^[^\n]{0,99}INFO \d\d-\d\d [^\n]{0,99}Received request \S+:", re.MULTILINE)
+NOTEBOOK_HEAD = re.compile(rb'\s*\{(?=.*"cells"\s*:)(?=.*"(cell_type|nbformat)")', re.DOTALL)
+CASSETTE = re.compile(rb"(---\s+)?(http_)?interactions:\s")
+DOCUMENT = re.compile(rb"(---|%YAML)[^\n]*\n(?!\s*[\[{])")
+"""Beginnings of YAML: of recordings of HTTP (VCR), and of other documents."""
+BOXED = re.compile(r"\s*[\u2500-\u257f].*[\u2500-\u257f]\s*")
+"""Lines of tables and boxes, unlike those of trees of folders."""
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
     rb"^[^\w\n]{0,9}(?:(user|human|observation(?=[ \d]*:))"
@@ -150,8 +159,13 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(opened.problem or EMPTY)
     if b"\0" in head:
         raise RecordError(BINARY)
+    if not as_text and (suffix == ".ipynb" or NOTEBOOK_HEAD.match(head)):
+        raise RecordError(NOTEBOOK)
     if as_text or suffix[1:] in SOURCE.split() or PurePosixPath(opened.file.path).stem.lower() in TEXT_NAMES:
         return "text"
+    is_yaml = suffix in (".yaml", ".yml") or CASSETTE.match(head) or (suffix not in PROSE and DOCUMENT.match(head))
+    if is_yaml and head.lstrip()[:1] not in (b"{", b"["):
+        raise RecordError(YAML)
     if layout := layout_of(head, suffix, share=0.5 if suffix in PROSE else 0.1):
         return layout
     if suffix in (".csv", ".tsv") or is_csv(head):
@@ -162,6 +176,9 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
         raise RecordError(VLLM_LOG)
     if suffix not in PROSE:
         raise RecordError(NOT_TEXT)
+    lines = [line for line in head.decode(errors="replace").splitlines() if line.strip()]
+    if 2 * sum(BOXED.fullmatch(line) is not None for line in lines) > len(lines):
+        raise RecordError(DRAWN)
     if DICT.match(head):
         raise RecordError(NOT_JSON)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))

@@ -23,16 +23,26 @@ Reader = Callable[[Value, list[str]], list[Found] | None]
 """Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
 does not have the format."""
 
-REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
-RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
+REQUESTS = words(
+    "request request_body requestBody body reqPayload proxy_server_request kwargs inputs input gen_ai.input.messages"
+)
+RESPONSES = words(
+    "response response_body responseBody respPayload response_obj result outputs output gen_ai.output.messages"
+)
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
     " generated_answer prediction predictions pred"
 )
 """Names of fields with what a model wrote, the most exact ones first."""
+PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
+"""Names of fields that are prompts of a model wherever they are."""
 OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
+EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
+"""Those that may have only the answer that was extracted from a longer text or conversation."""
+LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE)
+"""Names of fields with such texts."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
 CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
 MASKS = words("labels loss_mask assistant_masks completion_mask")
@@ -43,12 +53,20 @@ FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
 STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
+GIVEN = re.compile(
+    r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
+    r"|(tool|function)(call)?(result|response|output)"
+)
+"""Types of records, and of objects in them, whose text no model wrote: results of tools, texts of users, requests.
+In lowercase."""
+OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
+"""Fields of results of tools."""
 
 READABLE = (str, list, dict, np.ndarray, type(None))
 
 NOT_SEARCHED = re.compile(
-    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|args|input|requests?$|question"
-    "|query|template|metadata|instance|annotat|observ|^id$|_id$|model_name",
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|^function|args|input"
+    "|requests?$|^user|^human(?!.?eval)|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
     re.IGNORECASE,
 )
 """Names of fields in which no outputs are searched."""
@@ -60,8 +78,9 @@ NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
 NO_RESPONSE = "a request of a batch without its response"
-NOT_A_MODEL = "a step of a trace that is not a call of a model"
+NOT_A_MODEL = "a step of a trace that is not an answer of a model, as of a tool or user"
 REJECTED = "an answer that is labelled as bad"
+SHORTER = "an answer that is extracted from a longer text beside it; name the text with --field"
 SCORES = "scores of given answers, which are not outputs"
 TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
@@ -109,6 +128,11 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
     refusals: dict[tuple[str, ...], str] = {}
     for record in records:
+        if isinstance(record.value, sessions.Unread):
+            for stream in groups.values() if record.value.breaks_streams else ():
+                stream.is_broken = True
+            yield Read(record, "", [], [record.value.reason])
+            continue
         try:
             yield from _read_fields(record, fields) if fields else _read(record, groups, refusals)
         except (RecordError, RecursionError) as problem:
@@ -152,6 +176,8 @@ def _read(
             if group.is_finished:
                 del groups[name]
             return reads
+        if row.read in WEAK and _is_given(value, row.read):
+            return [Read(record, row.name, [], [NOT_A_MODEL])]
         skipped: list[str] = []
         if row.read is not None and (found := row.read(value, skipped)) is not None:
             return [Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])]
@@ -163,6 +189,14 @@ def _read(
 def is_conversation(found: list[Found]) -> bool:
     """Return whether the outputs of a record are turns of one conversation, and not answers to the same prompt."""
     return len({len(one.prompt.messages) if isinstance(one.prompt, Chat) else 0 for one in found}) > 1
+
+
+def _is_given(value: Value, read: Reader | None = None) -> bool:
+    """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
+    kind = str(value.get("run_type", value.get("type"))).lower()
+    is_step = kind in STEPS and read in (_exchange, COLUMNS[1])
+    is_given = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    return is_step or is_given or any(value.get(name) for name in OF_TOOLS)
 
 
 # --- Readers
@@ -189,11 +223,9 @@ def _exchange(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a request and its response, or a step of a trace; not columns of texts."""
     request = next((body_of(record[name]) for name in REQUESTS if record.get(name)), None)
     response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
-    if not isinstance(response, dict) and not isinstance(request, dict | list):
+    first = request[0] if isinstance(request, list) and request else request
+    if not isinstance(response, dict) and not isinstance(first, dict | list):
         return None
-    kind = record.get("run_type", record.get("type"))
-    if isinstance(kind, str) and kind.lower() in STEPS:
-        return _none(skipped, NOT_A_MODEL)
     if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
         response = response["message"]  # Anthropic's batches
     return exchange(record if request is None else request, response, skipped, record.get("request_id"))
@@ -253,23 +285,43 @@ def _columns(names: Iterable[str]) -> Reader:
         if name is None:
             is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
             return None if is_null else []
+        if name in EXTRACTED and _is_extracted(record, name):
+            return _none(skipped, SHORTER)
         if _is_rejected(record, skipped):
             return []
         prompt, value = prompt_of(record, name), body_of(record[name])
+        if name in EXTRACTED and isinstance(prompt, Chat) and prompt.messages[-1]["role"] == ASSISTANT:
+            return None
         if is_chat(value):
             return conversation(value, record, skipped, prompt)
         while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
             prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
         outputs = outputs_of(value, skipped)
-        thoughts = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str)), None)
-        if thoughts and len(outputs) == 1 and isinstance(outputs[0], str):
-            outputs = outputs_of({"role": ASSISTANT, "content": outputs[0], "reasoning": thoughts}, skipped)
+        thoughts: Any = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
+        thoughts = thoughts if isinstance(thoughts, list) else [thoughts]
+        texts = value if isinstance(value, list) and len(value) == len(thoughts) else outputs
+        if len(texts) == len(thoughts) and all(isinstance(part, str | None) for part in (*texts, *thoughts)):
+            pairs = [(text, thought) for text, thought in zip(texts, thoughts, strict=True) if text]
+            messages = [{"role": ASSISTANT, "content": text, "reasoning": thought} for text, thought in pairs]
+            outputs = [output for message in messages for output in outputs_of(message, skipped)]
         several = next((record[key] for key in ("prompts", "inputs", "input_texts") if key in record), None)
         if isinstance(several, list) and len(several) == len(outputs):
             return [Found(output, prompt_of(one)) for output, one in zip(outputs, several, strict=True)]
         return [Found(output, prompt) for output in outputs]
 
     return read
+
+
+def _is_extracted(record: Value, name: str) -> bool:
+    """Return whether another field has the longer text that the answer in a field was extracted from."""
+    others = [other for other in record if LONGER.search(other) and not NOT_SEARCHED.search(other)]
+    return any(2 * len(str(record[name])) < len(_first_text(record[other])) for other in others if other != name)
+
+
+def _first_text(value: object) -> str:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else ""
 
 
 def _is_rejected(record: Value, skipped: list[str]) -> bool:
@@ -332,7 +384,8 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def _text(record: Value, _: list[str]) -> list[Found] | None:
     text = record["text"]
-    return [Found(text)] if isinstance(text, str) and text and not TASK & record.keys() else None
+    is_text = isinstance(text, str) and text and not TASK & record.keys()
+    return [Found(text)] if is_text and "role" not in record and not is_chat([record]) else None
 
 
 def _all_ids(record: Value, _: list[str]) -> list[Found] | None:
@@ -349,27 +402,47 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
         if is_chat(value):
             found += conversation(value, record, skipped) or []
             continue
-        for one in value if isinstance(value, list) else [value]:
+        values = value if isinstance(value, list) else [value]
+        for one, following in zip(values, [*values[1:], None], strict=False):
+            if _goes_on(one, following):
+                continue
             is_list = isinstance(one, list) and one and isinstance(one[0], dict | list)
             if is_list or isinstance(one, dict):
                 found += _found_in({"": one} if is_list else one, skipped, depth)
     return found or None
 
 
+def _goes_on(chat: Any, following: Any) -> bool:
+    """Return whether a list of messages is repeated in the next one, perhaps without some of the user."""
+    if not is_chat(chat) or not is_chat(following) or len(chat) >= len(following) or chat[0] != following[0]:
+        return False
+    first, second = ([one for one in messages if role_of(one) == ASSISTANT] for messages in (chat, following))
+    return second[: len(first)] == first
+
+
 def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
-    """Read an object inside of a record; rows of a table only with a prompt and an output."""
+    """Read an object inside of a record; rows of a table only with a prompt and an output.
+
+    Other objects, such as descriptions of models, have an `input` and an `output`, too.
+    """
+    if _is_given(value):
+        return []
     for row in FORMATS:
         if row.read is None or row.read in (_text, _all_ids, _searched) or row.share(value) < 1:
             continue
+        if row.name == "input and output" and value.keys().isdisjoint(PROMPTS):
+            continue
         notes: list[str] = []
-        found = row.read(value, notes)
-        if found and (row.read not in COLUMNS or found[0].prompt is not None):
+        found = None if _is_given(value, row.read) else row.read(value, notes)
+        if found and (row.read not in WEAK or found[0].prompt is not None):
             skipped += notes
             return found
     return _searched(value, skipped, depth + 1) or []
 
 
 COLUMNS = (_columns(COMPLETIONS), _columns(OUTPUTS), _columns(("answer",)))
+WEAK = (_exchange, *COLUMNS, _text, _searched)
+"""Readers of fields that steps without a model have, too."""
 
 FORMATS = (
     Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
@@ -378,12 +451,12 @@ FORMATS = (
     Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
     Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
     Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls", group=sessions.Messages),
+    Format("messages, one per record", "role|from content|value|parts|tool_calls|text", group=sessions.Messages),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),
     Format("Anthropic messages", "role content type", _response),
-    Format("Gemini", "candidates", _response),
+    Format("Gemini", "candidates", _response, group=Stream),
     Format("Inspect, sample", "messages output epoch", _conversation),
     Format("Inspect, log", "samples eval", _searched),
     Format("LangSmith", "inputs outputs run_type", _exchange),
@@ -502,5 +575,5 @@ def _paths(record: Value, before: str = "", depth: int = 3) -> Iterator[tuple[st
         path = before + ("*" if name.isdecimal() else name) + ("[]" if isinstance(value, list) else "")
         if isinstance(first, str):
             yield path, len(first)
-        elif isinstance(first, dict) and depth:
+        elif isinstance(first, dict) and depth and not _is_given(first):
             yield from _paths(first, f"{path}.", depth - 1)

@@ -15,6 +15,7 @@ from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
 from drafter_service.ingest.formats import Record, read_records
 from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.sessions import Unread
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 MAX_JSON = 32 << 20
@@ -77,7 +78,7 @@ def read_json_lines(opened: Opened, reading: Reading) -> Iterator[Record]:
                 value = values_of(line)
                 if not value:
                     is_cut = number == first + block.count(b"\n") and line.lstrip()[:1] in (b"{", b"[")
-                    reading.faults.record(JSON_CUT if is_cut else NOT_JSON, place)
+                    value = Unread(JSON_CUT if is_cut else NOT_JSON, b"{" in line and not is_cut)
             if type(value) is not list or _is_record(value):
                 yield Record(value, place)
             else:
@@ -194,7 +195,7 @@ class JsonText:
             except RecordError as problem:
                 line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
                 if str(problem) != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
-                    self._count(str(problem))
+                    yield from self._unread(str(problem), "{" in line)
                 if is_only and str(problem) != NOT_JSON:
                     yield from self._object()
                 elif str(problem) != NOT_UTF8:
@@ -203,7 +204,7 @@ class JsonText:
                 yield from self._only(value) if is_only and not self._next() else [self._record(value)]
         self._at += 1
         if depth > 0 and not char:
-            self._count(JSON_CUT)
+            yield from self._unread(JSON_CUT)
 
     def _only(self, value: Any) -> Iterator[Record]:
         """Yield the only object of a file; or the elements of its list of objects, if only they can be records."""
@@ -244,9 +245,11 @@ class JsonText:
         self._number += 1
         return Record(value, f"{self._opened.label}:{self._number}")
 
-    def _count(self, reason: str) -> None:
+    def _unread(self, reason: str, breaks_streams: bool = False) -> Iterator[Record]:
         if reason != JSON_CUT or not self._is_cut:
-            self._reading.faults.record(reason, f"{self._opened.label}:{self._number + 1}")
+            yield Record(
+                Unread(reason, breaks_streams and reason != JSON_CUT), f"{self._opened.label}:{self._number + 1}"
+            )
         self._is_cut = reason == JSON_CUT
 
     # --- The window

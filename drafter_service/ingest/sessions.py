@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import Found, Streamed, deltas_of, exchange
+from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, exchange
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
 
 Event = Mapping[str, Any]
@@ -32,6 +32,14 @@ class Record(NamedTuple):
     """FILE:NUMBER of the line, row or element."""
 
 
+class Unread(NamedTuple):
+    """Stands for a value of a log that cannot be read."""
+
+    reason: str
+    breaks_streams: bool
+    """Whether it may have been a chunk of a response."""
+
+
 class Read(NamedTuple):
     """Contents of a record, or of several that belong together."""
 
@@ -52,6 +60,8 @@ class Stream:
         self.first = first
         self.is_finished = False
         """Whether no further record belongs to it."""
+        self.is_broken = False
+        """Whether chunks may be missing."""
         self._name = name
         self._streamed = Streamed()
 
@@ -61,20 +71,27 @@ class Stream:
         kind = value.get("type")
         if isinstance(kind, str) and kind.startswith("response."):
             return "response"
+        if "candidates" in value and "choices" not in value:
+            known = value.get("responseId", "" if "usageMetadata" in value else None)
+            return known if isinstance(known, str) else None
         known = value.get("id") or value.get("model")
         return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
         self.is_finished = self._streamed.add(record.value)
+        self.is_broken &= record.value.get("type") != "response.completed"  # It repeats all chunks.
         if self.is_finished:
             yield from self.finish()
 
     def finish(self) -> Iterator[Read]:
         """Yield the answers, whose end may be missing."""
+        if self.is_broken:
+            yield Read(self.first, self._name, [], [BROKEN_STREAM])
+            return
         skipped: list[str] = []
         first = self.first.value
-        found = exchange(first, self._streamed.response(), skipped, first.get("id"))
+        found = exchange(first, self._streamed.response(), skipped, first.get("request_id", first.get("id")))
         is_usage = first.get("choices") == [] or first.get("usage")  # After the answer
         if found or skipped or not is_usage:
             yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
@@ -83,7 +100,7 @@ class Stream:
 class Session:
     """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
 
-    is_finished = False
+    is_finished = is_broken = False
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
@@ -148,8 +165,8 @@ class Messages(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys() and "type" not in value
-        return "" if is_message else None
+        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys()
+        return "" if is_message and ("type" not in value or "text" in value) else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         return object(), messages_of(event, self._skipped)
@@ -170,7 +187,8 @@ class ClaudeCode(Session):
         if not isinstance(message, dict) or message.get("model") == "<synthetic>" or event.get("isApiErrorMessage"):
             return None, []
         fields = {"role": event["type"], "content": message.get("content")}
-        return message.get("id"), messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
+        known = message.get("id") or event.get("requestId") or object()
+        return known, messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
 
 
 class Codex(Session):

@@ -17,7 +17,17 @@ import pytest
 import zstandard
 
 from drafter_service.ingest import containers, tables, token_arrays
-from drafter_service.ingest.containers import BINARY, CHAT_LOG, EMPTY, NO_RECORDS, NOT_TEXT, kind_of
+from drafter_service.ingest.containers import (
+    BINARY,
+    CHAT_LOG,
+    DRAWN,
+    EMPTY,
+    NO_RECORDS,
+    NOT_TEXT,
+    NOTEBOOK,
+    YAML,
+    kind_of,
+)
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
 from drafter_service.ingest.formats import Found, Read
@@ -348,7 +358,16 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "arrow": (b"ARROW1\0\0", "Arrow"),
         "stream.json": (b"\xff\xff\xff\xff\x10\0\0\0", "Arrow"),
         "program": (b"\x7fELF\0", BINARY),
-        "config.yaml": (b"a: 1\n", NOT_TEXT),
+        "config.yaml": (b"a: 1\n", YAML),
+        "calls.yaml": (b"- request:\n    body: '" + record + b"'\n" + record, YAML),
+        "calls.log": (b"---\nhttp_interactions:\n- request: " + record, YAML),
+        "calls.txt": (b"interactions:\n- response: 'data: " + record + b"'\n" + record + b"\n" + record, YAML),
+        "json.yaml": (record + b"\n" + record, "JSON lines"),
+        "front.md": (b"---\ntitle: a\n---\nText\n", "text"),
+        "table.md": ("┏━━━┓\n┃ a ┃\n┡━━━┩\n│ b │\n└───┘\n".encode(), DRAWN),
+        "tree.md": ("Files\n├── a\n│   └── b\n└── c\n".encode(), "text"),
+        "a.ipynb": (b'{"nbformat": 4, "cells": []}', NOTEBOOK),
+        "notebook.json": (b'{\n "cells": [{"cell_type": "code", "outputs": [{"text": ["no\\n"]}]}]}', NOTEBOOK),
         "server2.log": (b"INFO started\nINFO stopped\n", NOT_TEXT),
         "notes": (b"text", NOT_TEXT),
         "empty.json": (b" \n", EMPTY),

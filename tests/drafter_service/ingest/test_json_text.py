@@ -15,6 +15,7 @@ from drafter_service.ingest.reading import Reading
 from tests.drafter_service.ingest.loads import (
     LEARNED,
     RECORDS,
+    REFUSED,
     documents_in,
     outputs_in,
     small,
@@ -25,6 +26,7 @@ ONE, TWO = {"completion": "one"}, {"completion": "two", "rest": {"a": [1, {"comp
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "one"}]
 PRETTY = json.dumps(TWO, indent=2)
 LINE = json.dumps(ONE)
+CHUNK = '{"object": "chat.completion.chunk", "choices": [{"delta": {"content": "%s"}}]}'
 
 
 def test_json_lines(tmp_path):
@@ -132,6 +134,9 @@ def test_layouts_of_json(tmp_path, suffix, content, outputs):
             ["one", "one"],
             {JSON_CUT: 1},
         ),
+        (f"{CHUNK % 'o'}\n{CHUNK[:60]}\n{CHUNK % 'e'}\n{LINE}\n", ["one"], {NOT_JSON: 1, REFUSED: 1}),
+        (f"[{CHUNK % 'o'},\n{CHUNK[:60]}\n{CHUNK % 'e'},\n{LINE}]", ["one"], {NOT_JSON: 1, REFUSED: 1}),
+        (f"{CHUNK % 'o'}\nINFO a token\n{CHUNK % 'ne'}\n", ["one"], {NOT_JSON: 1}),
         (b'[{"completion": "\xff"}, {"completion": "one"}]', ["one"], {NOT_UTF8: 1}),
         (b'{"completion": "\xff"}\n{"completion": "one"}\n', ["one"], {NOT_UTF8: 1}),
     ],
@@ -148,7 +153,7 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
         outputs_in(tmp_path / "a.json")
-    assert [record.value for record in records] == [[*CHAT, CHAT[0]]]
+    assert [record.value for record in records][-1:] == [[*CHAT, CHAT[0]]]
 
 
 def test_memory_for_an_array_does_not_grow_with_it(tmp_path):

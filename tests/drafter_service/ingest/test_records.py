@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, UNTRAINED
-from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, Chat, Reply, plain_text
+from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
+from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import (
     FIELDS,
@@ -27,16 +27,19 @@ from drafter_service.ingest.formats import (
     NOT_A_RECORD,
     REJECTED,
     SCORES,
+    SHORTER,
     Record,
     is_markdown_chat,
     markdown_chat,
     read_records,
 )
+from drafter_service.ingest.sessions import Unread
 
 ROOT = Path(__file__).parents[3]
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 CHOICES = [{"index": 0, "message": ANSWER}]
+PARTS = {"role": "assistant", "parts": [{"type": "text", "content": "Because."}], "finish_reason": "stop"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 CALLED = '{"name": "look", "arguments": {"at": "it"}}'
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -104,7 +107,7 @@ CASES = {
           {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
           {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
           {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}},
-          {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "name": "look", "input": {}}},
+          {"type": "content_block_start", "index": 2, "content_block": {"type": "server_tool_use", "name": "look", "input": {}}},
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"at": '}},
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '"it"}'}},
           {"type": "message_stop"}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
@@ -132,6 +135,8 @@ CASES = {
          [(["Why?"], f"Hm.\n\nI look.\n\n{CALLED}"), (["Why?", f"Hm.\n\nI look.\n\n{CALLED}", "seen"], "So.")]),
         ([claude("user", "Why?"), claude("user", "Task", isSidechain=True), claude("assistant", "Done.", isSidechain=True),
           claude("assistant", "Because.")], [(["Why?"], "Because."), (["Task"], "Done.")]),
+        ([claude("user", "Why?"), claude("assistant", "So."), claude("assistant", "I", requestId="r"), claude("assistant", "look.", requestId="r")],
+         [(["Why?"], "So."), (["Why?", "So."], "I\nlook.")]),
     ],
     "Codex, session": [
         ([{"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": "Be short."}},
@@ -161,6 +166,8 @@ CASES = {
     "messages, one per record": [
         ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
          [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
+        ([{"type": "message", "role": role, "text": text} for role, text in (("user", "Why?"), ("assistant", "Because."))],
+         [(["Why?"], "Because.")]),
     ],
     "MT-Bench": [
         ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
@@ -190,10 +197,13 @@ CASES = {
     ],
     "OpenAI Responses API": [
         ([{"id": "r", "input": "Why?", "instructions": "Be short.", "output": [
-            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, {"type": "web_search_call"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}, {"type": "mcp_list_tools", "tools": []},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
             {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'}]}],
          [(["Be short.", "Why?"], f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"output": [{"type": "mcp_call", "name": "look", "arguments": '{"at": "it"}', "output": "seen"},
+                      {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
+         [(None, f"So.\n\n{CALLED}")]),
         ([{"input": [USER, {"type": "function_call", "name": "look", "call_id": "1", "arguments": '{"at": "it"}'},
                      {"type": "function_call_output", "call_id": "1", "output": "seen"}],
            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}]}],
@@ -202,7 +212,7 @@ CASES = {
     "Anthropic messages": [
         ([{"id": "m", "type": "message", "role": "assistant", "content": [
             {"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "So."}, {"type": "tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
+            {"type": "text", "text": "So."}, {"type": "mcp_tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
          [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
     ],
     "Gemini": [
@@ -212,6 +222,11 @@ CASES = {
            "systemInstruction": {"parts": [{"text": "Be short."}]},
            "candidates": [{"content": {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": "So."}]}}]}],
          [(["Be short.", "Why?", CALLED, "seen"], "Hm.\n\nSo.")]),
+        ([{"responseId": response, "candidates": [{"content": {"role": "model", **parts}} | end]} for response, parts, end in (
+            ("a", {"parts": [{"text": "Hm.", "thought": True}]}, {}), ("b", {"parts": [{"text": "B"}]}, {}),
+            ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
+            ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
+         [(None, "Hm.\n\nSo."), (None, "B")]),
     ],
     "Inspect, sample": [
         ([{"id": 1, "epoch": 1, "input": "Why?", "target": "gold", "output": {"choices": CHOICES},
@@ -263,6 +278,11 @@ CASES = {
             {"content": "Be"}, {"content": "cause."})) + "data: [DONE]\n\n"}], [(["Why?"], "Because.")]),
         ([{"request": {"contents": [{"parts": [{"text": "q"}], "role": "user"}]},
            "response": {"candidates": [{"content": {"parts": [{"text": "Because."}]}}]}}], [(["q"], "Because.")]),
+        ([{"request": {"messages": [USER]}, "response": [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ("Be", "cause.")]}],
+         [(["Why?"], "Because.")]),
+        ([{"input": json.dumps({"messages": [PARTS | {"role": "user"}]}), "output": '{"text": "So.", "finish_reason": "stop"}'}],
+         [(["Because."], "So.")]),
+        ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
@@ -326,6 +346,11 @@ CASES = {
         ([{"prompt": "p", "response": '{"text": "JSON of a model"}'}], [("p", '{"text": "JSON of a model"}')]),
         ([{"prompt": "p", "completion": "good", "label": True}, {"prompt": "p", "completion": "bad", "label": False}], [("p", "good")]),
         ([{"question": "q", "response": "", "answer": "gold"}], []),
+        ([{"question": "q", "prediction": "written", "reference": "a longer reference"}], [("q", "written")]),
+        ([{"prompt": "p", "completion": ["a", "stop"]}, {"prompt": "p", "completions": [["b", "length"], ["c", None]]}],
+         [("p", "a"), ("p", "b"), ("p", "c")]),
+        ([{"prompt": "p", "responses": ["a", "", "b", "c"], "thinking": ["Hm.", "Hm?", "Hm!", None]}],
+         [("p", "Hm.\n\na"), ("p", "Hm!\n\nb"), ("p", "c")]),
     ],
     "HumanEval, EvalPlus, LiveCodeBench": [
         ([{"task_id": "HumanEval/0", "solution": "def f(): pass"}], [(None, "def f(): pass")]),
@@ -351,6 +376,7 @@ CASES = {
         ([{"messages": [USER, {"role": "assistant", "content": [{"type": "reasoning", "value": "Hm."}, {"type": "text", "value": "So."}]}]}],
          [(["Why?"], "Hm.\n\nSo.")]),
         ([{"messages": [USER, ANSWER], "answer": "gold"}], [(["Why?"], "Because.")]),
+        ([{"messages": [USER, ANSWER], "prediction": "B"}], [(["Why?"], "Because.")]),
         ([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be short."}], [(["Be short.", "a"], "b")]),
         ([{"conversations": [{"from": "user", "value": "a"}, {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "it"}}'},
                              {"from": "observation", "value": "seen"}, {"from": "chatgpt", "value": "b"}]}],
@@ -385,6 +411,10 @@ CASES = {
         ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
         ([{"request_states": [{"request": {"prompt": "p"}, "result": {"completions": [{"text": "t"}]}}]}], [("p", "t")]),
         ([[USER, ANSWER]], [(["Why?"], "Because.")]),
+        ([{"train_messages": [[USER, ANSWER], [USER, ANSWER, USER, ANSWER], [USER, ANSWER, RESULT, ANSWER, CALLING]]}],
+         [(["Why?"], "Because."), (["Why?", "Because.", "seen"], "Because."), (["Why?", "Because.", "seen", "Because."], CALLED)]),
+        ([{"chats": [[USER, ANSWER], [USER, {"role": "assistant", "content": "So."}, USER, ANSWER]]}],
+         [(["Why?"], "Because."), (["Why?"], "So."), (["Why?", "So.", "Why?"], "Because.")]),
         ([{"state": {"history": [USER, ANSWER]}, "task": {"prompt": "p", "reference": "gold"}}], [(["Why?"], "Because.")]),
     ],
 }  # fmt: skip
@@ -405,7 +435,7 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or |, )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+(?:\.\w+\.\w+)?`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
         ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
@@ -431,12 +461,23 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
         ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
+        ({"output": [{"type": "web_search_call", "action": {"query": "x"}}]}, SERVER_CALL),
+        ({"output": [{"type": "message", "role": "assistant", "content": []}, {"type": "mcp_list_tools"}]}, NOT_A_MESSAGE),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, NO_CONTENT),
         ({"messages": [USER, ANSWER | {"weight": 0}]}, UNTRAINED),
         ({"prompt": "p", "completion": "c", "label": False}, REJECTED),
         ({"custom_id": "1", "body": {"messages": [USER]}}, NO_RESPONSE),
         ({"run_type": "tool", "inputs": {"input": "x"}, "outputs": {"output": "x"}}, NOT_A_MODEL),
+        ({"type": "tool.execution_complete", "data": {"result": {"content": "x"}}}, NOT_A_MODEL),
+        ({"type": "tool.result", "result": {"output": "x"}}, NOT_A_MODEL),
+        ({"type": "functionResponse", "prompt": "p", "response": "x"}, NOT_A_MODEL),
+        ({"type": "user.message", "text": "x"}, NOT_A_MODEL),
+        ({"name": "ls", "toolCallId": "1", "input": "ls", "output": "x"}, NOT_A_MODEL),
         ({"resps": [[["-1.0", "True"]]]}, SCORES),
+        ({"question": "q", "pred": ["18"], "code": ["print(16 + 2)\n```output\n18\n```"]}, SHORTER),
+        ({"question": "q", "prediction": "B", "raw_text": "", "model_reasoning": "It is not A, so it is B."}, SHORTER),
+        ({"input": "q", "prediction": "B", "output": "a reference, which is longer"}, SHORTER),
+        ({"type": "SPAN", "input": "x", "output": "y"}, NOT_A_MODEL),
         ({"token_ids": [1, -1]}, BAD_IDS),
         ({"token_ids": [4_294_967_295]}, BAD_IDS),
         ({"token_ids": [1.5]}, BAD_IDS),
@@ -477,6 +518,34 @@ def test_refusals_have_neither_values_nor_names_that_may_be_texts():
     assert len(reasons) == 1000
     (reason,) = skipped({f"id{number}": 1 for number in range(1000)})
     assert len(reason) < 300
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"role": "narrator", "text": "x"},
+        {"type": "user", "content": 3, "text": "x"},
+        {"event": {"type": "tool.result", "result": {"output": "x"}}},
+        {"event": {"type": "llm.request", "messages": [USER, ANSWER]}},
+        {"data": {"toolCallId": "1", "result": {"content": "x"}}},
+        {"step": {"result": {"content": "x"}}},
+        {"user": {"messages": [USER, ANSWER]}},
+        {"modalities": {"input": ["text"], "output": ["text"]}},
+        {"cells": [{"outputs": [{"name": "stdout", "text": ["x"]}]}]},
+    ],
+)
+def test_text_that_may_be_of_tools_and_users_is_not_read(record):
+    assert outputs(record) == []
+    assert skipped(record) != []
+
+
+def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():
+    first, *_, last = chunks = deltas({"content": "a"}, {"content": "b"}, {"content": "c"})
+    assert outputs(first, Unread(NOT_A_RECORD, breaks_streams=True), last) == []
+    assert outputs(first, Unread(NOT_A_RECORD, breaks_streams=False), last) == [(None, "ac")]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+    lines[1] = lines[1].replace(": ", ":\n", 2)
+    assert skipped({"request": {}, "response": "".join(lines)}) == [BROKEN_STREAM]
 
 
 def test_a_broken_call_costs_only_itself():
