@@ -148,8 +148,11 @@ class Messages(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys() and "type" not in value
-        return "" if is_message else None
+        # With both fields it is a response, or an item of one.
+        is_message = chats.role_of(value) in chats.ROLES.values() and not {"role", "type"} <= value.keys()
+        source, _, event = str(value.get("type")).partition(".")
+        is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
+        return "" if is_event or (is_message and not OTHERS & value.keys()) else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         return object(), messages_of(event, self._skipped)
