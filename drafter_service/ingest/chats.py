@@ -29,7 +29,8 @@ ROLES = {
     **dict.fromkeys(words("user human prompter humanmessage"), USER),
     **dict.fromkeys(words("system systemmessage"), SYSTEM),
     **dict.fromkeys(
-        words("tool function observation function_response tool_response toolresult tool_result ipython toolmessage"), TOOL
+        words("tool function observation function_response tool_response toolresult tool_result ipython toolmessage"),
+        TOOL,
     ),
     **dict.fromkeys(words("function_call tool_call"), CALL),
     "developer": "developer",
@@ -63,9 +64,7 @@ THOUGHTS = frozenset(
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
 FILES = frozenset(words("inlineData inline_data fileData image image_url"))
 """Fields of parts that are not text."""
-THOUGHTS_BESIDE = words(
-    "reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText"
-)
+THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText")
 """Fields with the reasoning of a message, in which some services repeat it."""
 CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
 """Fields with the tool calls of a message."""
@@ -110,17 +109,23 @@ def role_of(message: object) -> str | None:
 
 
 def inner_of(event: Message) -> Message:
-    """Return the message that an event has in one of its fields, with the role that the event has; or the event."""
-    for name in ("message", "content", "data"):
-        inner, kind = event.get(name), event.get("type")
-        if not isinstance(inner, dict) or name in inner:  # Not the content of a message
-            continue
-        if isinstance(kind, str) and kind.endswith((".message", ".execution_complete")):  # Copilot
-            return {**inner, "role": kind.partition(".")[0]}
-        if name != "data" and isinstance(inner.get("role"), str):
+    """Return the message that an event has in a field, with the role of the event; other values as they are.
+
+    An answer with a message, such as one of OpenAI's choices or of Gemini's candidates, is not an event.
+    """
+    if isinstance(event.get("content"), str):
+        return event
+    kind, role = event.get("type"), event.get("role")
+    kind = kind if isinstance(kind, str) else ""
+    if isinstance(inner := event.get("message"), dict) and "message" not in inner:
+        if isinstance(inner.get("role"), str) and (kind == "message" or kind.lower() in ROLES):
             return inner
-        if name == "message" and isinstance(event.get("role"), str) and "content" in inner and "content" not in event:
-            return {"role": event["role"], **inner}
+        if isinstance(role, str) and "content" in inner and "content" not in event:  # Cursor
+            return {**inner, "role": role}
+    if "author" in event and isinstance(inner := event.get("content"), dict) and isinstance(inner.get("role"), str):
+        return inner  # Google's ADK
+    if kind.endswith((".message", ".execution_complete")) and isinstance(inner := event.get("data"), dict):
+        return {**inner, "role": kind.partition(".")[0]}  # Copilot
     return event
 
 
@@ -154,7 +159,8 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
         message = message[inner] if isinstance(message.get(inner), dict) else message
     parts = _Parts(skipped)
     content = next(
-        (message[name] for name in ("content", "value", "parts", "text", "message", "result") if message.get(name)), None
+        (message[name] for name in ("content", "value", "parts", "text", "message", "result") if message.get(name)),
+        None,
     )
     if role == CALL:
         role = ASSISTANT
@@ -319,7 +325,10 @@ class _Parts:
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
         elif not kind or "text" in kind or kind in ("refusal", "code"):
-            text = next((part[name] for name in ("text", "value", "refusal", "content") if isinstance(part.get(name), str)), None)
+            text = next(
+                (part[name] for name in ("text", "value", "refusal", "content") if isinstance(part.get(name), str)),
+                None,
+            )
             if text is None and not kind and part and not FILES & part.keys():
                 text = as_json(part)
             self.texts += [text] if text else []
@@ -330,7 +339,7 @@ class _Parts:
         if not isinstance(call, dict) or function is None:
             return
         fields = function if isinstance(function, dict) else call
-        name = function if isinstance(function, str) else fields.get("name")
+        name = function if isinstance(function, str) else fields.get("name") or fields.get("toolName")
         arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
         if not isinstance(name, str) or not name:
             self._skipped.append(NAMELESS_CALL)

@@ -75,7 +75,7 @@ TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
 NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
 
-LONG = 80
+LONG = 40
 """Length of texts of several words that may be outputs, whatever the name of their field."""
 MAX_DEPTH = 8
 MAX_ELEMENTS = 8
@@ -368,9 +368,9 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
             continue
         notes: list[str] = []
         found = row.read(value, notes)
-        if NOT_A_MODEL in notes:  # Its parts repeat those of other steps.
+        if row.read is exports.span and found is not None:  # Its parts repeat those of other spans.
             skipped += notes
-            return []
+            return found
         if found and (row.read not in COLUMNS or found[0].prompt is not None):
             skipped += notes
             return found
@@ -398,7 +398,7 @@ FORMATS = (
     Format("Gemini", "candidates", _response),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", exports.span),
     Format("ChatGPT, export", "mapping", exports.tree),
-    Format("BFCL", "id result", exports.function_calls),
+    Format("BFCL", "result id", exports.function_calls),
     Format("prompt and samples", "samples model|prompt", exports.samples),
     Format("Inspect, sample", "messages output epoch", _conversation),
     Format("Inspect, log", "samples eval", _searched),
@@ -505,9 +505,11 @@ def _advice(record: Value) -> str:
             lengths[path] = max(len(text) if " " in text else 0, lengths.get(path, 0))
     likely = [path for path in lengths if LIKELY.search(path)]
     others = [path for path, length in lengths.items() if length > LONG or POSSIBLE.search(path)]
-    if not likely and len(others) != 1:
+    if len(others) == 1 and not any(lengths[path] for path in likely):  # The likely ones are words, such as "passed".
+        likely = others
+    if not likely or {"type", "timestamp"} <= record.keys():  # Events have texts of users and tools, too.
         return ""
-    path = max(likely or others, key=lengths.__getitem__)
+    path = max(likely, key=lengths.__getitem__)
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     return f"; if {path} is an output, give {prompt}--field {quote(path)}"
 
@@ -527,8 +529,9 @@ def _texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, s
         for element in value[:MAX_ELEMENTS]:
             yield from _texts_in(element, path.removesuffix("[]") + "[]", depth)
     elif isinstance(value, dict) and depth and (depth == 4 or role_of(value) is None):
-        is_keyed = all(NUMBER.search(name) or not NAME.fullmatch(name) for name in value)
-        is_keyed = is_keyed and len({type(inner) for inner in value.values()}) == 1
+        kinds = {type(inner) for inner in value.values()}
+        keys = sum(NUMBER.search(name) is not None or not NAME.fullmatch(name) for name in value)
+        is_keyed = len(kinds) == 1 and keys >= len(value) * (1 if str in kinds else 0.5)
         numbered = Counter(NUMBER.sub("*", name) for name in value)
         for name, inner in islice(value.items(), MAX_ELEMENTS if is_keyed else None):
             is_readable = NAME.fullmatch(name) and name not in answers.PROMPTS
