@@ -221,7 +221,7 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
 
 def _turns(pairs: object) -> object:
     """Return the messages of a list of pairs such as {"human": "...", "assistant": "..."}; others as they are."""
-    if not isinstance(pairs, list) or not all(isinstance(pair, dict) and PAIR <= {*map(_role, pair)} for pair in pairs):
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) and {*map(_role, pair)} >= PAIR for pair in pairs):
         return pairs
     turns = [(_role(name), text) for pair in pairs for name, text in pair.items() if isinstance(text, str)]
     return [{"role": role, "content": text} for role, text in turns if role in PLAIN]

@@ -120,7 +120,7 @@ def function_calls(record: Value, skipped: list[str]) -> list[Found] | None:
     return found
 
 
-def samples(record: Value, skipped: list[str]) -> list[Found] | None:
+def samples(record: Value, _: list[str]) -> list[Found] | None:
     """Read samples of a model: texts, or objects with an output."""
     written = record["samples"] if isinstance(record["samples"], list) else []
     texts = [one.get("output") if isinstance(one, dict) and "messages" not in one else one for one in written]

@@ -360,6 +360,7 @@ CASES = {
         ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
     ],
     "prompt and completion": [
+        ([{"responses": [{"message": ANSWER}, {"message": ANSWER}]}], [(None, "Because.")] * 2),
         ([{"messages": [USER], "response": "r"}], [(["Why?"], "r")]),
         ([{"prompt": [USER], "completion": [ANSWER]}], [(["Why?"], "Because.")]),
         ([{"prompt": [USER], "completion": [CALLING, RESULT, ANSWER]}],
@@ -397,7 +398,7 @@ CASES = {
                       {"author": "a", "content": {"role": "model", "parts": [{"function_call": {"name": "look", "args": {"at": "it"}}}]}},
                       {"author": "a", "content": {"role": "user", "parts": [{"function_response": {"response": {"output": "seen"}}}]}},
                       {"author": "a", "content": {"role": "model", "parts": [{"text": "So."}]}}]}],
-         [(["Why?"], CALLED), (["Why?", CALLED, '{"output": "seen"}'], "So.")]),
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "So.")]),
         ([{"conversation": [{"human": "Why?", "assistant": "So."}, {"human": "And?", "assistant": "No."}]}],
          [(["Why?"], "So."), (["Why?", "So.", "And?"], "No.")]),
         ([{"history": [{"role": "human", "content": "Why?"}, {"role": "assistant", "result": "So."}]}], [(["Why?"], "So.")]),
@@ -453,7 +454,6 @@ CASES = {
             {"key": "gen_ai.output.messages", "value": {"stringValue": json.dumps([ANSWER])}}]} for name in ("chat", "invoke_agent")]}]}]}],
          [(None, "Because.")]),
         ([{"tests": [{"id": "1", "input": "p"}], "runs": [{"model": "m", "samples": [{"id": "1", "output": "a"}]}]}], [(None, "a")]),
-        ([{"responses": [{"generations": [{"message": ANSWER}, {"message": ANSWER}]}]}], [(None, "Because.")] * 2),
         ([{"model": "m", "results": [{"prompt": "p", "completion": "c"}, {"prompt": "q", "completion": "d"}]}], [("p", "c"), ("q", "d")]),
         ([{"info": {}, "tasks": [{"messages": [USER, ANSWER]}], "simulations": [{"id": 1, "messages": [USER, ANSWER]}]}], [(["Why?"], "Because.")]),
         ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
@@ -479,7 +479,7 @@ def test_every_format_is_read(name, records, expected):
 def test_every_format_has_a_case_and_a_row_in_the_documentation():
     assert list(CASES) == [row.name for row in FORMATS]
     section = (ROOT / "docs" / "operations.md").read_text().split("## Warm up")[1].split("\n## ")[0]
-    documented = re.findall(r"^\| ([^|`]+) \| ((?:`[\w-]+`(?: or |, )?)*) ?\|", section, re.MULTILINE)
+    documented = re.findall(r"^\| ([^|`]+) \| ((?:`\w[\w.-]*`(?: or |, )?)*) ?\|", section, re.MULTILINE)
     fields = [
         ", ".join(" or ".join(f"`{name}`" for name in field.split("|")) for field in row.fields.split())
         for row in FORMATS
