@@ -36,7 +36,8 @@ ROLES = {
     "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
-PAIR = {USER, ASSISTANT}
+SPEAKERS = ("system", "human", "user", "assistant")
+"""Fields of pairs of messages."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
     words(
@@ -66,6 +67,7 @@ FILES = frozenset(words("inlineData inline_data fileData image image_url"))
 """Fields of parts that are not text."""
 THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText")
 """Fields with the reasoning of a message, in which some services repeat it."""
+CONTENTS = ("content", "value", "parts", "text", "message", "result")
 CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
 """Fields with the tool calls of a message."""
 
@@ -94,8 +96,8 @@ def role_of(message: object) -> str | None:
     if not isinstance(message, dict):
         return None
     message = inner_of(message)
-    if isinstance(is_user := message.get("isCreatedByUser"), bool):  # LibreChat; the sender is the name of the model.
-        return USER if is_user else ASSISTANT
+    if "isCreatedByUser" in message:  # LibreChat; the sender is the name of the model.
+        return USER if message["isCreatedByUser"] else ASSISTANT
     role = next((message[name] for name in ("role", "from", "author", "sender") if message.get(name)), None)
     if role is None and isinstance(kind := message.get("type"), str):
         if (item := item_role(kind)) is not None:
@@ -158,10 +160,7 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     for inner in ("kwargs", "data"):  # LangChain
         message = message[inner] if isinstance(message.get(inner), dict) else message
     parts = _Parts(skipped)
-    content = next(
-        (message[name] for name in ("content", "value", "parts", "text", "message", "result") if message.get(name)),
-        None,
-    )
+    content = next((message[name] for name in CONTENTS if message.get(name)), None)
     if role == CALL:
         role = ASSISTANT
         content = None if parts.add_encoded_calls(content) else content
@@ -214,26 +213,18 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
     if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
     read = read_messages(messages, [] if skipped is None else skipped)
-    if len(read) < len(messages) and any(role_of(one) is None and not _is_event(one) for one in messages):
+    if len(read) < len(messages) and any(
+        role_of(one) is None and not (isinstance(one, dict) and "type" in one) for one in messages
+    ):
         return None
     return with_request(Chat(read), request if isinstance(request, dict) else {}) if read else None
 
 
 def _turns(pairs: object) -> object:
     """Return the messages of a list of pairs such as {"human": "...", "assistant": "..."}; others as they are."""
-    if not isinstance(pairs, list) or not all(isinstance(pair, dict) and {*map(_role, pair)} >= PAIR for pair in pairs):
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "assistant" in pair for pair in pairs):
         return pairs
-    turns = [(_role(name), text) for pair in pairs for name, text in pair.items() if isinstance(text, str)]
-    return [{"role": role, "content": text} for role, text in turns if role in PLAIN]
-
-
-def _role(name: object) -> str | None:
-    return ROLES.get(name.lower()) if isinstance(name, str) and name.lower() != "model" else None
-
-
-def _is_event(value: object) -> bool:
-    """Return whether an element of a list of messages is another event, such as a notice to the user."""
-    return isinstance(value, dict) and isinstance(value.get("type"), str) and "role" not in value
+    return [{"role": ROLES[name], "content": pair[name]} for pair in pairs for name in SPEAKERS if pair.get(name)]
 
 
 def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
@@ -325,10 +316,8 @@ class _Parts:
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
         elif not kind or "text" in kind or kind in ("refusal", "code"):
-            text = next(
-                (part[name] for name in ("text", "value", "refusal", "content") if isinstance(part.get(name), str)),
-                None,
-            )
+            texts = [part[name] for name in ("text", "value", "refusal", "content") if isinstance(part.get(name), str)]
+            text = texts[0] if texts else None
             if text is None and not kind and part and not FILES & part.keys():
                 text = as_json(part)
             self.texts += [text] if text else []

@@ -19,7 +19,7 @@ STEPS = frozenset(
     words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace")
 )
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
-OPERATIONS = frozenset(words("chat text_completion generate_content"))
+OPERATIONS = words("chat text_completion generate_content")
 """Values of `gen_ai.operation.name` of calls of a model."""
 WRAPPERS = frozenset(words("message tool_call message_content"))
 """Parts of the names of OpenInference's attributes that say what their number stands for."""
@@ -44,12 +44,9 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
         fields = {str(pair.get("key")): next(iter(pair["value"].values()), None) for pair in pairs}
     if not isinstance(fields, dict):
         return None
-    kind = fields.get("openinference.span.kind", record.get("span_kind"))
-    operation, identity = fields.get("gen_ai.operation.name"), fields.get("ai.operationId")
-    is_step = isinstance(kind, str) and kind.lower() in STEPS
-    is_step |= isinstance(operation, str) and operation not in OPERATIONS
-    is_step |= isinstance(identity, str) and not identity.endswith((".doGenerate", ".doStream"))
-    if is_step:
+    kind = str(fields.get("openinference.span.kind", record.get("span_kind", ""))).lower()
+    operation, identity = fields.get("gen_ai.operation.name", "chat"), str(fields.get("ai.operationId", ".doStream"))
+    if kind in STEPS or operation not in OPERATIONS or not identity.endswith((".doGenerate", ".doStream")):
         skipped.append(NOT_A_MODEL)
         return []
     text = next((fields[name] for name in ("ai.response.text", "ai.response.object") if fields.get(name)), "")
@@ -58,31 +55,30 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
     before: object = parsed(fields.get("gen_ai.input.messages", fields.get("ai.prompt.messages")))
     after = parsed(fields.get("gen_ai.output.messages")) or _attributes(fields, "llm.output_messages") or text
     if not after:
-        return [] if kind is not None or operation is not None else None
+        return [] if kind == "llm" or "gen_ai.operation.name" in fields else None
     return exchange(before or _attributes(fields, "llm.input_messages"), after, skipped)
 
 
 def _attributes(fields: Value, prefix: str) -> object:
     """Return the list whose elements have attributes of their own, such as "PREFIX.0.message.content"."""
-    tree: Value = {}
-    for name, value in fields.items():
-        if name == prefix or not name.startswith(prefix):
-            continue
-        *path, last = [part for part in name[len(prefix) + 1 :].split(".") if part not in WRAPPERS]
-        inner = tree
-        for part in path:
-            inner = inner.setdefault("content" if part == "contents" else part, {})
-            if not isinstance(inner, dict):
-                return None
-        inner[last] = value
-    return _lists(tree) or fields.get(prefix)
+    nested: Value = {}
+    for name in (name for name in fields if name.startswith(f"{prefix}.")):
+        path = [
+            part for part in name[len(prefix) + 1 :].replace("contents", "content").split(".") if part not in WRAPPERS
+        ]
+        inner: Any = nested
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+        if path and isinstance(inner, dict):
+            inner[path[-1]] = fields[name]
+    return _lists(nested) or fields.get(prefix)
 
 
 def _lists(tree: object) -> object:
     """Return a tree in which objects with numbers as names are lists."""
     if not isinstance(tree, dict):
         return tree
-    if tree and all(name.isdecimal() for name in tree):
+    if all(name.isdecimal() for name in tree):
         return [_lists(tree[name]) for name in sorted(tree, key=int)]
     return {name: _lists(value) for name, value in tree.items()}
 

@@ -52,7 +52,6 @@ NOT_SEARCHED = re.compile(
 """Names of fields in which no outputs are searched."""
 LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result", re.IGNORECASE)
 """Names of fields that are suggested for --field before others."""
-POSSIBLE = re.compile("content|text", re.IGNORECASE)
 UNLIKELY = re.compile(
     "context|truth|correct|label|time|(^|_)(date|ref|tests?|intent|human|user|system)(_|$)|scor|grad|rating|metric|error|finish"
     "|stop_|status|title|url|path$|uuid|hash|commit|version|name$|type$|passage|document|source|instruct|descri|feedback",
@@ -61,10 +60,9 @@ UNLIKELY = re.compile(
 """Names of fields that are never suggested, beside those in which no outputs are searched."""
 WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
 """The beginning of a text that is neither a number nor a time."""
+NUMBER = re.compile(r"\d+")
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 """Names of fields that messages repeat. Others may be texts of users."""
-
-NUMBER = re.compile(r"\d+")
 
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
@@ -78,10 +76,8 @@ NO_FIELD = "a field of --field is missing, or neither text, messages nor token i
 LONG = 40
 """Length of texts of several words that may be outputs, whatever the name of their field."""
 MAX_DEPTH = 8
-MAX_ELEMENTS = 8
-"""Elements of a list or of an object in which texts are searched to suggest a field."""
 MAX_NAMES = 12
-"""Names of fields in a reason."""
+"""Names of fields in a reason; elements of a list or an object in which a field to suggest is searched."""
 MAX_SHAPES = 32
 """Different sets of fields in one file for which reasons have the names; a file may have objects keyed by ids."""
 MAX_GROUPS = 256
@@ -504,7 +500,7 @@ def _advice(record: Value) -> str:
         if WORDS.match(text):
             lengths[path] = max(len(text) if " " in text else 0, lengths.get(path, 0))
     likely = [path for path in lengths if LIKELY.search(path)]
-    others = [path for path, length in lengths.items() if length > LONG or POSSIBLE.search(path)]
+    others = [path for path, length in lengths.items() if length > LONG]
     if len(others) == 1 and not any(lengths[path] for path in likely):  # The likely ones are words, such as "passed".
         likely = others
     if not likely or {"type", "timestamp"} <= record.keys():  # Events have texts of users and tools, too.
@@ -526,14 +522,14 @@ def _texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, s
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, list):
-        for element in value[:MAX_ELEMENTS]:
+        for element in value[:MAX_NAMES]:
             yield from _texts_in(element, path.removesuffix("[]") + "[]", depth)
     elif isinstance(value, dict) and depth and (depth == 4 or role_of(value) is None):
         kinds = {type(inner) for inner in value.values()}
         keys = sum(NUMBER.search(name) is not None or not NAME.fullmatch(name) for name in value)
         is_keyed = len(kinds) == 1 and keys >= len(value) * (1 if str in kinds else 0.5)
         numbered = Counter(NUMBER.sub("*", name) for name in value)
-        for name, inner in islice(value.items(), MAX_ELEMENTS if is_keyed else None):
+        for name, inner in islice(value.items(), MAX_NAMES if is_keyed else None):
             is_readable = NAME.fullmatch(name) and name not in answers.PROMPTS
             if is_keyed or (is_readable and not NOT_SEARCHED.search(name) and not UNLIKELY.search(name)):
                 pattern = NUMBER.sub("*", name)
