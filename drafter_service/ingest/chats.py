@@ -24,20 +24,25 @@ def words(text: str) -> tuple[str, ...]:
 
 ROLES = {
     **dict.fromkeys(
-        words("assistant gpt chatgpt model ai bot chatbot bing bard claude aimessage aimessagechunk"), ASSISTANT
+        words("assistant gpt chatgpt model ai bot chatbot bing bard claude gemini aimessage aimessagechunk"), ASSISTANT
     ),
     **dict.fromkeys(words("user human prompter humanmessage"), USER),
     **dict.fromkeys(words("system systemmessage"), SYSTEM),
-    **dict.fromkeys(words("tool function observation function_response tool_response ipython toolmessage"), TOOL),
+    **dict.fromkeys(
+        words("tool function observation function_response tool_response toolresult tool_result ipython toolmessage"),
+        TOOL,
+    ),
     **dict.fromkeys(words("function_call tool_call"), CALL),
     "developer": "developer",
 }
 """Roles in OpenAI's names, by the lowercase names that logs have for them."""
+SPEAKERS = ("system", "human", "user", "assistant")
+"""Fields of pairs of messages."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
 UNUSUAL = frozenset(
     words(
         "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id"
-        " name additional_kwargs refusal weight loss_weight source"
+        " name additional_kwargs refusal weight loss_weight source toolCalls toolRequests thoughts reasoningText"
     )
 )
 """Fields of messages with more than a text."""
@@ -49,22 +54,28 @@ UNTRAINED = "weight"
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 CALLS = frozenset(
     words(
-        "tool_use tool_call function_call custom_tool_call toolUse functionCall server_tool_use mcp_tool_use mcp_call"
+        "tool_use tool_call function_call custom_tool_call toolUse functionCall toolCall server_tool_use mcp_tool_use"
+        " mcp_call"
     )
 )
 RESULTS = frozenset(
     words(
         "tool_result tool_call_response function_result function_call_output custom_tool_call_output toolResult"
-        " functionResponse"
+        " functionResponse function_response"
     )
 )
-THOUGHTS = frozenset(words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent"))
+THOUGHTS = frozenset(
+    words("thinking reasoning reasoning.text reasoning.summary reasoning_text reasoningContent thoughts")
+)
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
 TEXTS = ("text", "value", "refusal", "content")
 FILES = frozenset(words("inlineData inline_data fileData image image_url"))
 """Fields of parts that are not text."""
-THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details")
+THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText")
 """Fields with the reasoning of a message, in which some services repeat it."""
+CONTENTS = ("content", "value", "parts", "text", "message", "result")
+CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
+"""Fields with the tool calls of a message."""
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 NAMELESS_CALL = "a tool call without the name of a function"
@@ -91,6 +102,9 @@ def role_of(message: object) -> str | None:
     """Return the role of a message in OpenAI's names, or an unknown one as it is; None if it is not a message."""
     if not isinstance(message, dict):
         return None
+    message = inner_of(message)
+    if "isCreatedByUser" in message:  # LibreChat; the sender is the name of the model.
+        return USER if message["isCreatedByUser"] else ASSISTANT
     role = next((message[name] for name in ("role", "from", "author", "sender") if message.get(name)), None)
     if role is None and isinstance(kind := message.get("type"), str):
         if (item := item_role(kind)) is not None:
@@ -101,6 +115,27 @@ def role_of(message: object) -> str | None:
         role = name if has_content and isinstance(name, str) and name.lower() in ROLES else None
     role = role.get("role") if isinstance(role, dict) else role
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
+
+
+def inner_of(event: Message) -> Message:
+    """Return the message that an event has in a field, with the role of the event; other values as they are.
+
+    An answer with a message, such as one of OpenAI's choices or of Gemini's candidates, is not an event.
+    """
+    if isinstance(event.get("content"), str):
+        return event
+    kind, role = event.get("type"), event.get("role")
+    kind = kind if isinstance(kind, str) else ""
+    if isinstance(inner := event.get("message"), dict) and "message" not in inner:
+        if isinstance(inner.get("role"), str) and (kind == "message" or kind.lower() in ROLES):
+            return inner
+        if isinstance(role, str) and "content" in inner and "content" not in event:  # Cursor
+            return {**inner, "role": role}
+    if "author" in event and isinstance(inner := event.get("content"), dict) and isinstance(inner.get("role"), str):
+        return inner  # Google's ADK
+    if kind.endswith((".message", ".execution_complete")) and isinstance(inner := event.get("data"), dict):
+        return {**inner, "role": kind.partition(".")[0]}  # Copilot
+    return event
 
 
 def item_role(kind: object) -> str | None:
@@ -125,15 +160,14 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     content, role = message.get("content"), message.get("role", default)
     if isinstance(content, str) and role in PLAIN and not UNUSUAL & message.keys():
         return [{"role": role, "content": content}]
+    message = inner_of(message)
     role = role_of(message) or default
     if role is None:
         return []
     for inner in ("kwargs", "data"):  # LangChain
         message = message[inner] if isinstance(message.get(inner), dict) else message
     parts = _Parts(skipped)
-    content = next(
-        (message[name] for name in ("content", "value", "parts", "text", "message") if message.get(name)), None
-    )
+    content = next((message[name] for name in CONTENTS if message.get(name)), None)
     if role == CALL:
         role = ASSISTANT
         content = None if parts.add_encoded_calls(content) else content
@@ -146,7 +180,7 @@ def messages_of(message: object, skipped: list[str], default: str | None = None)
     parts.add(message.get("refusal"))
     for source in (message, message.get("additional_kwargs")):
         if isinstance(source, dict) and not parts.calls:
-            parts.add_encoded_calls(source.get("tool_calls") or source.get("function_call"))
+            parts.add_encoded_calls(next((source[name] for name in CALLS_BESIDE if source.get(name)), None))
     named = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
     if message.get("weight", message.get("loss_weight")) == 0 or message.get("source") == "input":
         named[UNTRAINED] = 0
@@ -182,12 +216,22 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
 
     request: the object that may have the system prompt, the tools and variables of the template.
     """
+    messages = _turns(messages)
     if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
     read = read_messages(messages, [] if skipped is None else skipped)
-    if len(read) < len(messages) and any(role_of(message) is None for message in messages):
+    if len(read) < len(messages) and any(
+        role_of(one) is None and not (isinstance(one, dict) and "type" in one) for one in messages
+    ):
         return None
     return with_request(Chat(read), request if isinstance(request, dict) else {}) if read else None
+
+
+def _turns(pairs: object) -> object:
+    """Return the messages of a list of pairs such as {"human": "...", "assistant": "..."}; others as they are."""
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) and "assistant" in pair for pair in pairs):
+        return pairs
+    return [{"role": ROLES[name], "content": pair[name]} for pair in pairs for name in SPEAKERS if pair.get(name)]
 
 
 def with_request(chat: Chat, request: Mapping[str, Any]) -> Chat:
@@ -261,7 +305,7 @@ class _Parts:
             self._skipped.append(NO_CONTENT)
 
     def _add_object(self, part: Message) -> None:
-        kind = str(part.get("type") or "")
+        kind = str(part.get("type") or part.get("content_type") or "")
         if not kind and (named := [name for name in part if name in CALLS | RESULTS | THOUGHTS]):
             kind = named[0]
             part = part[kind] if isinstance(part[kind], dict) else part
@@ -280,7 +324,7 @@ class _Parts:
             self.thoughts += _texts(part)
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
-        elif not kind or "text" in kind or kind == "refusal":
+        elif not kind or "text" in kind or kind in ("refusal", "code"):
             text = next((part[name] for name in TEXTS if isinstance(part.get(name), str)), None)
             if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
@@ -292,7 +336,7 @@ class _Parts:
         if not isinstance(call, dict) or function is None:
             return
         fields = function if isinstance(function, dict) else call
-        name = function if isinstance(function, str) else fields.get("name")
+        name = function if isinstance(function, str) else fields.get("name") or fields.get("toolName")
         arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
         if not isinstance(name, str) or not name:
             self._skipped.append(NAMELESS_CALL)
@@ -330,7 +374,7 @@ def _texts(content: object) -> list[str]:
         return [content] if content else []
     if isinstance(content, list):
         return [text for part in content for text in _texts(part)]
-    names = ("thinking", "reasoning", "text", "value", "content", "summary", "output", "reasoningText")
+    names = words("thinking reasoning text value content summary output reasoningText thoughts description")
     present = (_texts(content[name]) for name in names if name in content) if isinstance(content, dict) else ()
     return next(filter(None, present), [])
 

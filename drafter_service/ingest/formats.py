@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import islice
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, origins, sessions
+from drafter_service.ingest import answers, exports, origins, sessions
 from drafter_service.ingest.answers import Found, body_of, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
+from drafter_service.ingest.exports import NOT_A_MODEL, STEPS, Reader, Value
 from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
-Value = dict[str, Any]
-Reader = Callable[[Value, list[str]], list[Found] | None]
-"""Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
-does not have the format."""
-
-REQUESTS = words(
-    "request request_body requestBody body reqPayload proxy_server_request kwargs inputs input gen_ai.input.messages"
-)
-RESPONSES = words(
-    "response response_body responseBody respPayload response_obj result outputs output gen_ai.output.messages"
-)
+REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
+RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
 COMPLETIONS = words(
     "completion completions response responses generation generations generated_text generated_texts model_output"
     " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
@@ -44,15 +40,13 @@ EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
 LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE)
 """Names of fields with such texts."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history aider"))
+CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history events aider"))
 MASKS = words("labels loss_mask assistant_masks completion_mask")
 IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *MASKS, "tokens"))
 TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
 """Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
 FAILED = frozenset(words("error error_message exception status status_code"))
 """Fields that say why there is no response."""
-STEPS = frozenset(words("span event tool chain retriever embedding agent guardrail evaluator prompt parser trace"))
-"""Types of steps in traces that are not calls of a model, or repeat those of others."""
 GIVEN = re.compile(
     r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
     r"|(tool|function)(call)?(result|response|output)"
@@ -70,15 +64,23 @@ NOT_SEARCHED = re.compile(
     re.IGNORECASE,
 )
 """Names of fields in which no outputs are searched."""
-LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result|content|text", re.IGNORECASE)
+LIKELY = re.compile("answer|output|respon|complet|generat|predict|solution|reply|result", re.IGNORECASE)
 """Names of fields that are suggested for --field before others."""
+UNLIKELY = re.compile(
+    "context|truth|correct|label|time|(^|_)(date|ref|tests?|intent|human|user|system)(_|$)|scor|grad|rating|metric|error|finish"
+    "|stop_|status|title|url|path$|uuid|hash|commit|version|name$|type$|passage|document|source|instruct|descri|feedback",
+    re.IGNORECASE,
+)
+"""Names of fields that are never suggested, beside those in which no outputs are searched."""
+WORDS = re.compile(r"(?!\d{4}-\d\d-\d\d)[\W\d_]*[^\W\d_]")
+"""The beginning of a text that is neither a number nor a time."""
+NUMBER = re.compile(r"\d+")
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,39}")
 """Names of fields that messages repeat. Others may be texts of users."""
 
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
 NO_RESPONSE = "a request of a batch without its response"
-NOT_A_MODEL = "a step of a trace that is not an answer of a model, as of a tool or user"
 REJECTED = "an answer that is labelled as bad"
 SHORTER = "an answer that is extracted from a longer text beside it; name the text with --field"
 SCORES = "scores of given answers, which are not outputs"
@@ -86,11 +88,11 @@ TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
 NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
 
-LONG = 80
-"""Length of texts that may be outputs, whatever the name of their field."""
+LONG = 40
+"""Length of texts of several words that may be outputs, whatever the name of their field."""
 MAX_DEPTH = 8
 MAX_NAMES = 12
-"""Names of fields in a reason."""
+"""Names of fields in a reason; elements of a list or an object in which a field to suggest is searched."""
 MAX_SHAPES = 32
 """Different sets of fields in one file for which reasons have the names; a file may have objects keyed by ids."""
 MAX_GROUPS = 256
@@ -434,6 +436,9 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
             continue
         notes: list[str] = []
         found = None if _is_given(value, row.read) else row.read(value, notes)
+        if row.read is exports.span and found is not None:  # Its parts repeat those of other spans.
+            skipped += notes
+            return found
         if found and (row.read not in WEAK or found[0].prompt is not None):
             skipped += notes
             return found
@@ -451,12 +456,20 @@ FORMATS = (
     Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
     Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
     Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
-    Format("messages, one per record", "role|from content|value|parts|tool_calls|text", group=sessions.Messages),
+    Format(
+        "messages, one per record",
+        "role|from|type|author|isCreatedByUser content|value|parts|text|message|data|tool_calls",
+        group=sessions.Messages,
+    ),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),
     Format("OpenAI Responses API", "output", _response),
     Format("Anthropic messages", "role content type", _response),
     Format("Gemini", "candidates", _response, group=Stream),
+    Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", exports.span),
+    Format("ChatGPT, export", "mapping", exports.tree),
+    Format("BFCL", "result id", exports.function_calls),
+    Format("prompt and samples", "samples model|prompt", exports.samples),
     Format("Inspect, sample", "messages output epoch", _conversation),
     Format("Inspect, log", "samples eval", _searched),
     Format("LangSmith", "inputs outputs run_type", _exchange),
@@ -481,6 +494,7 @@ FORMATS = (
         "answer model|model_id|generator|usage|contexts|retrieved_contexts",
         COLUMNS[2],
     ),
+    Format("answers of named models", "", exports.named_answers),
     Format("text", "text", _text),
     Format("all token ids", "tokens|input_ids", _all_ids),
     Format("records inside of others", "", _searched),
@@ -519,9 +533,10 @@ def _reached(value: object, path: str) -> Iterator[object]:
         yield value
     elif isinstance(value, dict) and (path in value or name in value):
         yield from _reached(value[path], "") if path in value else _reached(value[name], rest)
-    elif isinstance(value, dict) and name == "*":
-        for inner in value.values():
-            yield from _reached(inner, rest)
+    elif isinstance(value, dict) and "*" in name:
+        for key in value:
+            if fnmatchcase(key, name):
+                yield from _reached(value[key], rest)
     elif isinstance(value, list):
         for element in value[int(name) : int(name) + 1] if name.isdecimal() else value:
             yield from _reached(element, rest if name.isdecimal() else path)
@@ -551,12 +566,24 @@ def _refusal(record: Value) -> str:
     )
     needs = ", ".join(" or ".join(field.split("|")[:3]) for field in nearest.fields.split())
     shown = f"; the nearest format is {nearest.name} ({needs})" if nearest.share(near) else ""
+    return NO_FORMAT + _names(record) + shown + _advice(record)
+
+
+def _advice(record: Value) -> str:
+    """Return the --field that may read a record; "" if no field is likely to have an output, or several may."""
+    lengths: dict[str, int] = {}
+    for path, text in _texts_in(record, ""):
+        if WORDS.match(text):
+            lengths[path] = max(len(text) if " " in text else 0, lengths.get(path, 0))
+    likely = [path for path in lengths if LIKELY.search(path)]
+    others = [path for path, length in lengths.items() if length > LONG]
+    if len(others) == 1 and not any(lengths[path] for path in likely):  # The likely ones are words, such as "passed".
+        likely = others
+    if not likely or {"type", "timestamp"} <= record.keys():  # Events have texts of users and tools, too.
+        return ""
+    path = max(likely, key=lengths.__getitem__)
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
-    paths = [path for path in _paths(record) if LIKELY.search(path[0]) or path[1] > LONG]
-    path = max(paths, key=lambda path: (LIKELY.search(path[0]) is not None, path[1]), default=("", 0))[0]
-    return (
-        NO_FORMAT + _names(record) + shown + (f"; if {path} is an output, give {prompt}--field {path}" if path else "")
-    )
+    return f"; if {path} is an output, give {prompt}--field {quote(path)}"
 
 
 def _names(record: object) -> str:
@@ -566,14 +593,21 @@ def _names(record: object) -> str:
     return f" in a record with the fields {', '.join(shown)}{more}" if shown else ""
 
 
-def _paths(record: Value, before: str = "", depth: int = 3) -> Iterator[tuple[str, int]]:
-    """Yield the paths of texts in a record that may be outputs, with their lengths."""
-    for name, value in record.items():
-        if not NAME.fullmatch(name) or NOT_SEARCHED.search(name) or name in answers.PROMPTS:
-            continue
-        first = value[0] if isinstance(value, list) and value else value
-        path = before + ("*" if name.isdecimal() else name) + ("[]" if isinstance(value, list) else "")
-        if isinstance(first, str):
-            yield path, len(first)
-        elif isinstance(first, dict) and depth and not _is_given(first):
-            yield from _paths(first, f"{path}.", depth - 1)
+def _texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value that may be outputs, each after its path, in which "*" stands for keys and numbers."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for element in value[:MAX_NAMES]:
+            yield from _texts_in(element, path.removesuffix("[]") + "[]", depth)
+    elif isinstance(value, dict) and depth and (depth == 4 or role_of(value) is None):
+        kinds = {type(inner) for inner in value.values()}
+        keys = sum(NUMBER.search(name) is not None or not NAME.fullmatch(name) for name in value)
+        is_keyed = len(kinds) == 1 and keys >= len(value) * (1 if str in kinds else 0.5)
+        numbered = Counter(NUMBER.sub("*", name) for name in value)
+        for name, inner in islice(value.items(), MAX_NAMES if is_keyed else None):
+            is_readable = NAME.fullmatch(name) and name not in answers.PROMPTS
+            if is_keyed or (is_readable and not NOT_SEARCHED.search(name) and not UNLIKELY.search(name)):
+                pattern = NUMBER.sub("*", name)
+                shown = "*" if is_keyed else pattern if numbered[pattern] > 1 else name
+                yield from _texts_in(inner, f"{path}.{shown}" if path else shown, depth - 1)

@@ -165,8 +165,12 @@ class Messages(Session):
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
         is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys()
-        return "" if is_message and ("type" not in value or "text" in value) else None
+        is_single = not {"role", "type"} <= value.keys() or "text" in value
+        source, _, event = str(value.get("type")).partition(".")
+        is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
+        return "" if is_event or (is_message and is_single) else None
 
     def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
         return object(), messages_of(event, self._skipped)
