@@ -111,8 +111,8 @@ def load(
     notes = []
     if facts[SIZE] > capacity:
         notes.append(
-            f"it has {facts[SIZE]:,} tokens, and the capacity is {capacity:,}: only the newest are loaded, and saving to "
-            "the same file removes the others"
+            f"it has {facts[SIZE]:,} tokens, and the capacity is {capacity:,}: only the newest are loaded, and saving "
+            "to the same file removes the others"
         )
     if tables is None:
         notes.append("probabilities were learned by another version in other tables; learning starts again")

@@ -181,4 +181,9 @@ def _show(advice: Advice) -> None:
     settings = advice.settings
     console.print(f"settings: capacity {settings.capacity:,}, {settings.draft_shape}, max_draft {settings.max_draft}")
     if advice.vllm:
-        console.print(f"vLLM: {advice.vllm}", soft_wrap=True, markup=False, highlight=False)
+        console.print(
+            f"vLLM 0.33 (for 0.32, see docs/hosts/vllm.md): {advice.vllm}",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
