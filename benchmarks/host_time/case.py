@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from multiprocessing import Pipe, Process
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,8 @@ def serve_to_process(engine: Engine, items: Sequence[Item], at_once: int, count:
     """Do as `serve` in the engine process of the HTTP server; return the seconds of each turn of its loop."""
     own, other = Pipe()
     requests = [item.request for item in items]
-    process = Process(target=submit_requests, args=(other, requests, at_once), daemon=True)
+    # Not forked: threads of gRPC may hold locks.
+    process = get_context("spawn").Process(target=submit_requests, args=(other, requests, at_once), daemon=True)
     process.start()
     other.close()
     turns: list[float] = []

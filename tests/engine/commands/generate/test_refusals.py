@@ -15,7 +15,11 @@ BAD_INPUT = {
     "unknown drafter option": (("--drafter-option", "x=1"), ["x"], "the drafter ssd has no option x; give "),
     "no such file": (("--file", "{tmp}/missing.txt"), [], "cannot read"),
     "empty file": (("--file", "{tmp}/empty.txt"), [], "has no prompt"),
-    "no such folder": (("--model", "/no/such"), [PROMPT], "no model folder /no/such; give a Hugging Face folder, or"),
+    "no such folder": (
+        ("--model", "/no/such"),
+        [PROMPT],
+        "no model folder /no/such; give a Hugging Face folder, a GGUF file, or",
+    ),
     "file that is not text": (("--file", "{tmp}/binary.txt"), [], "is not text in UTF-8"),
     "line that is not JSON": (("--file", "{tmp}/bad.jsonl"), [], "line 1 is not a JSON object"),
     "prompt of another type": (("--file", "{tmp}/type.jsonl"), [], "line 1: `prompt` must be"),
