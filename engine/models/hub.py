@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from drafter_service.client.gguf import is_gguf
 from engine.models.shipped import SHIPPED_MODEL
 from ssd.errors import UserError
 
@@ -72,6 +71,8 @@ def find_model(model: str | Path | None, files: Sequence[str] = FILES) -> Path:
 
 def _check_folder(path: Path) -> None:
     """Raise UserError for a file that is not a GGUF file, and for a folder without a model."""
+    from drafter_service.client.gguf import is_gguf
+
     if path.is_file() and not is_gguf(path):
         raise UserError(f"{path} is not a model folder; give the folder of its config.json, not a file in it")
     if path.is_dir() and not (path / "config.json").exists():
