@@ -69,8 +69,8 @@ THOUGHTS = frozenset(
 )
 """Types of parts of a content; Gemini and Bedrock have them as the name of the part's only field."""
 TEXTS = ("text", "value", "refusal", "content")
-FILES = frozenset(words("inlineData inline_data fileData image image_url"))
-"""Fields of parts that are not text."""
+FILES = frozenset(words("inlineData inline_data fileData image image_url codeExecutionResult code_execution_result"))
+"""Fields of parts that are not text of the model."""
 THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks reasoning_details thoughts reasoningText")
 """Fields with the reasoning of a message, in which some services repeat it."""
 CONTENTS = ("content", "value", "parts", "text", "message", "result")

@@ -37,10 +37,15 @@ OUTPUTS = ("output", "outputs")
 """Names of fields that may also have a reference. They are read only if there is none of the others."""
 EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
 """Those that may have only the answer that was extracted from a longer text or conversation."""
-LONGER = re.compile(r"code|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE)
+LONGER = re.compile(
+    r"code|solution|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE
+)
 """Names of fields with such texts."""
 THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-CONVERSATIONS = (*answers.CHATS, *words("traj history trajectory dialogue dialog chat chat_history events aider"))
+CONVERSATIONS = (
+    *answers.CHATS,
+    *words("traj history trajectory dialogue dialog chat chat_history message_log events aider"),
+)
 MASKS = words("labels loss_mask assistant_masks completion_mask")
 IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *MASKS, "tokens"))
 TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))

@@ -239,6 +239,8 @@ CASES = {
            "systemInstruction": {"parts": [{"text": "Be short."}]},
            "candidates": [{"content": {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": "So."}]}}]}],
          [(["Be short.", "Why?", CALLED, "seen"], "Hm.\n\nSo.")]),
+        ([{"candidates": [{"content": {"role": "model", "parts": [
+            {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "seen"}}, {"text": "So."}]}}]}], [(None, "So.")]),
         ([{"responseId": response, "candidates": [{"content": {"role": "model", **parts}} | end]} for response, parts, end in (
             ("a", {"parts": [{"text": "Hm.", "thought": True}]}, {}), ("b", {"parts": [{"text": "B"}]}, {}),
             ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
@@ -415,6 +417,8 @@ CASES = {
         ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
     ],
     "conversation": [
+        ([{"input": "x", "message_log": [USER, ANSWER, USER, ANSWER], "output": "Because."}],
+         [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
         ([{"messages": [{"type": "user", "content": "Why?"}, {"type": "info", "content": "x"}, {"type": "gemini", "content": "So."}]}],
          [(["Why?"], "So.")]),
         ([{"messages": [{"text": "Why?", "sender": "User", "isCreatedByUser": True},
@@ -551,6 +555,7 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"name": "ls", "toolCallId": "1", "input": "ls", "output": "x"}, NOT_A_MODEL),
         ({"resps": [[["-1.0", "True"]]]}, SCORES),
         ({"question": "q", "pred": ["18"], "code": ["print(16 + 2)\n```output\n18\n```"]}, SHORTER),
+        ({"question": "q", "pred": "18", "solution": "16 and 2 are 18, so the answer is 18."}, SHORTER),
         ({"question": "q", "prediction": "B", "raw_text": "", "model_reasoning": "It is not A, so it is B."}, SHORTER),
         ({"input": "q", "prediction": "B", "output": "a reference, which is longer"}, SHORTER),
         ({"type": "SPAN", "input": "x", "output": "y"}, NOT_A_MODEL),
