@@ -237,7 +237,7 @@ def serve_to_process(engine: Engine, items: Sequence[Item], at_once: int, count:
     engine.step = step  # type: ignore[method-assign]
     with suppress(EOFError):
         Worker(engine, own).run()
-    process.terminate()
+    process.kill()
     process.join()
     return turns
 

@@ -172,7 +172,8 @@ def test_a_failed_start_is_reported(pipe, problem, reason, capfd):
         raise problem
 
     ours, theirs = pipe
-    before = signal.getsignal(signal.SIGINT)
+    # The worker ignores these signals, and processes of later tests would inherit that.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if isinstance(problem, UserError):
             run_worker(theirs, build)
@@ -180,7 +181,8 @@ def test_a_failed_start_is_reported(pipe, problem, reason, capfd):
             with pytest.raises(SystemExit):
                 run_worker(theirs, build)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     [event] = ours.recv()
     assert isinstance(event, EngineFailed)
     assert reason in event.reason
