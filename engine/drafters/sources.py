@@ -57,13 +57,13 @@ def count_sources(sources: np.ndarray) -> np.ndarray:
     return np.bincount(np.minimum(sources, len(SOURCE_NAMES) - 1), minlength=len(SOURCE_NAMES))
 
 
-def counts_by_name(drafted: bytes | bytearray, accepted: bytes | bytearray) -> dict[str, DraftCounts]:
+def counts_by_name(drafted: np.ndarray, accepted: np.ndarray) -> dict[str, DraftCounts]:
     """Return the counts of each source that drafted anything, by its name.
 
-    drafted, accepted: the source of each verified and of each accepted draft token.
+    drafted, accepted: int64 [len(SOURCE_NAMES)], numbers of verified and of accepted draft tokens, see `count_sources`.
     """
-    columns = (count_sources(np.frombuffer(codes, np.uint8)).tolist() for codes in (drafted, accepted))
-    return {name: DraftCounts(*counts) for name, *counts in zip(SOURCE_NAMES, *columns, strict=True) if counts[0]}
+    columns = zip(SOURCE_NAMES, drafted.tolist(), accepted.tolist(), strict=True)
+    return {name: DraftCounts(*counts) for name, *counts in columns if counts[0]}
 
 
 def sum_by_name(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:

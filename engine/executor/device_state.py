@@ -94,13 +94,13 @@ class DeviceState:
         """Release a slot. Steps in flight that still refer to it write nothing for it."""
         self.limits[slot] = 0
 
-    def add_pages(self, slots: SequenceOf[int], held: SequenceOf[int], pages: SequenceOf[SequenceOf[int]]) -> None:
+    def add_pages(self, slots: SequenceOf[int], held: SequenceOf[int], pages: SequenceOf[np.ndarray]) -> None:
         """Append `pages` to the page tables of `slots`, which have `held` pages each."""
         counts = np.array([len(own) for own in pages])
         if not counts.any():
             return
         firsts = np.repeat(np.cumsum(counts) - counts - np.array(held), counts)
-        flat = np.array([page for own in pages for page in own], np.int32)
+        flat = np.concatenate(pages, dtype=np.int32)
         device = self.page_tables.device
         rows = on_device(np.repeat(np.array(slots, np.int64), counts), device)
         self.page_tables[rows, on_device(np.arange(len(flat)) - firsts, device)] = on_device(flat, device)

@@ -37,6 +37,11 @@ class Stopping:
             assert decode is not None, "stop strings without a tokenizer"
             self._strings = StopStrings(sampling.stop, sampling.min_tokens, Detokenizer(decode, request.prompt))
 
+    @property
+    def is_by_end_tokens(self) -> bool:
+        """Whether only the model's end tokens and the largest length end the output."""
+        return self._strings is None and not self._stop_tokens
+
     def cut(self, tokens: np.ndarray, room: int) -> Cut:
         """Find the end of the output in `tokens`, uint32 [n], which follow those of earlier calls.
 

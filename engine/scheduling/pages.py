@@ -1,9 +1,45 @@
-"""Allocation of KV cache pages, with reference counts and a prefix cache."""
+"""Allocation of KV cache pages, with reference counts and a prefix cache, as arrays that kernels read and write."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.scheduling.page_hashes import WORDS
+from ssd.kernels.jit import Bool, Int, IntRows, Ints, Longs, Nothing, UlongRows, fields_of, inline, kernel
+
+UNUSED, IDLE = range(2)
+"""Elements of `Pool.counts`."""
+BEFORE, AFTER = range(2)
+"""Columns of `Pool.links`."""
+FREE = -1
+"""Marks a place of `Pool.places` without a page."""
+
+
+class Pool(NamedTuple):
+    """The state of C pages."""
+
+    counts: np.ndarray
+    """int64 [2]: numbers of unused and of idle pages."""
+    unused: np.ndarray
+    """int32 [C]: a stack of the pages without an owner and without a hash."""
+    owners: np.ndarray
+    """int32 [C]: number of owners of each page."""
+    links: np.ndarray
+    """int32 [C + 1, 2]: a ring of the idle pages, which have a hash and no owner: the page before and the page after
+    each. The last row is its start: the least recently used page comes after it."""
+    hashes: np.ndarray
+    """uint64 [C, WORDS]: hash of each page in `places`."""
+    places: np.ndarray
+    """int32 [a power of two]: pages by hash, or FREE; a page lies at the place of its hash or, without a gap, after
+    it."""
+    has_hash: np.ndarray
+    """int32 [C]: 1 for pages in `places`, otherwise 0."""
+
+
+POOL = fields_of(Pool, Longs, Ints, Ints, IntRows, UlongRows, Ints, Ints)
 
 
 class PagePool:
@@ -17,94 +53,199 @@ class PagePool:
         """`count` pages of `page_size` tokens."""
         self.count = count
         self.page_size = page_size
-        self._unused = list(range(count - 1, -1, -1))
-        """Pages without an owner and without a hash."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages with a hash and without an owner, the least recently used first."""
-        self._owners = [0] * count
-        self._page_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self.arrays = Pool(
+            counts=np.array([count, 0], np.int64),
+            unused=np.arange(count - 1, -1, -1, dtype=np.int32),
+            owners=np.zeros(count, np.int32),
+            links=np.full((count + 1, 2), count, np.int32),
+            hashes=np.zeros((count, WORDS), np.uint64),
+            places=np.full(1 << (2 * count).bit_length(), FREE, np.int32),
+            has_hash=np.zeros(count, np.int32),
+        )
 
     @property
     def free_count(self) -> int:
         """Number of pages without an owner, which can be allocated."""
-        return len(self._unused) + len(self._idle)
+        return int(self.arrays.counts.sum())
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages needed for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int]:
-        """Return `count` pages without a hash, in ascending order. Raises ValueError if fewer are free."""
+    def allocate(self, count: int) -> np.ndarray:
+        """Return `count` pages without a hash, int32 [count], ascending. Raises ValueError if fewer are free."""
         if count > self.free_count:
             raise ValueError(f"cannot allocate {count} pages: {self.free_count} are free")
-        pages = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
-        for page in pages:
-            self._owners[page] = 1
-        # Attention reads adjacent pages faster.
-        return sorted(pages)
+        pages = np.empty(count, np.int32)
+        take_pages(self.arrays, pages)
+        return pages
 
-    def share(self, page: int) -> None:
-        """Add an owner to a page that `find` returned."""
-        if self._owners[page] == 0:
-            del self._idle[page]
-        self._owners[page] += 1
+    def share(self, pages: np.ndarray) -> None:
+        """Add an owner to each of `pages`, int32 [n], which `find` returned."""
+        share_pages(self.arrays, pages)
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Remove one owner of each page. Of the pages that become idle, the last of `pages` is evicted first."""
-        for page in reversed(pages):
-            self._owners[page] -= 1
-            if self._owners[page] > 0:
-                continue
-            if page in self._hash_of:
-                self._idle[page] = None
-            else:
-                self._unused.append(page)
+    def free(self, pages: np.ndarray) -> None:
+        """Remove one owner of each page, int32 [n]. Of those that become idle, the last of `pages` is evicted first."""
+        free_pages(self.arrays, pages)
 
-    def register(self, page: int, page_hash: bytes) -> None:
-        """Register an owned page under its hash, unless another page already has this hash."""
-        if page_hash not in self._page_of:
-            self._page_of[page_hash] = page
-            self._hash_of[page] = page_hash
+    def register(self, pages: np.ndarray, hashes: np.ndarray) -> None:
+        """Register owned pages, int32 [n], under their hashes, uint64 [n, WORDS], where no other page has the hash."""
+        register_pages(self.arrays, pages, hashes)
 
-    def find(self, page_hash: bytes) -> int | None:
-        """Return the page with this hash, owned or idle."""
-        return self._page_of.get(page_hash)
+    def find(self, hashes: np.ndarray, *, owned: bool = False) -> np.ndarray:
+        """Return the pages with these hashes, up to the first hash without a page, int32 [at most n].
+
+        hashes: uint64 [n, WORDS]. owned: whether idle pages count as missing.
+        """
+        pages = np.empty(len(hashes), np.int32)
+        return pages[: find_pages(self.arrays, hashes, owned, pages)]
 
     def forget(self) -> None:
         """Drop all hashes, so that no page is found any more. Pages with an owner keep it and must not be shared."""
-        self._unused += self._idle
-        self._idle.clear()
-        self._page_of.clear()
-        self._hash_of.clear()
+        pool = self.arrays
+        idle = np.flatnonzero((pool.has_hash == 1) & (pool.owners == 0))
+        first = int(pool.counts[UNUSED])
+        pool.unused[first : first + len(idle)] = idle
+        pool.counts[:] = first + len(idle), 0
+        pool.links[:] = self.count
+        pool.has_hash[:] = 0
+        pool.places[:] = FREE
 
-    def hash_of(self, page: int) -> bytes | None:
-        """Return the hash that a page is registered under."""
-        return self._hash_of.get(page)
+    def check_integrity(self, owned: Sequence[np.ndarray]) -> None:
+        """Raise AssertionError unless the pool is consistent with `owned`, the page tables of all owners.
 
-    def is_owned(self, page: int) -> bool:
-        """Return whether a page has an owner."""
-        return self._owners[page] > 0
-
-    def check_integrity(self, owned: Sequence[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool is consistent with `owned`, the page lists of all owners.
-
-        Each page must have as many owners as lists contain it, be free at most once and not while it is owned; only
-        registered pages have several owners; hashes and pages map one to one.
+        Each page must have as many owners as tables contain it, be free at most once and not while it is owned; only
+        registered pages have several owners; each registered page is found by its hash.
         """
-        owners = Counter(page for pages in owned for page in pages)
-        if [owners[page] for page in range(self.count)] != self._owners or owners.total() != sum(self._owners):
-            raise AssertionError("a page is lost, unknown, or has another number of owners than is counted")
-        if sorted([*self._unused, *self._idle, *owners]) != list(range(self.count)):
+        pool = self.arrays
+        pages = np.concatenate([np.empty(0, np.int64), *owned]).astype(np.int64)
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.count:
+            raise AssertionError("a page is unknown")
+        owners = np.bincount(pages, minlength=self.count)
+        if (owners != pool.owners).any():
+            raise AssertionError("a page is lost, or has another number of owners than is counted")
+        unused, idle = pool.unused[: pool.counts[UNUSED]].tolist(), self._idle()
+        if sorted([*unused, *idle, *np.flatnonzero(owners)]) != list(range(self.count)):
             raise AssertionError("a page is free twice, or free and owned")
-        if {page_hash: page for page, page_hash in self._hash_of.items()} != self._page_of:
-            raise AssertionError("hashes and pages do not map one to one")
-        if not self._idle.keys() <= self._hash_of.keys() or not self._hash_of.keys().isdisjoint(self._unused):
+        if len(idle) != pool.counts[IDLE] or not pool.has_hash[idle].all() or pool.has_hash[unused].any():
             raise AssertionError("an idle page has no hash, or an unused page has one")
-        if any(count > 1 and page not in self._hash_of for page, count in owners.items()):
+        if ((owners > 1) & (pool.has_hash == 0)).any():
             raise AssertionError("a page without a hash is shared")
+        registered = np.flatnonzero(pool.has_hash)
+        if [self.find(pool.hashes[[page]]).tolist() for page in registered] != [[page] for page in registered]:
+            raise AssertionError("a registered page is not found by its hash")
+        if np.count_nonzero(pool.places != FREE) != len(registered):
+            raise AssertionError("the index holds other pages than those with a hash")
 
-    def _evict(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
-        return page
+    def _idle(self) -> list[int]:
+        """Return the idle pages, the least recently used first."""
+        pages: list[int] = []
+        page = int(self.arrays.links[self.count, AFTER])
+        while page != self.count and len(pages) <= self.count:
+            pages.append(page)
+            page = int(self.arrays.links[page, AFTER])
+        return pages
+
+
+@inline
+def _place_of(pool, first, second):
+    """Return the place of a hash in the index, or the free place where it would be inserted."""
+    mask = len(pool.places) - 1
+    place = np.int64(first & np.uint64(mask))
+    while pool.places[place] != FREE:
+        page = pool.places[place]
+        if pool.hashes[page, 0] == first and pool.hashes[page, 1] == second:
+            break
+        place = (place + 1) & mask
+    return place
+
+
+@inline
+def _unlink(pool, page):
+    """Take a page out of the ring of idle pages."""
+    before, after = pool.links[page, BEFORE], pool.links[page, AFTER]
+    pool.links[before, AFTER], pool.links[after, BEFORE] = after, before
+    pool.counts[IDLE] -= 1
+
+
+@inline
+def _evict(pool):
+    """Return the least recently used idle page, without its hash."""
+    page = pool.links[len(pool.owners), AFTER]
+    _unlink(pool, page)
+    place, mask = _place_of(pool, pool.hashes[page, 0], pool.hashes[page, 1]), len(pool.places) - 1
+    pool.has_hash[page] = 0
+    # Close the gap: move later pages of the same run that may lie at the free place.
+    after = (place + 1) & mask
+    while pool.places[after] != FREE:
+        wanted = np.int64(pool.hashes[pool.places[after], 0] & np.uint64(mask))
+        if ((after - wanted) & mask) >= ((after - place) & mask):
+            pool.places[place] = pool.places[after]
+            place = after
+        after = (after + 1) & mask
+    pool.places[place] = FREE
+    return page
+
+
+@kernel(POOL, Ints, returns=Nothing)
+def take_pages(pool, pages):
+    """Write pages without a hash to `pages`, which get an owner; enough must be free."""
+    for index in range(len(pages)):
+        if pool.counts[UNUSED] > 0:
+            pool.counts[UNUSED] -= 1
+            pages[index] = pool.unused[pool.counts[UNUSED]]
+        else:
+            pages[index] = _evict(pool)
+        pool.owners[pages[index]] = 1
+    # Attention reads adjacent pages faster.
+    pages.sort()
+
+
+@kernel(POOL, Ints, returns=Nothing)
+def share_pages(pool, pages):
+    """See `PagePool.share`."""
+    for page in pages:
+        if pool.owners[page] == 0:
+            _unlink(pool, page)
+        pool.owners[page] += 1
+
+
+@kernel(POOL, Ints, returns=Nothing)
+def free_pages(pool, pages):
+    """See `PagePool.free`."""
+    start = len(pool.owners)
+    for page in pages[::-1]:
+        pool.owners[page] -= 1
+        if pool.owners[page] > 0:
+            continue
+        if pool.has_hash[page] == 0:
+            pool.unused[pool.counts[UNUSED]] = page
+            pool.counts[UNUSED] += 1
+            continue
+        last = pool.links[start, BEFORE]
+        pool.links[page, BEFORE], pool.links[page, AFTER] = last, start
+        pool.links[last, AFTER], pool.links[start, BEFORE] = page, page
+        pool.counts[IDLE] += 1
+
+
+@kernel(POOL, Ints, UlongRows, returns=Nothing)
+def register_pages(pool, pages, hashes):
+    """See `PagePool.register`."""
+    for index in range(len(pages)):
+        place = _place_of(pool, hashes[index, 0], hashes[index, 1])
+        if pool.places[place] == FREE:
+            page = pages[index]
+            pool.places[place] = page
+            pool.hashes[page, 0], pool.hashes[page, 1] = hashes[index, 0], hashes[index, 1]
+            pool.has_hash[page] = 1
+
+
+@kernel(POOL, UlongRows, Bool, Ints, returns=Int)
+def find_pages(pool, hashes, owned, pages):
+    """Write the result of `PagePool.find` to `pages`, and return its length."""
+    for index in range(len(hashes)):
+        page = pool.places[_place_of(pool, hashes[index, 0], hashes[index, 1])]
+        if page == FREE or (owned and pool.owners[page] == 0):
+            return index
+        pages[index] = page
+    return len(hashes)

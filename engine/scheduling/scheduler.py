@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from math import ceil
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequencePlan, StepPlan
+from engine.scheduling.planning import LACKING, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import LENGTH, NO_ROW, PAGES, REGISTERED, RequestTable
 from ssd.errors import UserError
 
 if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
@@ -42,10 +47,13 @@ class Scheduler:
         of slots after the computed tokens that a step writes for the next draft. adapters: those that requests may use.
         """
         self.pages = pages
+        self.table = RequestTable(config.max_sequences, pages.count)
         self.waiting: deque[Sequence] = deque()
         """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
+        self._rows: np.ndarray | None = None
+        """int64 [running]: their rows in the table; None after a change of `running`."""
         self.refused: list[tuple[Sequence, UserError]] = []
         """Sequences that `plan` removed because their adapter cannot be read; the engine empties it."""
         self.preemptions = 0
@@ -89,59 +97,82 @@ class Scheduler:
         step, or if steps in flight may produce all of its remaining tokens.
         """
         self._admit()
-        decoding = sum(sequence.computed == len(sequence) - 1 for sequence in self.running)
-        prompt_tokens = self._config.max_step_tokens - decoding * (1 + self._config.max_draft)
-        entries: list[SequencePlan] = []
-        planned_pages: set[bytes] = set()
-        # Preemption removes sequences from the end of the list while it is traversed from its start.
-        for sequence in self.running:
-            has_output = sequence.request.sampling.max_tokens > 0
-            # Each step in flight commits at least one token.
-            if sequence.is_scored or (has_output and sequence.room <= min(sequence.in_flight, 1)):
-                continue
-            is_prompt = sequence.computed < len(sequence) - 1
-            if is_prompt:
-                self._reuse(sequence)
-                if self._is_planned(sequence, planned_pages):
-                    continue
-                # The last chunk of a prompt may be followed by a draft.
-                scheduled = self._chunk(sequence, prompt_tokens - self._config.max_draft)
-                if scheduled <= 0:
-                    continue
-            else:
-                scheduled = 1
-            if not self._grow(sequence, scheduled):
-                continue
-            if is_prompt:
-                prompt_tokens -= scheduled + self._config.max_draft
-                planned_pages.update(self._hashes_after(sequence, scheduled))
-            produces = has_output and sequence.computed + scheduled == len(sequence)
-            entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
+        decoding, prompts = self._plan_decoding()
+        chunks = self._plan_prompts(self.table.of(prompts), len(decoding))
+        # Prompts may have preempted newer sequences.
+        entries = [
+            SequencePlan(sequence, sequence.computed, 1, produces=True)
+            for sequence in self.table.of(decoding)
+            if sequence.is_running
+        ]
+        entries += chunks
         self._allocate_draft_room(entries)
         if self._extra_rows:
             self._allocate_extra_room(entries)
         return StepPlan(entries)
 
+    def _plan_decoding(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that decode, with a page for the next token, and those with prompts to run, int64 each."""
+        while True:
+            if self._rows is None:
+                self._rows = np.array([sequence.row for sequence in self.running], np.int64)
+            decoding, others = np.empty((2, len(self._rows)), np.int64)
+            count, rest = plan_decoding(
+                self.table.state, self.table.pages, self.pages.arrays, self._rows, self.pages.page_size,
+                self._needed_ahead, decoding, others,
+            )  # fmt: skip
+            if count != LACKING:
+                return decoding[:count], others[:rest]
+            self._preempt(self.running[-1])
+
+    def _plan_prompts(self, sequences: SequenceOf[Sequence], decoding: int) -> list[SequencePlan]:
+        """Plan prompt chunks beside the tokens of `decoding` sequences."""
+        left = self._config.max_step_tokens - decoding * (1 + self._config.max_draft)
+        entries: list[SequencePlan] = []
+        planned_pages: set[bytes] = set()
+        for sequence in sequences:
+            if not sequence.is_running:
+                continue
+            self._reuse(sequence)
+            if self._is_planned(sequence, planned_pages):
+                continue
+            # The last chunk of a prompt may be followed by a draft.
+            scheduled = self._chunk(sequence, left - self._config.max_draft)
+            if scheduled <= 0 or not self._grow(sequence, scheduled):
+                continue
+            left -= scheduled + self._config.max_draft
+            planned_pages.update(map(bytes, self._hashes_after(sequence, scheduled)))
+            produces = sequence.request.sampling.max_tokens > 0 and sequence.computed + scheduled == len(sequence)
+            entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
+        return [entry for entry in entries if entry.sequence.is_running]
+
     def register_pages(self, sequence: Sequence) -> None:
         """Register a sequence's full pages with the prefix cache; their tokens must be committed."""
         if not self._config.prefix_cache:
             return
-        full = sequence.computed // self.pages.page_size
-        for index in range(sequence.registered_pages, full):
-            self.pages.register(sequence.pages[index], self._hash(sequence, index))
-        sequence.registered_pages = full
+        before, full = int(sequence.state[REGISTERED]), sequence.computed // self.pages.page_size
+        if full > before:
+            self.pages.register(sequence.pages[before:full], self._hashes(sequence, full)[before:])
+            sequence.state[REGISTERED] = full
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a running or waiting sequence and free its pages."""
+        """Remove a running or waiting sequence and free its pages and its row."""
         if sequence.is_running:
-            self.running.remove(sequence)
-            sequence.is_running = False
-            if self._adapters is not None and sequence.request.adapter is not None:
-                self._adapters.release(sequence.request.adapter)
-            self.pages.free(sequence.pages)
-            sequence.pages = []
+            self._stop(sequence)
         else:
             self.waiting.remove(sequence)
+        if sequence.row != NO_ROW:
+            sequence.state[PAGES] = 0
+            self.table.remove(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running ones, and free its pages."""
+        self.running.remove(sequence)
+        self._rows = None
+        sequence.is_running = False
+        if self._adapters is not None and sequence.request.adapter is not None:
+            self._adapters.release(sequence.request.adapter)
+        self.pages.free(sequence.pages)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages and sequences are inconsistent."""
@@ -153,7 +184,7 @@ class Scheduler:
         oldest = next((sequence.sequence_id for sequence in self.waiting if sequence.request.adapter is None), None)
         if oldest is not None and any(sequence.sequence_id > oldest for sequence in self.running):
             raise AssertionError("a sequence without an adapter was passed by a later one")
-        if any(sequence.pages or sequence.computed for sequence in self.waiting):
+        if any(len(sequence.pages) or sequence.computed for sequence in self.waiting):
             raise AssertionError("a waiting sequence has pages")
         for sequence in self.running:
             self._check_pages(sequence)
@@ -161,14 +192,15 @@ class Scheduler:
     def _check_pages(self, sequence: Sequence) -> None:
         if len(sequence.pages) < self.pages.pages_for(sequence.computed):
             raise AssertionError("a sequence has too few pages for its tokens")
-        hashes = PageHashes(sequence.request.salt, sequence.request.adapter)
         full = sequence.computed // self.pages.page_size
-        for index, page in enumerate(sequence.pages):
-            registered = self.pages.hash_of(page)
-            if registered is None:
-                continue
-            if index >= full or registered != hashes.of(sequence.tokens, index, self.pages.page_size):
-                raise AssertionError("a registered page does not hold the tokens of its hash")
+        known = self.pages.arrays.has_hash[sequence.pages] == 1
+        if known[full:].any():
+            raise AssertionError("a page is registered before it is full")
+        hashes = PageHashes(sequence.request.salt, sequence.request.adapter)
+        expected = hashes.of(sequence.tokens, min(full, len(sequence) // self.pages.page_size), self.pages.page_size)
+        pages = sequence.pages[: len(expected)]
+        if (self.pages.arrays.hashes[pages] != expected)[known[: len(expected)]].any():
+            raise AssertionError("a registered page does not hold the tokens of its hash")
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones while there is room for them."""
@@ -181,7 +213,8 @@ class Scheduler:
         """Admit sequences up to the first one that lacks pages; those that have to wait otherwise are skipped."""
         if not self.waiting:
             return
-        reserved = sum(self._missing_pages(sequence, len(sequence)) for sequence in self.running)
+        state = self.table.state[[sequence.row for sequence in self.running]]
+        reserved = int(np.maximum(0, -(-state[:, LENGTH] // self.pages.page_size) - state[:, PAGES]).sum())
         skipped: list[Sequence] = []
         missing: set[str] = set()
         while self.waiting and len(self.running) < self._config.max_sequences:
@@ -195,6 +228,8 @@ class Scheduler:
                 self.refused.append((self.waiting.popleft(), problem))
                 continue
             needed = reserved + self.pages.pages_for(len(sequence)) - self._owned_prefix(sequence)
+            if sequence.row == NO_ROW and not self.table.has_room:
+                break
             # A sequence that fits only alone is admitted when nothing else runs.
             if self.running and needed + self._watermark > self.pages.free_count:
                 break
@@ -219,15 +254,19 @@ class Scheduler:
         if self._adapters is not None and sequence.request.adapter is not None:
             self._adapters.acquire(sequence.request.adapter)
         insort(self.running, sequence, key=BY_ARRIVAL)
+        self._rows = None
         sequence.is_running = True
+        if sequence.row == NO_ROW:
+            self.table.add(sequence)
         self._reuse(sequence)
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
         """Return the number of additional pages that a sequence needs for `tokens` tokens."""
         return max(0, self.pages.pages_for(tokens) - len(sequence.pages))
 
-    def _hash(self, sequence: Sequence, index: int) -> bytes:
-        return sequence.page_hashes.of(sequence.tokens, index, self.pages.page_size)
+    def _hashes(self, sequence: Sequence, pages: int) -> np.ndarray:
+        """Return the hashes of a sequence's first `pages` pages, uint64 [pages, WORDS]."""
+        return sequence.page_hashes.of(sequence.tokens, pages, self.pages.page_size)
 
     def _reusable_pages(self, sequence: Sequence) -> int:
         """Return the number of leading pages that may be taken from the prefix cache.
@@ -240,41 +279,33 @@ class Scheduler:
 
     def _owned_prefix(self, sequence: Sequence) -> int:
         """Return the number of leading pages that a waiting sequence can share with their owners."""
-        reusable = self._reusable_pages(sequence)
-        for index in range(reusable):
-            page = self.pages.find(self._hash(sequence, index))
-            if page is None or not self.pages.is_owned(page):
-                return index
-        return reusable
+        return len(self.pages.find(self._hashes(sequence, self._reusable_pages(sequence)), owned=True))
 
     def _reuse(self, sequence: Sequence) -> None:
         """Append pages of the prefix cache for the tokens after the computed ones."""
-        size = self.pages.page_size
-        if sequence.computed != len(sequence.pages) * size:
+        size, before = self.pages.page_size, len(sequence.pages)
+        reusable = self._reusable_pages(sequence)
+        if sequence.computed != before * size or reusable <= before:
             return
-        before = len(sequence.pages)
-        for index in range(before, self._reusable_pages(sequence)):
-            page = self.pages.find(self._hash(sequence, index))
-            if page is None:
-                break
-            self.pages.share(page)
-            sequence.pages.append(page)
-        sequence.reuse((len(sequence.pages) - before) * size)
-        sequence.registered_pages = len(sequence.pages)
+        found = self.pages.find(self._hashes(sequence, reusable)[before:])
+        self.pages.share(found)
+        sequence.add_pages(found)
+        sequence.reuse(len(found) * size)
+        sequence.state[REGISTERED] = len(sequence.pages)
 
     def _is_planned(self, sequence: Sequence, planned_pages: set[bytes]) -> bool:
         """Return whether another sequence computes the next page of this prompt in the same step."""
-        if not planned_pages or sequence.computed != len(sequence.pages) * self.pages.page_size:
-            return False
         index = len(sequence.pages)
-        return index < self._reusable_pages(sequence) and self._hash(sequence, index) in planned_pages
+        if not planned_pages or sequence.computed != index * self.pages.page_size:
+            return False
+        return index < self._reusable_pages(sequence) and (
+            bytes(self._hashes(sequence, index + 1)[index]) in planned_pages
+        )
 
-    def _hashes_after(self, sequence: Sequence, scheduled: int) -> list[bytes]:
-        """Return the hashes of the pages that the step fills."""
-        if not self._config.prefix_cache:
-            return []
-        full = (sequence.computed + scheduled) // self.pages.page_size
-        return [self._hash(sequence, index) for index in range(sequence.registered_pages, full)]
+    def _hashes_after(self, sequence: Sequence, scheduled: int) -> np.ndarray:
+        """Return the hashes of the pages that the step fills, uint64 [n, WORDS]."""
+        full = (sequence.computed + scheduled) // self.pages.page_size if self._config.prefix_cache else 0
+        return self._hashes(sequence, full)[int(sequence.state[REGISTERED]) :]
 
     def _chunk(self, sequence: Sequence, limit: int) -> int:
         """Return the number of prompt tokens to run, at most `limit`: all of them, or up to the end of a page."""
@@ -291,24 +322,21 @@ class Scheduler:
             self._preempt(newest)
             if newest is sequence:
                 return False
-        sequence.pages += self.pages.allocate(needed)
+        sequence.add_pages(self.pages.allocate(needed))
         return True
 
     def _allocate_draft_room(self, entries: list[SequencePlan]) -> None:
         """Allocate free pages above the watermark for drafts, and set `draft_room` accordingly."""
-        max_draft = self._config.max_draft
-        for entry in entries:
-            if not entry.produces:
-                continue
-            sequence = entry.sequence
-            limit = sequence.request.max_draft if sequence.request.is_drafted else 0
-            wanted = max_draft if limit is None else min(limit, max_draft)
-            # The target adds a bonus token after the draft, and each step in flight commits at least one token.
-            wanted = min(wanted, sequence.room - 1 - min(sequence.in_flight, 1))
-            end = sequence.end_after(entry.scheduled)
-            longest = min(end + wanted + self._draft_ahead, sequence.max_length)
-            room = self._allocate_spare(sequence, longest) - end - self._needed_ahead
-            entry.draft_room = max(0, min(wanted, room))
+        producing = [entry for entry in entries if entry.produces]
+        rows = np.array([entry.sequence.row for entry in producing], np.int64)
+        scheduled = np.array([entry.scheduled for entry in producing], np.int64)
+        rooms = np.empty(len(rows), np.int64)
+        allocate_draft_room(
+            self.table.state, self.table.pages, self.pages.arrays, rows, scheduled, self.pages.page_size,
+            self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead, rooms,
+        )  # fmt: skip
+        for entry, room in zip(producing, rooms.tolist(), strict=True):
+            entry.draft_room = room
 
     def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:
         """Set `extra_room`: divide the step's remaining tokens among the entries with draft room, if pages are free.
@@ -325,11 +353,11 @@ class Scheduler:
     def _allocate_spare(self, sequence: Sequence, tokens: int) -> int:
         """Allocate pages above the watermark towards `tokens` tokens; return the number of tokens that fit."""
         spare = max(0, self.pages.free_count - self._watermark)
-        sequence.pages += self.pages.allocate(min(self._missing_pages(sequence, tokens), spare))
+        sequence.add_pages(self.pages.allocate(min(self._missing_pages(sequence, tokens), spare)))
         return len(sequence.pages) * self.pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.remove(sequence)
+        self._stop(sequence)
         sequence.restart()
         self.add(sequence)
         self.preemptions += 1

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.drafters.sources import NO_SOURCES, DraftCounts, counts_by_name
+from engine.drafters.sources import NO_SOURCES, SOURCE_NAMES, DraftCounts, count_sources, counts_by_name
 from engine.sampling.grammar_state import GrammarState
 from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.request import Completion, Request
+from engine.scheduling.table import (
+    ACCEPTED,
+    BY_END_TOKENS,
+    BY_LENGTH,
+    BY_REQUEST,
+    COLUMNS,
+    COMPUTED,
+    DRAFTED,
+    END,
+    IN_FLIGHT,
+    LENGTH,
+    LIMIT,
+    MAX_DRAFT,
+    NO_PAGES,
+    NO_ROW,
+    PAGES,
+    PROMPT,
+    REGISTERED,
+    SCORED,
+    SEQUENCE_ID,
+    STEPS,
+    TEXT,
+)
+
+UNLIMITED = 1 << 31
+"""Value of MAX_DRAFT for requests without a limit of their own."""
 
 
 class Sequence:
@@ -34,17 +60,13 @@ class Sequence:
         self.max_length = max_length
         self.is_running = False
         """Whether it is among the scheduler's running sequences."""
-        self.pages: list[int] = []
-        """Page table."""
+        self.row = NO_ROW
+        """Its row in the table of running requests; NO_ROW before its first admission and after its end."""
+        self.page_table = NO_PAGES
+        """int32: its row of page tables, of which `pages` is in use."""
         self.page_hashes = PageHashes(request.salt, request.adapter)
-        self.registered_pages = 0
-        """Number of leading pages that are registered with the prefix cache: their tokens are committed."""
-        self.computed = 0
-        """Number of leading tokens whose keys and values are in the cache, or are computed by a step in flight."""
         self.cached_tokens = 0
         """Number of prompt tokens whose keys and values were in the prefix cache when the sequence started."""
-        self.in_flight = 0
-        """Largest number of tokens that steps in flight may append."""
         self.preemptions = 0
         self.stopping = stopping or Stopping(request)
         self.token_counts = TokenCounts(request.prompt, max_length) if request.sampling.penalizes else None
@@ -55,30 +77,61 @@ class Sequence:
         """Log-probabilities of output tokens, if requested."""
         self.prompt_logprobs: list[Logprobs] = []
         """Log-probabilities of prompt tokens except the first, if requested."""
-        self.steps = 0
-        self.drafted = bytearray()
-        """Source of each draft token that the target verified."""
-        self.accepted = bytearray()
-        """Source of each draft token that the target accepted."""
         self.predicted_drafted = self.predicted_accepted = 0
-        """Numbers of these draft tokens that continue the request's hints."""
+        """Numbers of verified and accepted draft tokens that continue the request's hints."""
         self._tokens = np.empty(max_length, np.uint32)
         self._tokens[: len(request.prompt)] = request.prompt
-        self._length = len(request.prompt)
+        self.state = np.zeros(COLUMNS, np.int64)
+        """int64 [COLUMNS], see `engine.scheduling.table`: its row there, or its own."""
+        self.state[[SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, MAX_DRAFT, END]] = (
+            sequence_id, self._tokens.ctypes.data, len(request.prompt), len(request.prompt), max_length,
+            _largest_draft(request), self._how_it_ends(),
+        )  # fmt: skip
+
+    def _how_it_ends(self) -> int:
+        sampling = self.request.sampling
+        if sampling.max_tokens == 0:
+            return SCORED
+        if sampling.needs_host or not self.stopping.is_by_end_tokens or self.request.hints is not None:
+            return BY_REQUEST
+        return BY_LENGTH if sampling.ignore_eos else BY_END_TOKENS
 
     def __len__(self) -> int:
         """Number of committed tokens, prompt and output."""
-        return self._length
+        return int(self.state[LENGTH])
 
     @property
     def tokens(self) -> np.ndarray:
         """uint32 [len(self)]: committed tokens."""
-        return self._tokens[: self._length]
+        return self._tokens[: self.state[LENGTH]]
 
     @property
     def output(self) -> np.ndarray:
         """uint32: committed tokens after the prompt."""
-        return self._tokens[len(self.request.prompt) : self._length]
+        return self._tokens[self.state[PROMPT] : self.state[LENGTH]]
+
+    @property
+    def pages(self) -> np.ndarray:
+        """int32: page table."""
+        return self.page_table[: self.state[PAGES]]
+
+    @property
+    def computed(self) -> int:
+        """Number of leading tokens whose keys and values are in the cache, or are computed by a step in flight."""
+        return int(self.state[COMPUTED])
+
+    @computed.setter
+    def computed(self, tokens: int) -> None:
+        self.state[COMPUTED] = tokens
+
+    @property
+    def in_flight(self) -> int:
+        """Largest number of tokens that steps in flight may append."""
+        return int(self.state[IN_FLIGHT])
+
+    @in_flight.setter
+    def in_flight(self, tokens: int) -> None:
+        self.state[IN_FLIGHT] = tokens
 
     @property
     def recorded_rest(self) -> np.ndarray:
@@ -94,11 +147,17 @@ class Sequence:
     @property
     def room(self) -> int:
         """Number of tokens that may still be produced."""
-        return self.max_length - self._length
+        return self.max_length - len(self)
 
     def end_after(self, scheduled: int) -> int:
         """Return the largest number of tokens in the cache after `scheduled` more have run, without drafts."""
         return min(self.computed + scheduled + self.in_flight, self.max_length)
+
+    def add_pages(self, pages: np.ndarray) -> None:
+        """Append pages, int32 [n], to the page table."""
+        held = int(self.state[PAGES])
+        self.page_table[held : held + len(pages)] = pages
+        self.state[PAGES] = held + len(pages)
 
     def reuse(self, tokens: int) -> None:
         """Advance by `tokens` tokens whose keys and values were found in the prefix cache."""
@@ -108,9 +167,7 @@ class Sequence:
 
     def restart(self) -> None:
         """Start again after a preemption, with all committed tokens as the prompt."""
-        self.computed = 0
-        self.registered_pages = 0
-        self.in_flight = 0
+        self.state[[COMPUTED, IN_FLIGHT, PAGES, REGISTERED]] = 0
         self.preemptions += 1
 
     def begin_again(self, fresh: Sequence) -> None:
@@ -130,12 +187,14 @@ class Sequence:
         drafted, accepted: uint8 [k] and [a], sources of the draft tokens that the step verified and accepted. logprobs:
         those of `tokens`.
         """
-        self.computed += 1 + len(accepted)
-        self.steps += 1
-        self.drafted += drafted.tobytes()
-        self.accepted += accepted.tobytes()
-        self._tokens[self._length : self._length + len(tokens)] = tokens
-        self._length += len(tokens)
+        state, length = self.state, len(self)
+        state[COMPUTED] += 1 + len(accepted)
+        state[STEPS] += 1
+        for column, sources in ((DRAFTED, drafted), (ACCEPTED, accepted)):
+            if len(sources):
+                state[column : column + len(SOURCE_NAMES)] += count_sources(sources)
+        self._tokens[length : length + len(tokens)] = tokens
+        state[LENGTH] = length + len(tokens)
         if self.token_counts is not None:
             self.token_counts.add(tokens)
         if self.grammar is not None:
@@ -148,13 +207,14 @@ class Sequence:
         """Return the completion of a sequence that ended with `cut`."""
         assert cut.reason is not None
         sampling = self.request.sampling
+        drafted, accepted = self.state[DRAFTED:].reshape(2, -1)
         return Completion(
             tokens=self.output.copy(),
             finish_reason=cut.reason,
-            steps=self.steps,
-            drafted=len(self.drafted),
-            accepted=len(self.accepted),
-            by_source=counts_by_name(self.drafted, self.accepted),
+            steps=int(self.state[STEPS]),
+            drafted=int(drafted.sum()),
+            accepted=int(accepted.sum()),
+            by_source=counts_by_name(drafted, accepted),
             predicted=DraftCounts(self.predicted_drafted, self.predicted_accepted),
             cached_tokens=self.cached_tokens,
             stop_reason=cut.stop_reason,
@@ -166,3 +226,10 @@ class Sequence:
                 else join_logprobs(self.prompt_logprobs, sampling.prompt_logprobs)
             ),
         )
+
+
+def _largest_draft(request: Request) -> int:
+    """Return the value of MAX_DRAFT."""
+    if not request.is_drafted:
+        return 0
+    return UNLIMITED if request.max_draft is None else request.max_draft

@@ -39,6 +39,14 @@ Parents = types.Array(types.int32, 1, "C", readonly=True)
 """int32 [N], read only: the parent of each node of a tree."""
 Longs = types.Array(types.int64, 1, "C")
 """int64 [N]."""
+Ints = types.Array(types.int32, 1, "C")
+"""int32 [N]."""
+IntRows = types.Array(types.int32, 2, "C")
+"""int32 [N, columns]."""
+Ulongs = types.Array(types.uint64, 1, "C")
+"""uint64 [N]."""
+UlongRows = types.Array(types.uint64, 2, "C")
+"""uint64 [N, columns]."""
 Doubles = types.Array(types.float64, 1, "C")
 """float64 [N]."""
 Bools = types.Array(types.boolean, 1, "C")

@@ -12,6 +12,7 @@ from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from tests.engine.tables import give_pages
 
 PAGE_SIZE = 16
 
@@ -19,7 +20,7 @@ PAGE_SIZE = 16
 def sequence_of(tokens, pages, *, computed=0, scheduled=None, draft=(), tree=None, sequence_id=0):
     """The plan of a sequence with `computed` tokens in the cache that runs `scheduled` more tokens and a draft."""
     sequence = Sequence(sequence_id, Request(np.asarray(tokens, np.uint32), SamplingParams()), len(tokens) + 64)
-    sequence.pages = list(pages)
+    give_pages(sequence, pages)
     sequence.computed = computed
     scheduled = len(tokens) - computed if scheduled is None else scheduled
     produces = computed + scheduled == len(tokens)
@@ -44,7 +45,7 @@ def cached_and_fresh(model, engine, text):
     Both are float32 [2, layers, ...]: keys, then values.
     """
     pool, hashes = engine.scheduler.pages, PageHashes("")
-    pages = [pool.find(hashes.of(text, index, PAGE_SIZE)) for index in range((len(text) - 1) // PAGE_SIZE)]
+    pages = pool.find(hashes.of(np.asarray(text, np.uint32), (len(text) - 1) // PAGE_SIZE, PAGE_SIZE)).tolist()
     runner = new_runner(model, 32)
     runner.forward(build_batch([sequence_of(text, range(32))], PAGE_SIZE))
 

@@ -283,7 +283,7 @@ class Workload:
 
     def check_cache(self, sequence):
         """Check the cache entries of a running sequence, and that reused pages were computed before."""
-        held = self.engine._executor.runner.held(sequence.pages, sequence.computed) if sequence.pages else []
+        held = self.engine._executor.runner.held(sequence.pages, sequence.computed) if len(sequence.pages) else []
         assert held == self.contents[sequence.sequence_id][: len(held)]
         cached = sequence.cached_tokens
         assert cached < len(sequence.request.prompt)

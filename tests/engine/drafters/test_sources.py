@@ -30,10 +30,13 @@ def test_tokens_are_counted_by_source_and_unknown_codes_as_other():
 
 
 def test_counts_have_the_names_of_sources_that_occurred():
-    drafted, accepted = bytes([DraftSource.MTP] * 5 + [255, 255, 99] + [0] * 3), bytes([255, 0, 255])
+    drafted, accepted = (
+        count_sources(np.array(codes, np.uint8))
+        for codes in ([DraftSource.MTP] * 5 + [255, 255, 99] + [0] * 3, [255, 0, 255])
+    )
     assert counts_by_name(drafted, accepted) == {"corpus": (3, 1), "mtp": (5, 0), "other": (3, 2)}
     assert list(counts_by_name(drafted, accepted)) == ["corpus", "mtp", "other"]
-    assert counts_by_name(b"", bytearray()) == {}
+    assert counts_by_name(*np.zeros((2, len(SOURCE_NAMES)), np.int64)) == {}
 
 
 def test_counts_of_several_outputs_are_added():

@@ -8,6 +8,7 @@ from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
+from tests.engine.tables import give_pages
 
 
 def random_entry(rng, page_size):
@@ -27,7 +28,7 @@ def random_entry(rng, page_size):
             entry.extra = rng.integers(0, 1000, rng.integers(1, 7)).astype(np.uint32)
             entry.extra_tree = random_shape(rng, len(entry.extra))
     held = sequence.computed + scheduled + len(entry.draft) + len(entry.extra)
-    sequence.pages = rng.permutation(500)[: -(-held // page_size) + rng.integers(0, 3)].tolist()
+    give_pages(sequence, rng.permutation(500)[: -(-held // page_size) + rng.integers(0, 3)])
     return entry
 
 
@@ -98,4 +99,4 @@ def test_build_batch_equals_a_loop_over_tokens(seed):
             continue
         assert span.tree.parents.dtype == np.int32
         assert [np.flatnonzero(row).tolist() for row in span.tree.sees] == ancestors(entry)
-    assert [span.pages for span in batch.spans] == [entry.sequence.pages for entry in entries]
+    assert [span.pages for span in batch.spans] == [entry.sequence.pages.tolist() for entry in entries]

@@ -26,6 +26,7 @@ from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.tables import give_pages
 
 PAGES, LONGEST, MAX_DRAFT = 40, 200, 6
 GREEDY = Kind(samples=False, max_ranked=None)
@@ -162,7 +163,8 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
     sequences[2].draft = np.empty(0, np.uint32)
     for sequence in sequences:
         number = sequence.sequence.sequence_id
-        sequence.sequence.pages += range(30 + 2 * number, 32 + 2 * number)
+        added = range(30 + 2 * number, 32 + 2 * number)
+        give_pages(sequence.sequence, [*sequence.sequence.pages.tolist(), *added])
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))

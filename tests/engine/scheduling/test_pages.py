@@ -1,10 +1,21 @@
 """Compare the page pool with a naive one, and test its integrity check."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scheduling.pages import PagePool
+
+
+def hashes_of(*numbers):
+    """Hashes that share their place in the index, so that pages are found behind others."""
+    return np.array([(number % 2, number) for number in numbers], np.uint64).reshape(-1, 2)
+
+
+def find(pool, number):
+    """The page with a hash; None without one."""
+    return next(iter(pool.find(hashes_of(number)).tolist()), None)
 
 
 class NaivePool:
@@ -33,7 +44,10 @@ class NaivePool:
                 self.named.sort(key=lambda entry: entry[1] == page)  # to the end, in stable order
 
 
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "share", "register"]), st.integers(0, 11)), max_size=60))
+ACTIONS = st.sampled_from(["allocate", "free", "share", "register", "forget all"])
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 11)), max_size=60))
 def test_the_pool_equals_the_naive_one(actions):
     pool, naive = PagePool(8, 16), NaivePool(8)
     for action, number in actions:
@@ -43,7 +57,7 @@ def test_the_pool_equals_the_naive_one(actions):
         elif action == "allocate":
             unused = naive.free() - len(naive.evictable())
             evicted = naive.evictable()[: max(0, number - unused)]
-            taken = pool.allocate(number)
+            taken = pool.allocate(number).tolist()
             assert set(evicted) <= set(taken)
             assert not set(taken) & (set(naive.evictable()) - set(evicted))
             for page in evicted:
@@ -51,21 +65,37 @@ def test_the_pool_equals_the_naive_one(actions):
             naive.owned.append(taken)
         elif action == "free" and naive.owned:
             pages = naive.owned.pop(number % len(naive.owned))
-            pool.free(pages)
+            pool.free(np.array(pages, np.int32))
             naive.release(pages)
-        elif action == "share" and (page := pool.find(bytes([number]))) is not None:
-            pool.share(page)
+        elif action == "share" and (page := find(pool, number)) is not None:
+            pool.share(np.array([page], np.int32))
             naive.owned.append([page])
         elif action == "register" and naive.owned and naive.owned[-1]:
             page = naive.owned[-1][number % len(naive.owned[-1])]
-            if pool.hash_of(page) is None:
-                pool.register(page, bytes([number]))
-                if bytes([number]) not in dict(naive.named):
-                    naive.named.append((bytes([number]), page))
-        pool.check_integrity(naive.owned)
+            if page not in [other for _, other in naive.named]:
+                pool.register(np.array([page], np.int32), hashes_of(number))
+                if number not in dict(naive.named):
+                    naive.named.append((number, page))
+        elif action == "forget all" and all(naive.owners(page) < 2 for page in range(8)):
+            pool.forget()
+            naive.named = []
+        pool.check_integrity([np.array(pages, np.int32) for pages in naive.owned])
         assert pool.free_count == naive.free()
-        assert {name: pool.find(name) for name, _ in naive.named} == dict(naive.named)
-        assert all((bytes([n]) in dict(naive.named)) == (pool.find(bytes([n])) is not None) for n in range(12))
+        names = dict(naive.named)
+        assert [find(pool, each) for each in range(12)] == [names.get(each) for each in range(12)]
+        owned = [names[each] for each in names if naive.owners(names[each])]
+        assert [page for each in range(12) for page in pool.find(hashes_of(each), owned=True)] == sorted(
+            owned, key=lambda page: next(name for name in names if names[name] == page)
+        )
+
+
+def test_find_stops_at_the_first_missing_page():
+    pool = PagePool(4, 8)
+    pages = pool.allocate(3)
+    pool.register(pages, hashes_of(1, 2, 3))
+    assert pool.find(hashes_of(1, 2, 9, 3)).tolist() == pages[:2].tolist()
+    pool.free(pages[1:])
+    assert pool.find(hashes_of(1, 2, 3), owned=True).tolist() == pages[:1].tolist()
 
 
 def test_check_integrity_detects_lost_shared_and_unknown_pages():
@@ -75,23 +105,25 @@ def test_check_integrity_detects_lost_shared_and_unknown_pages():
     for owned in ([], [pages, pages], [[*pages, 9]], [pages[:1]], [[*pages, 3]]):
         with pytest.raises(AssertionError):
             pool.check_integrity(owned)
-    pool.share(pages[0])
+    pool.share(pages[:1])
     with pytest.raises(AssertionError, match="without a hash"):
         pool.check_integrity([pages, pages[:1]])
-    pool.register(pages[0], b"name")
+    pool.register(pages[:1], hashes_of(1))
     pool.check_integrity([pages, pages[:1]])
+    pool.arrays.places[:] = -1
+    with pytest.raises(AssertionError, match="not found"):
+        pool.check_integrity([pages, pages[:1]])
 
 
 def test_the_last_freed_page_is_evicted_first():
     """A page is useless in the prefix cache without the pages before it."""
     pool = PagePool(4, 8)
     pages = pool.allocate(4)
-    for page in pages:
-        pool.register(page, bytes([page]))
+    pool.register(pages, hashes_of(*pages))
     pool.free(pages)
-    assert pool.allocate(1) == pages[-1:]
-    assert pool.find(bytes([pages[0]])) == pages[0]
+    assert pool.allocate(1).tolist() == pages[-1:].tolist()
+    assert find(pool, int(pages[0])) == pages[0]
 
 
 def test_pages_of_a_new_pool_are_consecutive():
-    assert PagePool(8, 16).allocate(4) == [0, 1, 2, 3]
+    assert PagePool(8, 16).allocate(4).tolist() == [0, 1, 2, 3]

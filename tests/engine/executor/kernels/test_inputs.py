@@ -18,6 +18,7 @@ from tests.engine.executor.kernels.device_steps import (
     random_entries,
     state_of,
 )
+from tests.engine.tables import give_pages
 
 SCRATCH = PAGES * PAGE_SIZE
 
@@ -30,7 +31,8 @@ def random_step(seed, device):
     entries = random_entries(sequences, rng, max_draft)
     free = iter(rng.permutation(PAGES).tolist())
     for entry in entries:
-        entry.sequence.pages = [next(free) for _ in range(-(-(len(entry.sequence) + len(entry.draft)) // PAGE_SIZE))]
+        count = -(-(len(entry.sequence) + len(entry.draft)) // PAGE_SIZE)
+        give_pages(entry.sequence, [next(free) for _ in range(count)])
     state, slots = state_of(sequences, device)
     drafts = padded_drafts(entries, max_draft, device, rng=rng)
     widths = [1 + len(entry.draft) + int(rng.integers(0, 3)) for entry in entries]
@@ -74,7 +76,7 @@ def test_inputs_equal_those_of_build_batch(implementation, monkeypatch):
 
 def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
-    sequence.pages = [3, 5]
+    give_pages(sequence, [3, 5])
     state, _ = state_of([sequence, sequence, sequence], "cpu")
     state.release(0)
     state.limits[1] = 5

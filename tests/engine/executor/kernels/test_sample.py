@@ -24,6 +24,7 @@ from engine.scheduling.sequence import Sequence
 from engine.speculation.verify import select_part, target_tokens
 from tests.engine.executor.kernels.device_steps import PAGE_SIZE, padded_drafts, random_entries, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, require_interpreter
+from tests.engine.tables import give_pages
 
 CASES = 40
 VOCAB = 50
@@ -238,7 +239,7 @@ def random_step(seed, device):
         prompt = rng.integers(0, 3, rng.integers(1, 8)).astype(np.uint32)
         recorded = rng.integers(0, VOCAB, rng.integers(0, 9)).astype(np.uint32) if rng.random() < 0.5 else None
         sequences.append(Sequence(0, Request(prompt, sampling, recorded=recorded), len(prompt) + 12))
-        sequences[-1].pages = list(range(8))
+        give_pages(sequences[-1], range(8))
         sequences[-1].computed = len(prompt) - 1
     entries = random_entries(sequences, rng, 4)
     batch = build_batch(entries, PAGE_SIZE)

@@ -22,6 +22,7 @@ from tests.engine.executor.kernels.device_steps import (
     same_state,
     state_of,
 )
+from tests.engine.tables import give_pages
 
 
 def commit_on_host(entries, target):
@@ -40,7 +41,7 @@ def steps_agree(verify, device, seed):
     rng = np.random.default_rng(seed)
     sequences = [new_sequence(rng) for _ in range(rng.integers(1, 6))]
     for index, sequence in enumerate(sequences):
-        sequence.pages = list(range(index * 10, index * 10 + 10))
+        give_pages(sequence, range(index * 10, index * 10 + 10))
     state, slots = state_of(sequences, device)
     max_draft = int(rng.integers(0, 7))
     for _ in range(4):

@@ -20,6 +20,7 @@ from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.lora_folders import KINDS, LATENT_KINDS, merged_model, write_adapter
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS
+from tests.engine.tables import give_pages
 
 PAGE_SIZE, PAGES = 16, 4
 ADAPTERS = {
@@ -44,7 +45,7 @@ def entries(lengths, names):
     for index, (length, name) in enumerate(zip(lengths, names, strict=True)):
         prompt = rng.integers(0, VOCAB, length).astype(np.uint32)
         sequence = Sequence(index, Request(prompt, adapter=name), length + 1)
-        sequence.pages = list(range(index * PAGES, (index + 1) * PAGES))
+        give_pages(sequence, range(index * PAGES, (index + 1) * PAGES))
         found.append(SequencePlan(sequence, 0, length, produces=True))
     return found
 

@@ -1,0 +1,85 @@
+"""The running requests as a table: one row each, which kernels read and write for a whole batch.
+
+A sequence has a row from its first admission to its end; the row is also its slot in the state on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.drafters.sources import SOURCE_NAMES
+
+if TYPE_CHECKING:
+    from engine.scheduling.sequence import Sequence
+
+# Columns of the state of a sequence, int64.
+SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, COMPUTED, IN_FLIGHT, PAGES, REGISTERED, MAX_DRAFT, END, STEPS = range(12)
+"""TEXT: address of its tokens. LENGTH: number of committed tokens, prompt and output, of which PROMPT are the prompt's;
+LIMIT: the largest LENGTH. COMPUTED: number of leading tokens whose keys and values are in the cache, or are computed by
+a step in flight. IN_FLIGHT: largest number of tokens that steps in flight may append. PAGES: number of pages of its
+page table; REGISTERED: number of leading ones in the prefix cache. MAX_DRAFT: largest number of draft tokens in a step.
+END: how its end is found, see below. STEPS: number of steps that produced tokens."""
+DRAFTED = 12
+"""One column for each source of draft tokens: how many the target verified."""
+ACCEPTED = DRAFTED + len(SOURCE_NAMES)
+"""As DRAFTED: how many the target accepted."""
+COLUMNS = ACCEPTED + len(SOURCE_NAMES)
+
+# Values of END.
+BY_LENGTH, BY_END_TOKENS, BY_REQUEST, SCORED = range(4)
+"""The output ends at its largest length, or with an end token of the model before that, or as `Stopping` decides; the
+request has no output, but its prompt is scored."""
+
+NO_ROW = -1
+SPARE = 8
+"""One spare row for this many, and at least one: rows of sequences that have ended are freed after the next launch."""
+
+
+class RequestTable:
+    """Rows of up to S sequences that have begun and not ended."""
+
+    def __init__(self, max_sequences: int, max_pages: int) -> None:
+        """max_sequences: largest number of sequences that run at once. max_pages: length of a page table."""
+        rows = rows_for(max_sequences)
+        self.state = np.zeros((rows, COLUMNS), np.int64)
+        """int64 [S, COLUMNS]."""
+        self.pages = np.zeros((rows, max_pages), np.int32)
+        """int32 [S, max_pages]: page tables."""
+        self.sequences: list[Sequence | None] = [None] * rows
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a row is free."""
+        return bool(self._free)
+
+    def add(self, sequence: Sequence) -> None:
+        """Give a row to a sequence that has none."""
+        row = self._free.pop()
+        self.sequences[row] = sequence
+        self.state[row] = sequence.state
+        sequence.row, sequence.state, sequence.page_table = row, self.state[row], self.pages[row]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free the row of a sequence that has ended, which keeps a copy of its state."""
+        row = sequence.row
+        self.sequences[row] = None
+        sequence.row, sequence.state, sequence.page_table = NO_ROW, sequence.state.copy(), NO_PAGES
+        self.state[row] = 0
+        self.state[row, SEQUENCE_ID] = NO_ROW
+        self._free.append(row)
+
+    def of(self, rows: np.ndarray) -> SequenceOf[Sequence]:
+        """Return the sequences of rows, int64 [B]."""
+        return [self.sequences[row] for row in rows.tolist()]
+
+
+NO_PAGES = np.empty(0, np.int32)
+
+
+def rows_for(max_sequences: int) -> int:
+    """Return the number of rows of a table for this many sequences that run at once."""
+    return max_sequences + max(1, max_sequences // SPARE)

@@ -1,0 +1,11 @@
+"""Page tables of sequences that no scheduler runs."""
+
+import numpy as np
+
+from engine.scheduling.table import PAGES
+
+
+def give_pages(sequence, pages):
+    """Let a sequence that has no row in a table own pages."""
+    sequence.page_table = np.array([*pages], np.int32)
+    sequence.state[PAGES] = len(sequence.page_table)
