@@ -61,8 +61,7 @@ def run_step(drafter, plan, tokens, drafted=0, kept=0):
 
 
 def append(sequence, token):
-    sequence._tokens[sequence._length] = token
-    sequence._length += 1
+    sequence.commit(np.array([token], np.uint32))
 
 
 def test_committed_and_verified_tokens_are_reported():
