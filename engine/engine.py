@@ -5,10 +5,10 @@
     one in flight    device  step 1 | step 2             | step 3
                      host    launch 2 | commit 1, launch 3 | ...
 
-A step is launched while another one is in flight if it does not depend on the host or on drafts that the host makes from
-the results: the device drafts, or nothing is drafted. The host then plans with upper bounds of the number of tokens that
-the step in flight commits. A sequence that has ended, was cancelled or was preempted may be part of one more step; its
-results are dropped. That step's writes to the KV cache precede all writes of later owners of the same pages.
+A step is launched while another one is in flight if the graph executor runs it and no drafts are made from the results:
+the device drafts, or nothing is drafted. The host then plans with upper bounds of the number of tokens that the step in
+flight commits. A sequence that has ended, was cancelled or was preempted may be part of one more step; its results are
+dropped. That step's writes to the KV cache precede all writes of later owners of the same pages.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class Engine:
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.
 
-        With a step in flight, none is launched if there is nothing to run, or the next step needs the host or its drafts.
+        With a step in flight, none is launched if there is nothing to run, or the next step needs the host.
         """
         plan = self.scheduler.plan()
         watch.lap("schedule")

@@ -161,7 +161,7 @@ def time_steps(
     # Sequences whose prompts finish first produce tokens while the other prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
     max_steps = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
-    # Leave room for two more drafts after the last step: one in flight and the next one.
+    # Leave room for two more drafts after the last step.
     longest = max_steps + 2 * max_draft
     requests = random_requests(bench, sequences, max(1, context - max_steps // 2), longest)
     with ExitStack() as stack:

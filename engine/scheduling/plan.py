@@ -63,7 +63,8 @@ class SequencePlan:
     """Shape of the extra rows; None if there are none."""
 
     max_verified: int = 0
-    """Largest number of draft tokens that the step verifies; `draft` is empty until the results if the device drafts."""
+    """Largest number of draft tokens that the step verifies. If the device drafts, `draft` is empty until its results
+    are read."""
 
     @property
     def scored(self) -> range:

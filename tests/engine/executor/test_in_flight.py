@@ -203,7 +203,8 @@ class Pauses:
     def record(self, plan, accepted, committed, seconds):
         assert seconds > 0
         self.drafted += plan.is_drafting
-        self.paused += plan.is_backing_off
+        # The step that was in flight at the end of a pause is not part of the next one.
+        self.paused += plan.is_backing_off and self.drafted == 3
         if self.paused >= 4:
             self.drafted = self.paused = 0
 
