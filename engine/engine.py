@@ -2,8 +2,8 @@
 
     none in flight   device  step 1 |                   | step 2 |                   | step 3
                      host           | commit 1, draft 2 |        | commit 2, draft 3 |
-    one in flight    device  step 1 | step 2             | step 3
-                     host    launch 2 | commit 1, launch 3 | ...
+    one in flight    device  step 1   | step 2             | step 3
+                     host    launch 2 | commit 1, launch 3 | commit 2, launch 4
 
 A step is launched while another one is in flight if the graph executor runs it and no drafts are made from the results:
 the device drafts, or nothing is drafted. The host then plans with upper bounds of the number of tokens that the step in
@@ -352,7 +352,8 @@ class Engine:
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.
 
-        With a step in flight, none is launched if there is nothing to run, or the next step needs the host.
+        With a step in flight, none is launched if there is nothing to run, or if the next step needs the host or drafts
+        that it makes.
         """
         plan = self.scheduler.plan()
         watch.lap("schedule")
