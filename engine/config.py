@@ -38,8 +38,9 @@ class EngineConfig:
     it is the one that decoding without drafts produces. `rejection`: speculative sampling; outputs have the same
     distribution."""
     in_flight: int | None = None
-    """Number of launched steps whose results are unknown while the next one is planned: 0 or 1. None: chosen at run
-    time from the measured gain. For debugging and benchmarks."""
+    """Largest number of steps in flight when the next one is launched. 0: the results of each step are read first. 1 or
+    None: a step that does not depend on them is launched before. On a CPU, only 1 uses the graph executor. For
+    debugging and benchmarks."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a setting that is out of range."""

@@ -2,13 +2,13 @@
 
     none in flight   device  step 1 |                   | step 2 |                   | step 3
                      host           | commit 1, draft 2 |        | commit 2, draft 3 |
-    one in flight    device  step 1          | step 2          | step 3
-                     host    draft 2, launch | commit 1, draft 3, launch | ...
+    one in flight    device  step 1   | step 2             | step 3
+                     host    launch 2 | commit 1, launch 3 | commit 2, launch 4
 
-With a step in flight the host plans with upper bounds of the number of tokens that it commits, and drafts for its
-predicted outcome; the device drops a draft whose outcome did not occur, or makes drafts itself. A sequence that has
-ended, was cancelled or was preempted may be part of one more step; its results are dropped. That step's writes to the
-KV cache precede all writes of later owners of the same pages.
+A step is launched while another one is in flight if the graph executor runs it and no drafts are made from the results:
+the device drafts, or nothing is drafted. The host then plans with upper bounds of the number of tokens that the step in
+flight commits. A sequence that has ended, was cancelled or was preempted may be part of one more step; its results are
+dropped. That step's writes to the KV cache precede all writes of later owners of the same pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from engine.config import ContextWindow, EngineConfig
-from engine.drafters.base import NO_LIMITS, Drafter, DraftLimits
+from engine.drafters.base import Drafter
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.drafters.sources import DraftSource
-from engine.drafters.tokens import adapt, innermost
+from engine.drafters.tokens import adapt, innermost, limits_of
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import Executors, build_executors, with_kv_memory
 from engine.executor.graph import GraphStep
@@ -49,7 +49,6 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.times import StageTimes, Stopwatch
 from engine.scheduling.turns import Turns
 from engine.speculation.device_drafting import DeviceDrafting
-from engine.speculation.in_flight import InFlightDepth
 from engine.speculation.selection import DraftSelection
 from engine.speculation.speculation import Speculation
 from ssd.errors import Failures, UserError
@@ -115,7 +114,6 @@ class Engine:
         from which requests may choose. `models`: the model and the drafter's copies of it, for `update_weights`.
         """
         graph, plain_curve = executors.graph, executors.plain_curve
-        has_chain = graph is not None and graph.chain is not None
         self.model = model
         self.version = 0
         """Version of the weights, see `update_weights`."""
@@ -123,8 +121,7 @@ class Engine:
         self._config = config
         self._executor = executors.eager
         self._graph = graph
-        # Drafts that the device makes lose nothing with a step in flight.
-        self._depth = InFlightDepth(1 if has_chain and config.in_flight is None else config.in_flight)
+        self._may_run_ahead = graph is not None and config.in_flight != 0
         self._selection = selection
         self._device_drafting = None if plain_curve is None else DeviceDrafting(plain_curve)
         self._speculation = Speculation(drafter, config, model.vocab_size, selection, self._device_drafting)
@@ -347,15 +344,16 @@ class Engine:
     @property
     def _can_run_ahead(self) -> bool:
         """Whether the next step may be launched before the results of the one in flight are read."""
-        if self._graph is None or not isinstance(self._in_flight[0], GraphStep):
-            return False
-        can_draft = self._speculation.can_propose_ahead or self._graph.chain is not None
-        return can_draft and self._depth.current == 1
+        step = self._in_flight[0]
+        # After a step with the host's drafts, the next one nearly always has some, too.
+        has_drafts = step.plan.is_drafting and not step.plan.drafts_on_device
+        return self._may_run_ahead and isinstance(step, GraphStep) and not has_drafts
 
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.
 
-        With a step in flight, none is launched if there is nothing to run or the next step needs the host.
+        With a step in flight, none is launched if there is nothing to run, or if the next step needs the host or drafts
+        that it makes.
         """
         plan = self.scheduler.plan()
         watch.lap("schedule")
@@ -366,13 +364,10 @@ class Engine:
             self._speculation.leave_to_device(plan)
             watch.lap("draft")
         elif self._in_flight:
-            before = self._in_flight[0]
-            drafts = {entry.sequence.sequence_id: entry.draft for entry in before.plan.producing}
-            for entry in plan.producing:
-                entry.in_flight_draft = drafts.get(entry.sequence.sequence_id) if entry.sequence.in_flight else None
-            self._speculation.propose_ahead(plan)
-            # Drafting only delays the step if the device is idle.
-            plan.drafting_s = watch.lap("draft") if before.is_done else 0.0
+            is_drafting = self._speculation.prepare(plan)
+            watch.lap("draft")
+            if is_drafting:
+                return False
         else:
             self._speculation.propose(plan)
             watch.lap("draft")
@@ -432,38 +427,29 @@ class Engine:
             self._graph.chain.observe(result)
         self._speculation.observe(result)
         observing_s = watch.lap("draft")
-        if result.plan.drafting_s:  # Otherwise a step in flight hides the time of drafting.
+        if result.plan.is_drafting:
             result.plan.drafting_s += observing_s
         for sequence, cut in ended:
             report.finished[sequence.sequence_id] = self._finish(sequence, cut)
         watch.lap("commit")
-        if self._in_flight:
-            self._in_flight[0].plan.drop_mispredicted()
-        watch.lap("commit")
         report.times = watch.times()
         if report.results:
-            self._record(step, report)
+            self._record(step.plan, report)
         return report
 
-    def _record(self, step: InFlightStep, report: StepReport) -> None:
-        """Update the token budget and the in-flight depth with the duration of a step."""
+    def _record(self, plan: StepPlan, report: StepReport) -> None:
+        """Update the decisions about drafting with the duration of a step."""
         times = report.times
-        accepted = sum(each.accepted for each in report.results)
-        is_on_graph = isinstance(step, GraphStep)
-        # The device of the graph executor runs while the host drafts.
-        seconds = times.total if is_on_graph else times.total - times.draft
-        if step.plan.drafts_on_device:
+        if plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
             if self._device_drafting is not None and len(self._launched) == 1:
-                self._device_drafting.record(step.plan, self._launched[0], report.committed, seconds)
+                self._device_drafting.record(plan, self._launched[0], report.committed, times.total)
         elif self._selection is not None:
+            accepted = sum(each.accepted for each in report.results)
             forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
-            self._selection.record(step.plan, accepted - forced, report.committed, seconds)
-        if is_on_graph:
-            # While the host launches prompt chunks, the device already runs them.
-            launch_s = times.forward if not any(plan.has_prompts for plan in self._launched) else 0.0
-            host_s = times.schedule + times.draft + launch_s + times.commit
-            self._depth.record(host_s, times.total, accepted, report.committed)
+            # While the next step runs, the drafter does not delay the device.
+            seconds = times.total if self._in_flight else times.total - times.draft
+            self._selection.record(plan, accepted - forced, report.committed, seconds)
 
     def _append(self, result: SequenceResult) -> Cut:
         """Commit the tokens that a step produced for a sequence, up to the end of its output."""
@@ -541,18 +527,14 @@ def build_engine(
     executors = build_executors(
         model, config, attention, common, notify, measure=measure, needs=drafter.needs, adapters=adapters, bind=bind
     )  # fmt: skip
-    selection = None if executors.curve is None else DraftSelection(executors.curve, _limits_of(drafter, config), warn)
+    limits = limits_of(drafter)
+    limits = limits._replace(depth=min(limits.depth, config.max_draft))
+    selection = None if executors.curve is None else DraftSelection(executors.curve, limits, warn)
     return Engine(
         model.config, config, executors, drafter, decode, selection,
         drafters=drafters, grammars=grammars, adapters=adapters,
         models=(model, *getattr(innermost(drafter), "copies", ())),
     )  # fmt: skip
-
-
-def _limits_of(drafter: Drafter, config: EngineConfig) -> DraftLimits:
-    """Return the limits of a drafter's drafts in an engine."""
-    limits: DraftLimits = getattr(innermost(drafter), "limits", NO_LIMITS)
-    return limits._replace(depth=min(limits.depth, config.max_draft))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ssd.config import check_cost
+from ssd.config import MAX_DRAFT, check_cost
 from ssd.corpus.ring import check_tokens, kind_of
 
 ROOT = -1
@@ -41,6 +41,20 @@ class Source(IntEnum):
     """In no match: requests produced it where no match was right (`ssd.kernels.fallback`)."""
     LIBRARY = 3
     """A finished request of another corpus, see `Corpus.read_from`."""
+
+
+class DraftLimits(NamedTuple):
+    """The most tokens that a draft can add to a step, and the least time that it takes."""
+
+    depth: int = MAX_DRAFT
+    """Largest number of tokens of a draft that a step can accept; 0 if the drafter never drafts."""
+    position_steps: float = 0.0
+    """Least time of drafting one token of each sequence, as a multiple of the time of a step without drafts."""
+    cause: str = ""
+    """Why `position_steps` is large, for messages."""
+
+
+NO_LIMITS = DraftLimits()
 
 
 class StepTime(NamedTuple):

@@ -35,7 +35,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         "--in-flight",
         type=int,
         choices=(0, 1),
-        help="steps in flight while the next one is planned (decided at run time)",
+        help="largest number of steps in flight when the next one is launched (1); on a CPU, 1 uses the graph executor",
     )
     add("--shape", choices=SHAPES, default="llama3-8b", help="shape of the random weights (llama3-8b)")
     add("--scale", choices=SCALES, default="full", help="amount of work: tiny tries the benchmark (full)")

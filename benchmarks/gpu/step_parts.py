@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -82,11 +81,7 @@ def idle_figures(kernels: list[Interval]) -> Iterator[Figure]:
 
 def verify(bench: Bench) -> Iterator[Figure]:
     """Compare steps that verify 16 wrong draft tokens to steps without drafts."""
-    # With a step in flight, a draft must begin with the token that this step adds, or it is dropped. Whether it must
-    # is known only if the number of steps in flight is fixed.
-    in_flight = 1 if bench.setting.in_flight is None else bench.setting.in_flight
-    bench, right = Bench(replace(bench.setting, in_flight=in_flight)), in_flight
-    wrong = FixedDrafter(path(right + MAX_DRAFT), bench.config.vocab_size, right=right)
+    wrong = FixedDrafter(path(MAX_DRAFT), bench.config.vocab_size)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
     ratio = median(ratios(timed["verify"], timed["plain"]))
     results = [result for report in timed["verify"].reports for result in report.results]

@@ -30,12 +30,11 @@ def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 class FixedDrafter:
-    """Drafts random tokens in the same shape for every sequence; all but the first `right` tokens are wrong."""
+    """Drafts random wrong tokens in the same shape for every sequence."""
 
-    def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9, right: int = 0) -> None:
-        """parents: int32 [k]. accept_prob: reported for every token. right: number of leading tokens that are right."""
+    def __init__(self, parents: np.ndarray, vocab_size: int, accept_prob: float = 0.9) -> None:
+        """parents: int32 [k]. accept_prob: reported for every token."""
         self._parents = parents
-        self._right = right
         self._vocab_size = vocab_size
         self._accept_prob = accept_prob
         self._random = np.random.default_rng(0)
@@ -54,7 +53,7 @@ class FixedDrafter:
             self._produced[sequence_id] += count
         within = np.arange(tokens) - np.repeat(offsets[:-1].astype(np.int64), lengths)
         positions = within + np.repeat([self._produced[sequence_id] for sequence_id in ids], lengths)
-        shift = np.where(within < self._right, 0, self._random.integers(1, self._vocab_size, tokens))
+        shift = self._random.integers(1, self._vocab_size, tokens)
         return DraftBatch(
             tokens=recorded_output(positions + shift, self._vocab_size),
             parents=np.concatenate([np.empty(0, np.int32), *parents]),
@@ -162,7 +161,7 @@ def time_steps(
     # Sequences whose prompts finish first produce tokens while the other prompts run.
     prompt_steps = -(-sequences * context // PROMPT_STEP_TOKENS)
     max_steps = prompt_steps + WARM_STEPS + bench.scale.rounds * (1 + bench.scale.steps) + recorded + 2
-    # Leave room for two more drafts after the last step: one in flight and the next one.
+    # Leave room for two more drafts after the last step.
     longest = max_steps + 2 * max_draft
     requests = random_requests(bench, sequences, max(1, context - max_steps // 2), longest)
     with ExitStack() as stack:

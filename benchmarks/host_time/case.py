@@ -82,7 +82,7 @@ def instant_device() -> Iterator[Device]:
     def step(self: FixedStep, _kind: Kind) -> torch.Tensor:
         with device.work(is_step=True):
             state = self._state
-            columns = (self._table, state.lengths, state.last_tokens, state.limits, state.history)
+            columns = (self._table, state.lengths, state.limits, state.history)
             return torch.from_numpy(outcomes(*(column.numpy() for column in columns), self._shape.width))
 
     def forward(_self: Runner, batch: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def instant_device() -> Iterator[Device]:
 
 
 @numba.njit(cache=True)
-def outcomes(table, lengths, last_tokens, limits, history, width):
+def outcomes(table, lengths, limits, history, width):
     """Return the results of a step, int32 [B, RESULT_COLUMNS + width], and commit them to the state.
 
     Arguments as in `HostInputs` and `DeviceState`; the history has the rest of each recorded output.
@@ -114,15 +114,13 @@ def outcomes(table, lengths, last_tokens, limits, history, width):
         length, room = lengths[slot], limits[slot] - lengths[slot]
         if room <= 0:
             continue
-        follows = table[row, 2] == length and table[row, 3] == last_tokens[slot]
-        drafted = min(table[row, 1] - 1, room - 1) if follows else 0
+        drafted = min(table[row, 1] - 1, room - 1)
         accepted = 0
         while accepted < drafted and table[row, INPUT_COLUMNS + accepted] == history[slot, length + accepted]:
             accepted += 1
         results[row, 0], results[row, 1] = accepted + 1, drafted
         results[row, RESULT_COLUMNS : RESULT_COLUMNS + accepted + 1] = history[slot, length : length + accepted + 1]
         lengths[slot] = length + accepted + 1
-        last_tokens[slot] = history[slot, length + accepted]
     return results
 
 
@@ -161,8 +159,6 @@ def build(
     executors = build_executors(
         random_model(shape, torch.float32), config, "plain", COMMON_SAMPLING, lambda _: None, measure=False
     )
-    # A CPU has a graph executor only where steps are launched ahead.
-    config = replace(config, in_flight=int(drafter == "none"))
     return Engine(shape, config, executors, adapt(inner), None, KnownDurations(curve))
 
 

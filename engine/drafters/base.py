@@ -72,7 +72,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from ssd.config import MAX_DRAFT
 from ssd.types import DraftBatch, offsets_of
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
@@ -173,20 +172,6 @@ class TargetInfo:
         return self.model.embedding.weight
 
 
-class DraftLimits(NamedTuple):
-    """The most tokens that a draft can add to a step, and the least time that it takes."""
-
-    depth: int = MAX_DRAFT
-    """Largest number of tokens of a draft that a step can accept."""
-    position_steps: float = 0.0
-    """Least time of drafting one token of each sequence, as a multiple of the time of a step without drafts."""
-    cause: str = ""
-    """Why `position_steps` is large, for messages."""
-
-
-NO_LIMITS = DraftLimits()
-
-
 @dataclass(frozen=True, eq=False)
 class ExtraRows:
     """Tokens that run after the drafts of B sequences without being verified, E tokens in total."""
@@ -235,51 +220,19 @@ class Drafts:
         return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
 
 
-@dataclass(frozen=True, eq=False)
-class PredictedDrafts:
-    """Drafts for B sequences, each for the predicted outcome of the step in flight.
-
-    The outcome of a sequence without a step in flight is known; its `accepted` and `bonus` are not read.
-    """
-
-    batch: DraftBatch
-    """One path per entry of `StepPlan.producing`, in that order."""
-    accepted: np.ndarray
-    """int32 [B]: predicted number of accepted tokens of `SequencePlan.in_flight_draft`."""
-    bonus: np.ndarray
-    """uint32 [B]: predicted bonus token after them."""
-
-    @classmethod
-    def empty(cls, sequences: int) -> PredictedDrafts:
-        """Return no draft for any of `sequences`."""
-        return cls(DraftBatch.empty(sequences), np.zeros(sequences, np.int32), np.zeros(sequences, np.uint32))
-
-    def take(self, indices: SequenceOf[int]) -> PredictedDrafts:
-        """Return the drafts of some sequences."""
-        at = np.array(indices, np.int64)
-        return replace(self, batch=self.batch.take(indices), accepted=self.accepted[at], bonus=self.bonus[at])
-
-    def scatter(self, indices: np.ndarray, count: int) -> PredictedDrafts:
-        """See `Drafts.scatter`."""
-        scattered = PredictedDrafts.empty(count)
-        scattered.accepted[indices], scattered.bonus[indices] = self.accepted, self.bonus
-        return replace(scattered, batch=self.batch.scatter(indices, count))
-
-
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
     A class that inherits from it may leave out all methods but `propose`.
 
-    Four methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
-    `propose_ahead(plan: StepPlan) -> PredictedDrafts` is called in place of `propose` while a step is in flight.
+    Three methods are optional. `bind(forward: DraftForward) -> None` stores access to the KV pages.
     `device_chain(config: EngineConfig) -> DeviceChain | None` returns the drafter's part of the graph executor's steps,
     for which `propose` and `observe` are not called. `weights_changed() -> None` is called after the weights of the
     target and of `copies` were overwritten, while no request runs.
 
     Two attributes are optional. `copies: Sequence[Decoder]` are rounded copies of the target, whose weights change with
     the target's. `limits: DraftLimits` bounds what drafts can save; an engine that measures its steps does not call a
-    drafter that cannot pay.
+    drafter that cannot pay, and none calls `propose` and `observe` of a drafter with a depth of 0.
     """
 
     needs: TargetOutputs

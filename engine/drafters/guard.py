@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, PredictedDrafts, TargetOutputs
-from engine.speculation.draft_tree import straight_lengths
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
 
-D = TypeVar("D", Drafts, PredictedDrafts)
-L = TypeVar("L")
 R = TypeVar("R")
 
 LOG = logging.getLogger(__name__)
@@ -61,11 +58,6 @@ class GuardedDrafter:
         """See `Drafter.needs`."""
         return self.inner.needs
 
-    @property
-    def can_propose_ahead(self) -> bool:
-        """Whether the drafter has the optional method `propose_ahead`."""
-        return hasattr(self.inner, "propose_ahead")
-
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
         self._call(lambda: self.inner.start(sequence))
@@ -80,25 +72,10 @@ class GuardedDrafter:
             drafts = self.inner.propose(plan)
             if drafts.extra is not None:
                 check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
-            return replace(self._valid(drafts, rooms, check_drafts), extra=drafts.extra)
+            return replace(self._valid(drafts, rooms), extra=drafts.extra)
 
         self._begin_step()
         return self._call(propose) or Drafts.empty(len(plan.producing))
-
-    def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
-        """See `Drafter`."""
-        rooms = [entry.draft_room for entry in plan.producing]
-        in_flight = [0 if entry.in_flight_draft is None else len(entry.in_flight_draft) for entry in plan.producing]
-
-        def check(part: PredictedDrafts, own: list[tuple[int, int]], vocab_size: int) -> None:
-            check_predicted(part, [room for room, _ in own], [length for _, length in own], vocab_size)
-
-        def propose() -> PredictedDrafts:
-            drafts: PredictedDrafts = self.inner.propose_ahead(plan)  # type: ignore[attr-defined]
-            return self._valid(drafts, list(zip(rooms, in_flight, strict=True)), check)
-
-        self._begin_step()
-        return self._call(propose) or PredictedDrafts.empty(len(plan.producing))
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -131,26 +108,23 @@ class GuardedDrafter:
             self._report(problem, 1)
             return None
 
-    def _valid(self, drafts: D, limits: list[L], check: Callable[[D, list[L], int], None]) -> D:
-        """Return drafts of B sequences without those that `check` refuses. Raises DraftsError if it refuses them all.
-
-        limits: the limits of each sequence's draft, as `check` takes them.
-        """
+    def _valid(self, drafts: Drafts, rooms: list[int]) -> Drafts:
+        """Return drafts of B sequences without those that `check_drafts` refuses. Raises DraftsError if all are."""
         try:
-            check(drafts, limits, self._vocab_size)
+            check_drafts(drafts, rooms, self._vocab_size)
         except DraftsError as problem:
             _check_arrays(drafts.batch, DTYPES)
-            _check_offsets(drafts.batch, len(limits))
-            valid = [at for at in range(len(limits)) if self._is_valid(drafts.take([at]), limits[at : at + 1], check)]
+            _check_offsets(drafts.batch, len(rooms))
+            valid = [at for at in range(len(rooms)) if self._is_valid(drafts.take([at]), rooms[at : at + 1])]
             if not valid:
                 raise
-            self._report(problem, len(limits) - len(valid))
-            return drafts.take(valid).scatter(np.array(valid), len(limits))
+            self._report(problem, len(rooms) - len(valid))
+            return drafts.take(valid).scatter(np.array(valid), len(rooms))
         return drafts
 
-    def _is_valid(self, drafts: D, limits: list[L], check: Callable[[D, list[L], int], None]) -> bool:
+    def _is_valid(self, drafts: Drafts, rooms: list[int]) -> bool:
         try:
-            check(drafts, limits, self._vocab_size)
+            check_drafts(drafts, rooms, self._vocab_size)
         except DraftsError:
             return False
         return True
@@ -179,25 +153,6 @@ def check_extra_rows(extra: ExtraRows, rooms: list[int], vocab_size: int) -> Non
     _check_arrays(extra, {name: DTYPES[name] for name in ("tokens", "parents", "offsets")})
     _check_trees(extra, rooms)
     _check_tokens(extra.tokens, vocab_size)
-
-
-def check_predicted(drafts: PredictedDrafts, rooms: list[int], in_flight: list[int], vocab_size: int) -> None:
-    """Raise DraftsError unless a step can verify these drafts.
-
-    rooms: largest length of each. in_flight: number of draft tokens that the step in flight verifies for each sequence.
-    """
-    if not isinstance(drafts, PredictedDrafts):
-        raise DraftsError(f"propose_ahead returned {type(drafts).__name__}, not PredictedDrafts")
-    check_drafts(Drafts(drafts.batch), rooms, vocab_size)
-    if (straight_lengths(drafts.batch.parents, drafts.batch.offsets) < np.diff(drafts.batch.offsets)).any():
-        raise DraftsError("a draft for a predicted outcome has a branch")
-    for name, dtype in (("accepted", np.int32), ("bonus", np.uint32)):
-        array = getattr(drafts, name)
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (len(rooms),):
-            raise DraftsError(f"{name} is not an array of {len(rooms)} elements of {np.dtype(dtype).name}")
-    if ((drafts.accepted < 0) | (drafts.accepted > in_flight)).any():
-        raise DraftsError("accepted is not a number of tokens of the draft in flight")
-    _check_tokens(drafts.bonus, vocab_size)
 
 
 def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.generic]]) -> None:

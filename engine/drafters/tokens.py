@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
-from engine.speculation.draft_tree import straight_length
+from engine.drafters.base import Drafts, TargetOutputs
 from ssd import types
 from ssd.budget.token_budget import StepPrice
-from ssd.types import ROOT, DraftBatch, Progress, offsets_of
+from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from engine.drafters.base import Drafter
-    from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
 
 UNMEASURED = 0.03
@@ -39,19 +38,6 @@ class Reported:
     """Number of steps that have produced tokens since the last report."""
     verified: int = 0
     """Number of draft tokens that the first of those steps verified."""
-    path: np.ndarray | None = None
-    """uint32 [n]: the last draft, if it was made while a step was in flight; later steps verify a part of it."""
-
-    def verified_of(self, committed: np.ndarray) -> int:
-        """Return the number of verified tokens of the last draft; `committed`: uint32 [m], tokens committed since then.
-
-        With a step in flight the target verifies other drafts as well. The committed tokens then determine the result:
-        the common prefix was accepted, and the first token that differs was rejected.
-        """
-        if self.path is None:
-            return self.verified
-        shared = shared_length(self.path, committed)
-        return min(len(self.path), len(committed), shared + 1)
 
 
 class TokenDrafter:
@@ -112,26 +98,6 @@ class TokenDrafter:
         )
         return batch.scatter(np.array(started), len(entries))
 
-    def propose_ahead(self, plan: StepPlan) -> PredictedDrafts:
-        """Report committed tokens, and return drafts for the most likely outcome of the step in flight.
-
-        The new draft continues the committed text and covers the tokens that the step in flight verifies. The predicted
-        outcome is where it diverges from the draft in flight: their common prefix is accepted, and the next token of
-        the new draft is the bonus token.
-        """
-        entries = plan.producing
-        at = [index for index, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
-        if not at or not any(entry.draft_room for entry in entries):
-            return PredictedDrafts.empty(len(entries))
-        started = [entries[index] for index in at]
-        limits = [_in_flight_tokens(entry) + entry.draft_room if entry.draft_room else 0 for entry in started]
-        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.price))
-        paths = [batch.tokens_of(row)[: straight_length(batch.parents_of(row))] for row in range(len(at))]
-        for entry, path in zip(started, paths, strict=True):
-            self._reported[entry.sequence.sequence_id].path = path
-        predicted = _predicted_drafts(started, batch, paths)
-        return predicted if len(started) == len(entries) else predicted.scatter(np.array(at), len(entries))
-
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
         for each in result.results:
@@ -153,7 +119,7 @@ class TokenDrafter:
         finally:
             reported = self._reported.pop(sequence.sequence_id)
             rest = sequence.tokens[reported.tokens :]
-            self.inner.finish(sequence.sequence_id, rest, verified=reported.verified_of(rest), learn=learn)
+            self.inner.finish(sequence.sequence_id, rest, verified=reported.verified, learn=learn)
 
     def close(self) -> None:
         """See `engine.drafters.base.Drafter.close`."""
@@ -164,12 +130,11 @@ class TokenDrafter:
         reported = [self._reported[sequence.sequence_id] for sequence in sequences]
         added = [sequence.tokens[each.tokens :] for sequence, each in zip(sequences, reported, strict=True)]
         steps = np.array([each.steps for each in reported], np.uint32)
-        verified = [each.verified_of(tokens) for each, tokens in zip(reported, added, strict=True)]
         progress = Progress(
             sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
             tokens=np.concatenate(added),
             offsets=offsets_of(np.array([len(tokens) for tokens in added])),
-            verified=np.array(verified, np.uint32),
+            verified=np.array([each.verified for each in reported], np.uint32),
             max_draft=np.array(limits, np.uint32),
             min_path_prob=UNMEASURED if price is None else price.min_path_prob,
             steps=steps if np.count_nonzero(steps > 1) else None,
@@ -192,38 +157,7 @@ def innermost(drafter: object) -> object:
     return drafter
 
 
-def shared_length(left: np.ndarray, right: np.ndarray) -> int:
-    """Return the length of the common prefix of two rows of tokens."""
-    size = min(len(left), len(right))
-    return int(np.append(left[:size] != right[:size], True).argmax())
-
-
-def _in_flight_tokens(entry: SequencePlan) -> int:
-    """Return the largest number of tokens that the step in flight commits."""
-    return 0 if entry.in_flight_draft is None else len(entry.in_flight_draft) + 1
-
-
-def _predicted_drafts(
-    entries: SequenceOf[SequencePlan], batch: DraftBatch, paths: SequenceOf[np.ndarray]
-) -> PredictedDrafts:
-    """Return the outcomes that drafted paths predict, and the part of each path that follows its outcome.
-
-    batch: the drafts of the entries. paths: their first tokens, uint32, up to a branch.
-    """
-    count = len(entries)
-    accepted, bonus = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-    starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    for row, (entry, path) in enumerate(zip(entries, paths, strict=True)):
-        if entry.in_flight_draft is not None:
-            shared = shared_length(path, entry.in_flight_draft)
-            if shared == len(path):
-                continue
-            accepted[row], bonus[row] = shared, path[shared]
-            starts[row] = shared + 1
-        sizes[row] = min(len(path) - starts[row], entry.draft_room)
-    offsets = offsets_of(sizes)
-    places = np.arange(int(offsets[-1])) - offsets[:-1].repeat(sizes)
-    rest = (batch.offsets[:-1] + starts).repeat(sizes) + places
-    parents = (places + ROOT).astype(np.int32)
-    drafts = DraftBatch(batch.tokens[rest], parents, batch.accept_prob[rest], batch.source[rest], offsets)
-    return PredictedDrafts(drafts, accepted, bonus)
+def limits_of(drafter: object) -> DraftLimits:
+    """Return the limits that a drafter declares."""
+    limits: DraftLimits = getattr(innermost(drafter), "limits", NO_LIMITS)
+    return limits

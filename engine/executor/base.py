@@ -12,11 +12,6 @@ class InFlightStep(Protocol):
 
     plan: StepPlan
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns without waiting for the device."""
-        ...
-
     def result(self) -> StepResult:
         """Wait for the results and return them. Outputs are not cut where they end."""
         ...

@@ -36,9 +36,6 @@ class EagerExecutor:
 class EagerStep:
     """A step whose forward pass is launched."""
 
-    is_done = True
-    """Constant, because `result` does part of the work itself."""
-
     def __init__(
         self, executor: EagerExecutor, plan: StepPlan, batch: Batch, logits: Tensor, states: Tensor | None
     ) -> None:

@@ -1,4 +1,4 @@
-"""A step of a fixed shape, in which the device selects drafts, samples and verifies without the host.
+"""A step of a fixed shape, in which the device samples and verifies without the host.
 
 On a GPU each shape is a CUDA graph; elsewhere the same operations run one by one.
 """
@@ -27,9 +27,8 @@ MemoryPool = Any
 
 WARM_UPS = 2
 """Number of runs before a capture, in which kernels are compiled and libraries allocate."""
-INPUT_COLUMNS = 4
-"""Number of input columns of a sequence before its draft: request slot, number of rows, and the length and last token
-of the text that the draft follows."""
+INPUT_COLUMNS = 2
+"""Number of input columns of a sequence before its draft: request slot and number of rows."""
 RESULT_COLUMNS = 2
 """Number of result columns of a sequence before its tokens: number of tokens, number of verified draft tokens."""
 
@@ -158,20 +157,6 @@ class FixedStep:
 
     def _drafts(self, slots: Tensor) -> Drafts:
         """Return the drafts of the step."""
-        table, width = self._table, self._shape.width - 1
-        if self._chain is not None:
-            return Drafts(self._chain.drafts(slots), table[:, 1] - 1)
-        if self._shape.rows == self._shape.sequences:
-            none = torch.zeros_like(table[:, 0])
-            return Drafts(none[:, None].expand(-1, width), none)
-        return following_drafts(self._state, slots, table)
-
-
-def following_drafts(state: DeviceState, request_slots: Tensor, table: Tensor) -> Drafts:
-    """Return the drafts of a step's inputs; those that do not follow the state's text are empty.
-
-    The length of a text and its last token determine the outcome of the previous step: the number of accepted tokens
-    and the bonus token. request_slots: int64 [B]. table: int32 [B, INPUT_COLUMNS + K], see `HostInputs`.
-    """
-    follows = (table[:, 2] == state.lengths[request_slots]) & (table[:, 3] == state.last_tokens[request_slots])
-    return Drafts(table[:, INPUT_COLUMNS:], torch.where(follows, table[:, 1] - 1, 0))
+        table = self._table
+        tokens = table[:, INPUT_COLUMNS:] if self._chain is None else self._chain.drafts(slots)
+        return Drafts(tokens, table[:, 1] - 1)

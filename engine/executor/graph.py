@@ -1,7 +1,7 @@
 """Graph executor: launches steps of fixed shapes before the results of the step in flight are known.
 
-The device holds the state of running sequences in request slots, drops drafts that do not follow the outcome of the
-previous step, or makes drafts with a head, and commits what it accepts.
+The device holds the state of running sequences in request slots, verifies the host's drafts or makes drafts with a
+head, and commits what it accepts.
 """
 
 from __future__ import annotations
@@ -88,10 +88,7 @@ class GraphExecutor:
         table[:, 0] = slots
         table[:, 1] = [1 + entry.max_verified for entry in producing]
         for row, entry in zip(table, producing, strict=True):
-            size = len(entry.draft)
-            if size:
-                row[2:INPUT_COLUMNS] = entry.predicted_end or entry.text_end
-                row[INPUT_COLUMNS : INPUT_COLUMNS + size] = entry.draft
+            row[INPUT_COLUMNS : INPUT_COLUMNS + len(entry.draft)] = entry.draft
         contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
         kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
         return self.grid.run(
@@ -108,11 +105,6 @@ class GraphStep:
         self._results = results
         self._max_draft = max_draft
         self._source = source
-
-    @property
-    def is_done(self) -> bool:
-        """See `InFlightStep.is_done`."""
-        return self._results is None or self._results.is_complete
 
     def result(self) -> StepResult:
         """See `InFlightStep.result`."""

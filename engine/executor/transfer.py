@@ -29,11 +29,6 @@ class PendingArray:
         self._array = array
         self._copied = copied
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether `read` returns without waiting."""
-        return self._copied is None or self._copied.query()
-
     def read(self) -> np.ndarray:
         """Wait for the copy and return the array."""
         if self._copied is not None:

@@ -62,18 +62,9 @@ class SequencePlan:
     extra_tree: DraftTree | None = None
     """Shape of the extra rows; None if there are none."""
 
-    in_flight_draft: np.ndarray | None = None
-    """uint32 [k]: the draft that a step in flight verifies for the sequence; None if no such step is in flight."""
-    predicted_end: tuple[int, int] | None = None
-    """Predicted `text_end` after the step in flight, which `draft` follows; None if `draft` follows the known text."""
-
     max_verified: int = 0
-    """Largest number of draft tokens that the step verifies; none of them if the predicted outcome does not occur."""
-
-    @property
-    def text_end(self) -> tuple[int, int]:
-        """Number of committed tokens, and the last of them."""
-        return len(self.sequence), int(self.sequence.tokens[-1])
+    """Largest number of draft tokens that the step verifies. If the device drafts, `draft` is empty until its results
+    are read."""
 
     @property
     def scored(self) -> range:
@@ -132,12 +123,6 @@ class StepPlan:
     def has_prompts(self) -> bool:
         """Whether the step runs prompt tokens beside the last committed token of each producing entry."""
         return self.scheduled > len(self.producing)
-
-    def drop_mispredicted(self) -> None:
-        """Remove drafts for outcomes that did not occur, as the device does; the previous step must be committed."""
-        for entry in self.producing:
-            if entry.predicted_end is not None and entry.predicted_end != entry.text_end:
-                entry.draft, entry.sources = NO_TOKENS, NO_SOURCES
 
     @property
     def tokens(self) -> int:

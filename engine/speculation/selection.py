@@ -9,13 +9,12 @@ from statistics import mean
 
 import numpy as np
 
-from engine.drafters.base import NO_LIMITS, DraftLimits
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
-from ssd.types import DraftBatch
+from ssd.types import NO_LIMITS, DraftBatch, DraftLimits
 
 LOG = logging.getLogger(__name__)
 DECAY = 0.98

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts
+from engine.drafters.base import Drafts, ExtraRows
 from engine.drafters.guard import GuardedDrafter
-from engine.drafters.tokens import adapt
+from engine.drafters.tokens import adapt, limits_of
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.device_drafting import DeviceDrafting
@@ -42,6 +42,7 @@ class Speculation:
         step with a request that wants drafts.
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
+        self._never_drafts = limits_of(drafter).depth == 0
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
         self._device_drafting = device_drafting
@@ -54,9 +55,21 @@ class Speculation:
         """The drafter in use."""
         return self._drafter
 
+    def prepare(self, plan: StepPlan) -> bool:
+        """Start new sequences and set the plan's price. Return whether the drafter is called in this step."""
+        self._start(plan)
+        if self._never_drafts or not any(entry.sequence.request.is_drafted for entry in plan.producing):
+            return False
+        if self._selection is None:
+            return True
+        plan.is_backing_off = not self._selection.admits(plan)
+        if not plan.is_backing_off:
+            plan.price = self._selection.price(plan)
+        return not plan.is_backing_off
+
     def propose(self, plan: StepPlan) -> None:
         """Set the drafts of the producing entries of a plan."""
-        is_drafting = self._prepare(plan)
+        is_drafting = self.prepare(plan)
         if not is_drafting and not has_grammar_drafts(plan.producing):
             return
         drafts = Drafts.empty(len(plan.producing))
@@ -88,34 +101,12 @@ class Speculation:
             plan.is_backing_off = self._device_drafting is not None and self._device_drafting.is_backing_off
             plan.is_drafting = not plan.is_backing_off
 
-    def propose_ahead(self, plan: StepPlan) -> None:
-        """Set the producing entries' drafts for the predicted outcomes of the step in flight."""
-        if not self._prepare(plan):
-            return
-        predicted = self._predict(plan)
-        plan.is_drafting = True
-        drafts = Drafts(predicted.batch)
-        lengths = np.diff(drafts.batch.offsets).astype(np.int64)
-        if self._selection is not None:
-            # The calibration accounts for the probabilities of the outcomes.
-            lengths = self._selection.select(plan, drafts.batch, lengths)
-        ends = zip(predicted.accepted.tolist(), predicted.bonus.tolist(), strict=True)
-        for index, (entry, (accepted, bonus)) in enumerate(zip(plan.producing, ends, strict=True)):
-            self._assign(entry, drafts, index, int(lengths[index]), by_depth=False)
-            if entry.in_flight_draft is not None:
-                entry.predicted_end = len(entry.sequence) + accepted + 1, bonus
-
-    @property
-    def can_propose_ahead(self) -> bool:
-        """Whether the drafter can draft while a step is in flight."""
-        return self._drafter.can_propose_ahead
-
     def observe(self, result: StepResult) -> None:
         """Pass the results of a step to the drafter, once its tokens are committed."""
         for each in result.results:
             if uses_rejection(each.plan):
                 self._rates.record(each)
-        if not result.plan.drafts_on_device:
+        if not result.plan.drafts_on_device and not self._never_drafts:
             if not self._drafter.needs.top_k:
                 result = replace(result, results=[_own_result(each) for each in result.results])
             self._drafter.observe(result)
@@ -130,28 +121,10 @@ class Speculation:
         """Release the drafter."""
         self._drafter.close()
 
-    def _prepare(self, plan: StepPlan) -> bool:
-        """Start new sequences and set the plan's price. Return whether the drafter is called in this step."""
-        self._start(plan)
-        if not any(entry.sequence.request.is_drafted for entry in plan.producing):
-            return False
-        if self._selection is None:
-            return True
-        plan.is_backing_off = not self._selection.admits(plan)
-        if not plan.is_backing_off:
-            plan.price = self._selection.price(plan)
-        return not plan.is_backing_off
-
     def _draft(self, plan: StepPlan) -> Drafts:
         """Return the drafter's drafts for the producing entries; those of requests without drafts are empty."""
         part, at = drafted_part(plan)
         drafts = self._drafter.propose(part)
-        return drafts if at is None else drafts.scatter(at, len(plan.producing))
-
-    def _predict(self, plan: StepPlan) -> PredictedDrafts:
-        """Return the drafter's drafts for predicted outcomes; those of requests without drafts are empty."""
-        part, at = drafted_part(plan)
-        drafts = self._drafter.propose_ahead(part)
         return drafts if at is None else drafts.scatter(at, len(plan.producing))
 
     def _start(self, plan: StepPlan) -> None:

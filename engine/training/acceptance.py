@@ -63,7 +63,6 @@ class Measurement:
             max_sequences=len(self._prompts),
             max_draft=TREE_NODES if shape == "tree" else depth,
             draft_shape=shape,
-            in_flight=0,
         )
         drafter = build_drafter(
             kind,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ssd.types import DraftBatch, Progress
+from ssd.types import DraftBatch, DraftLimits, Progress
 
 
 class NoDrafter:
     """Proposes nothing; implements `ssd.types.Drafter`."""
+
+    limits = DraftLimits(depth=0)
 
     def start(self, sequence_id: int, prompt: np.ndarray) -> None:
         """Do nothing."""

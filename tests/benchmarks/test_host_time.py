@@ -33,15 +33,15 @@ def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter):
 
 def test_a_step_commits_the_accepted_tokens_and_one_more():
     history = np.array([[5, 6, 7, 8, 9, -1]], np.int32)
-    lengths, last, limits = np.array([2], np.int32), np.array([6], np.int32), np.array([5], np.int32)
+    lengths, limits = np.array([2], np.int32), np.array([5], np.int32)
     table = np.zeros((1, INPUT_COLUMNS + 3), np.int32)
-    table[0, :INPUT_COLUMNS] = 0, 4, 2, 6
+    table[0, :INPUT_COLUMNS] = 0, 4
     table[0, INPUT_COLUMNS:] = 7, 1, 1
-    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[2, 2, 7, 8, 0, 0]]
-    assert (lengths[0], last[0]) == (4, 8)
-    # The draft follows a text that did not occur.
-    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[1, 0, 9, 0, 0, 0]]
-    assert outcomes(table, lengths, last, limits, history, 4).tolist() == [[0, 0, 0, 0, 0, 0]]
+    assert outcomes(table, lengths, limits, history, 4).tolist() == [[2, 2, 7, 8, 0, 0]]
+    assert lengths[0] == 4
+    # There is room for one more token.
+    assert outcomes(table, lengths, limits, history, 4).tolist() == [[1, 0, 9, 0, 0, 0]]
+    assert outcomes(table, lengths, limits, history, 4).tolist() == [[0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("drafters", "more"), [(("none", "ssd-remote"), ()), (("none",), ("--server",))])

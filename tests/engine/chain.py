@@ -7,7 +7,9 @@ shared or overwritten changes all following tokens.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engine.drafters.base import NO_OUTPUTS
@@ -136,32 +138,29 @@ class ChainForward:
         return torch.tensor([scores(row) for row in rows], dtype=torch.float32).view(-1, VOCAB)
 
 
-class ChosenDepth:
-    """Replaces `InFlightDepth`; a function chooses the depth, so that tests do not depend on durations."""
+class AtRandom:
+    """True or false at random, for `Engine._may_run_ahead`."""
 
-    def __init__(self, choose):
-        self._choose = choose
+    def __init__(self):
+        self._rng = np.random.default_rng(9)
 
-    @property
-    def current(self):
-        return self._choose()
-
-    def record(self, host_s, step_s, accepted, produced):
-        assert 0 <= host_s <= step_s
-        assert 0 <= accepted <= produced
+    def __bool__(self):
+        return bool(self._rng.integers(2))
 
 
-def chain_engine(config, pages, drafter, selection=None, *, has_graph=False, depth=None, drafters=(), adapters=None):
-    """An engine with this model, whose outputs do not depend on adapters. depth: returns the number of steps in flight.
+def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, drafters=(), adapters=None):
+    """An engine with this model, whose outputs do not depend on adapters.
 
-    has_graph: with a graph executor, unless the drafter needs the target's outputs.
+    in_flight: largest number of steps in flight when a step is launched, 0, 1 or "any", with the graph executor unless
+    the drafter needs the target's outputs; None: the eager executor.
     """
     drafter = adapt(drafter)
     runner, pool = ChainRunner(pages + 1), PagePool(pages, PAGE_SIZE)
-    has_graph = has_graph and drafter.needs == NO_OUTPUTS
+    has_graph = in_flight is not None and drafter.needs == NO_OUTPUTS
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
+    config = replace(config, in_flight=1 if in_flight == "any" else in_flight)
     engine = Engine(MODEL, config, executors, drafter, selection=selection, drafters=drafters, adapters=adapters)
-    if depth is not None:
-        engine._depth = ChosenDepth(depth)
+    if in_flight == "any":
+        engine._may_run_ahead = AtRandom()
     return engine

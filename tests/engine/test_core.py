@@ -17,7 +17,7 @@ from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Path
+from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.drafters.kinds import EMBEDDED, config_of, target_of
 from tests.engine.forward import prompt_logits
@@ -45,6 +45,8 @@ def outputs(engine, submitted):
 
 class ScriptedDrafter(NoDrafter):
     """Drafts the tokens that a function of (sequence id, committed length) returns."""
+
+    limits = NO_LIMITS
 
     def __init__(self, script):
         self.script = script

@@ -29,8 +29,8 @@ def recorded_requests(count=8):
 def replay(shape="path", *, in_flight=None, pages=100, drafts=True):
     """Run the requests together; return them, their completions and the engine. in_flight: None for eager steps."""
     config = EngineConfig(max_sequences=4, max_draft=5, max_step_tokens=64, draft_shape=shape)
-    drafter = StrictDrafter(np.random.default_rng(0), shape, sees_all_steps=in_flight != 1) if drafts else NoDrafter()
-    engine = chain_engine(config, pages, drafter, has_graph=in_flight is not None, depth=lambda: in_flight)
+    drafter = StrictDrafter(np.random.default_rng(0), shape) if drafts else NoDrafter()
+    engine = chain_engine(config, pages, drafter, in_flight=in_flight)
     submitted = recorded_requests()
     for number, request in enumerate(submitted):
         if drafts:

@@ -19,6 +19,7 @@ from engine.scheduling.turns import Turns
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
+from ssd.types import NO_LIMITS
 from tests.engine.conftest import make_folder
 from tests.engine.test_core import outputs, requests
 
@@ -188,6 +189,8 @@ def test_requests_that_run_start_again_with_the_new_weights(
 
 def test_a_drafter_starts_a_restarted_request_again_and_learns_only_its_final_output(model_folder, new, expected):
     class Recording(NoDrafter):
+        limits = NO_LIMITS
+
         def __init__(self):
             self.calls, self.texts = [], {}
 
@@ -286,6 +289,7 @@ def test_an_update_from_another_thread_takes_place_between_steps(model_folder, n
     is_stepping, is_asked = threading.Event(), threading.Event()
 
     class Waiting(NoDrafter):
+        limits = NO_LIMITS
         steps = 0
 
         def draft(self, progress):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ssd.baselines.none import NoDrafter
-from ssd.types import DraftBatch, offsets_of
+from ssd.types import NO_LIMITS, DraftBatch, offsets_of
 
 
 def random_tree(rng, right, limit, vocab):
@@ -36,6 +36,8 @@ def batch_of_trees(trees):
 
 class RandomTrees(NoDrafter):
     """Drafts random trees that are partly right."""
+
+    limits = NO_LIMITS
 
     def __init__(self, submitted, answers, vocab, seed=4):
         self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]

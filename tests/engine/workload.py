@@ -18,17 +18,13 @@ from tests.engine.trees import batch_of_trees, random_tree
 class StrictDrafter:
     """Drafts right and wrong tokens, and checks the order of the engine's calls."""
 
-    def __init__(self, rng, shape, sees_all_steps, selection=None):
+    def __init__(self, rng, shape, selection=None):
         self.rng = rng
         self.shape = shape
-        self.sees_all_steps = sees_all_steps
-        """Whether all of its drafts are verified, as without steps in flight."""
         self.selection = selection
         self.answers = {}
         self.texts = {}
         self.offered = {}
-        self.paths = {}
-        """The last drafts, if they are paths."""
         self.steps = Counter()
         """Number of reported steps by sequence."""
         self.most = {}
@@ -44,7 +40,6 @@ class StrictDrafter:
         assert sequence_id not in self.texts
         self.texts[sequence_id] = prompt.tolist()
         self.offered[sequence_id] = 0
-        self.paths[sequence_id] = []
 
     def draft(self, progress):
         assert self.selection is None or not self.selection.is_stopped or not progress.max_draft.any()
@@ -62,7 +57,7 @@ class StrictDrafter:
                 continue
             draft = (self.answers[sequence_id][len(text) :] + [1] * limit)[: self.rng.integers(0, limit + 1)]
             draft = [t if self.rng.random() < 0.8 else int(self.rng.integers(VOCAB)) for t in draft]
-            self.offered[sequence_id], self.paths[sequence_id] = len(draft), draft
+            self.offered[sequence_id] = len(draft)
             drafts.append(Path(np.array(draft, np.uint32), np.ones(len(draft), np.float32)))
         return batch_of_trees(drafts) if self.shape == "tree" else DraftBatch.from_paths(drafts)
 
@@ -74,9 +69,8 @@ class StrictDrafter:
         assert self.most[sequence_id] != 0 or self.calls[sequence_id] <= 1
 
     def record(self, sequence_id, committed, verified, steps=1):
-        assert verified <= self.offered[sequence_id]
+        assert verified == self.offered[sequence_id]
         self.steps[sequence_id] += steps if len(committed) else 0
-        assert verified == self.offered[sequence_id] or not self.sees_all_steps
         text = self.texts[sequence_id]
         text += committed.tolist()
         assert text == self.answers[sequence_id][: len(text)]
@@ -85,10 +79,8 @@ class StrictDrafter:
 class RandomBackoff:
     """A selection that verifies all tokens, and skips the drafter in random steps."""
 
-    def __init__(self, rng, is_late):
-        """is_late: whether a step is recorded after the next one was planned."""
+    def __init__(self, rng):
         self.rng = rng
-        self.is_late = is_late
         self.is_stopped = False
 
     def admits(self, plan):
@@ -101,7 +93,7 @@ class RandomBackoff:
         return usable
 
     def record(self, plan, accepted, committed, seconds):
-        assert self.is_late or not (self.is_stopped and (plan.is_drafting or accepted))
+        assert not (self.is_stopped and (plan.is_drafting or accepted))
         self.is_stopped = bool(self.rng.random() < 0.5)
 
 
@@ -137,20 +129,11 @@ class Workload:
             draft_shape=shape,
         )
         self.config = config
-        selection = RandomBackoff(np.random.default_rng(seed), is_late=in_flight in (1, "any")) if has_backoff else None
+        selection = RandomBackoff(np.random.default_rng(seed)) if has_backoff else None
         self.in_flight = in_flight
-        self.drafter = StrictDrafter(rng, shape, sees_all_steps=in_flight in (None, 0), selection=selection)
-        depths = np.random.default_rng(seed)
-        depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
+        self.drafter = StrictDrafter(rng, shape, selection)
         pages = int(rng.integers(8, 41))
-        self.engine = chain_engine(
-            config,
-            pages,
-            wrap(self.drafter),
-            selection,
-            has_graph=in_flight is not None,
-            depth=depth if in_flight is not None else None,
-        )
+        self.engine = chain_engine(config, pages, wrap(self.drafter), selection, in_flight=in_flight)
         self.records = np.random.default_rng([seed, 1])
         self.choices = np.random.default_rng([seed, 2])
         self.stems = [rng.integers(1, VOCAB, 40) for _ in range(2)]

@@ -88,7 +88,7 @@ def measure_drafters(
                 options,
                 drafter=row.drafter,
                 drafter_options=row.options,
-                config=replace(_config(options, sequences), draft_shape=row.shape, in_flight=0),
+                config=replace(_config(options, sequences), draft_shape=row.shape),
             )
             engine = launch(model, tokenizer, own, warn=announce, notify=lambda _: None, verifies_all=True)
             with closing(engine):

@@ -233,8 +233,6 @@ class Trial:
             max_step_tokens=max(config.max_step_tokens, sequences * (1 + config.max_draft)),
             verification=condition.verification,
             draft_shape=row.shape,
-            # With a step in flight, drafts depend on the outcomes that a drafter predicts.
-            in_flight=0 if verifies_all else None,
         )
         options = replace(self.options, drafter=row.drafter, drafter_options=row.options, config=config)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, DraftLayers, DraftLimits, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
@@ -32,7 +32,7 @@ from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree, straight_length
-from ssd.types import ROOT
+from ssd.types import ROOT, DraftLimits
 
 if TYPE_CHECKING:
     from engine.drafters.model_based.compiled.drafting import CompiledDrafting

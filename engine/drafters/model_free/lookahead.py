@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, DraftLimits, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.calibration import Calibration
 from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
 from engine.speculation.selection import path_prob
-from ssd.types import ROOT, offsets_of
+from ssd.types import ROOT, DraftLimits, offsets_of
 
 PROMPT_TOKENS = 8192
 """Number of last prompt tokens whose n-grams are in the pool; adding them takes milliseconds."""

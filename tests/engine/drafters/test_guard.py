@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters.base import Drafts, ExtraRows, PredictedDrafts, TargetOutputs
-from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows, check_predicted
+from engine.drafters.base import Drafts, ExtraRows, TargetOutputs
+from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows
 from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
 
@@ -120,51 +120,6 @@ def test_sampled_siblings_must_be_different_tokens_of_one_distribution(tokens, r
             check_drafts(drafts, [3, 1], VOCAB)
 
 
-def predicted(**changes):
-    """Return drafts of 2 tokens and 1 token for two sequences, the first of which has a step in flight."""
-    drafts = PredictedDrafts(
-        batch_of(parents=(-1, 0, -1)), np.array([1, 0], np.int32), np.array([VOCAB - 1, 0], np.uint32)
-    )
-    return replace(drafts, **changes)
-
-
-def test_valid_predicted_drafts_pass():
-    check_predicted(predicted(), [2, 1], [1, 0], VOCAB)
-    check_predicted(PredictedDrafts.empty(0), [], [], VOCAB)
-
-
-PREDICTED = {
-    "not drafts": (lambda: [1], "returned list"),
-    "not a path": (lambda: predicted(batch=batch_of(parents=(-1, -1, -1))), "has a branch"),
-    "too long": (lambda: predicted(batch=batch_of(lengths=(3, 0))), "at most 2 can be verified"),
-    "a list": (lambda: predicted(accepted=[1, 0]), "accepted is not an array of 2 elements of int32"),
-    "one sequence too few": (lambda: predicted(bonus=np.zeros(1, np.uint32)), "bonus is not an array of 2 elements"),
-    "signed tokens": (lambda: predicted(bonus=np.zeros(2, np.int64)), "bonus is not an array of 2 elements of uint32"),
-    "negative": (lambda: predicted(accepted=np.array([-1, 0], np.int32)), "tokens of the draft in flight"),
-    "longer than the draft": (lambda: predicted(accepted=np.array([2, 0], np.int32)), "tokens of the draft in flight"),
-    "out-of-vocabulary token": (lambda: predicted(bonus=np.array([VOCAB, 0], np.uint32)), "out of vocabulary"),
-}
-
-
-@pytest.mark.parametrize("fault", PREDICTED)
-def test_invalid_predicted_drafts_are_refused(fault):
-    make, message = PREDICTED[fault]
-    with pytest.raises(DraftsError, match=message):
-        check_predicted(make(), [2, 1], [1, 0], VOCAB)
-
-
-@pytest.mark.parametrize("at", [[0, 2], [1], []])
-def test_scattered_predicted_drafts_keep_their_outcomes(at):
-    count = len(at)
-    batch = batch_of(tokens=range(count), parents=[-1] * count, lengths=[1] * count, accept_prob=[0.5] * count)
-    outcomes = np.arange(1, count + 1, dtype=np.int32), np.arange(7, 7 + count, dtype=np.uint32)
-    scattered = PredictedDrafts(batch, *outcomes).scatter(np.array(at, np.int64), 4)
-    check_predicted(scattered, [1] * 4, [4] * 4, VOCAB)
-    for row in range(4):
-        own = ([at.index(row)], at.index(row) + 1, at.index(row) + 7) if row in at else ([], 0, 0)
-        assert (scattered.batch.tokens_of(row).tolist(), scattered.accepted[row], scattered.bonus[row]) == own
-
-
 class Faulty:
     needs = TargetOutputs(top_k=3)
 
@@ -176,7 +131,7 @@ class Faulty:
 
 
 class Plan:
-    producing = (SimpleNamespace(draft_room=1, extra_room=0, in_flight_draft=None),) * 2
+    producing = (SimpleNamespace(draft_room=1, extra_room=0),) * 2
 
 
 def test_exceptions_are_contained_and_reported_once(caplog):
@@ -185,11 +140,10 @@ def test_exceptions_are_contained_and_reported_once(caplog):
     with caplog.at_level(logging.WARNING):
         guarded.start(None)
         assert len(guarded.propose(Plan).batch) == 2
-        assert len(guarded.propose_ahead(Plan).batch) == 2
         guarded.observe(None)
         guarded.finish(None, learn=True)
         guarded.close()
-    assert guarded.failures.count == 6
+    assert guarded.failures.count == 5
     [record] = caplog.records
     assert "RuntimeError: broken start" in record.getMessage()
     caplog.clear()
@@ -241,21 +195,18 @@ def one_token_each(tokens):
     return batch_of(tokens, [-1] * 3, [1] * 3, [0.5] * 3)
 
 
-THREE = SimpleNamespace(producing=(SimpleNamespace(draft_room=1, extra_room=1, in_flight_draft=None),) * 3)
+THREE = SimpleNamespace(producing=(SimpleNamespace(draft_room=1, extra_room=1),) * 3)
 
 
 def test_an_invalid_draft_is_dropped_alone(caplog):
     extra = extra_of(batch_of((7,), (-1,), (0, 1, 0), (1,)))
     drafts = Drafts(one_token_each((1, VOCAB, 3)), UNIFORM, np.array([0, 1, 1], np.int32), extra)
-    ahead = PredictedDrafts(one_token_each((4, 5, 6)), np.array([0, 0, 1], np.int32), np.array([7, 8, 9], np.uint32))
-    guarded = GuardedDrafter(Partly(propose=drafts, propose_ahead=ahead), VOCAB)
+    guarded = GuardedDrafter(Partly(propose=drafts), VOCAB)
     with caplog.at_level(logging.WARNING):
-        kept, kept_ahead = guarded.propose(THREE), guarded.propose_ahead(THREE)
+        kept = guarded.propose(THREE)
     assert [kept.batch.tokens_of(at).tolist() for at in range(3)] == [[1], [], [3]]
     assert (kept.q_rows.tolist(), kept.q is UNIFORM, kept.extra is extra) == ([0, 1], True, True)
-    assert [kept_ahead.batch.tokens_of(at).tolist() for at in range(3)] == [[4], [5], []]
-    assert (kept_ahead.accepted.tolist(), kept_ahead.bonus.tolist()) == ([0, 0, 0], [7, 8, 0])
-    assert guarded.failures.count == 2
+    assert guarded.failures.count == 1
     [record] = caplog.records
     assert "token id 10 is out of vocabulary" in record.getMessage()
     caplog.clear()

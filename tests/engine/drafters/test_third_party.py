@@ -16,10 +16,9 @@ from tests.engine.test_core import outputs, requests
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
-from dataclasses import replace
 import numpy as np
-from engine.drafters.base import Drafts, PredictedDrafts, TargetOutputs
-from ssd.types import DraftBatch, Path, offsets_of
+from engine.drafters.base import Drafts, TargetOutputs
+from ssd.types import DraftBatch, offsets_of
 
 NEEDS = {
     "top_k": TargetOutputs(top_k=10**6), "hidden_layers": TargetOutputs(hidden_layers=(99,)),
@@ -60,26 +59,6 @@ class Repeater:
         count = len(tokens)
         batch = DraftBatch(tokens, parents, np.ones(count, np.float32), np.zeros(count, np.uint8), offsets_of(sizes))
         return Drafts(batch)
-
-class Ahead(Repeater):
-    """Drafts for the predicted outcome of the step in flight as well."""
-
-    def propose_ahead(self, plan):
-        self.calls += 1
-        drafts, paths = PredictedDrafts.empty(len(plan.producing)), []
-        for row, entry in enumerate(plan.producing):
-            size = 0
-            if entry.in_flight_draft is not None and len(entry.in_flight_draft):
-                drafts.accepted[row], drafts.bonus[row] = 1, entry.in_flight_draft[0]
-                size = min(2, entry.draft_room)
-            tokens = np.full(size, drafts.bonus[row], np.uint32)
-            paths.append(Path(tokens, np.ones(size, np.float32)))
-        if self.fault == "prediction raises":
-            raise RuntimeError("no idea")
-        batch = DraftBatch.from_paths(paths)
-        if self.fault == "bad tokens":
-            batch.tokens[:] = self.vocab_size
-        return replace(drafts, batch=batch)
 '''
 NAME = "repeating_drafter:Repeater"
 
@@ -119,17 +98,6 @@ def test_drafts_of_a_faulty_drafter_are_dropped_and_reported_once(model, fault, 
     assert not any(each.drafted for each in completions)
     assert drafter.calls > 1
     assert [record.name for record in caplog.records] == ["engine.drafters.guard"]
-    caplog.clear()
-
-
-@pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("fault", [None, "prediction raises", "bad tokens"])
-def test_faulty_predicted_drafts_are_dropped_and_reported_once(model, fault, caplog):
-    drafter = drafter_of(model, "repeating_drafter:Ahead", **({} if fault is None else {"fault": fault}))
-    engine = build_engine(model, replace(CONFIG, in_flight=1), drafter)
-    assert outputs(engine, requests(6)) == outputs(build_engine(model, CONFIG, NoDrafter()), requests(6))
-    assert drafter.calls > 1
-    assert [record.name for record in caplog.records] == ([] if fault is None else ["engine.drafters.guard"])
     caplog.clear()
 
 

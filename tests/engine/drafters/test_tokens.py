@@ -167,61 +167,6 @@ def test_a_sequence_ends_even_if_reporting_its_steps_fails():
     assert not drafter._reported
 
 
-class Ahead(Recorder):
-    """Drafts the same path for every sequence."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = np.array(path, np.uint32)
-
-    def draft(self, progress):
-        super().draft(progress)
-        return DraftBatch.from_paths(
-            [
-                Path(self.path[:most], np.full(len(self.path[:most]), 0.5, np.float32))
-                for most in progress.max_draft.tolist()
-            ]
-        )
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "accepted", "bonus", "draft"),
-    [
-        (None, 0, 0, [1, 2]),
-        ([], 0, 1, [2, 3]),
-        ([9, 9], 0, 1, [2, 3]),
-        ([1, 2, 9], 2, 3, [4, 5]),
-        ([1, 2, 3, 4], 4, 5, [6]),
-        ([1, 2, 3, 4, 5, 6, 9], 0, 0, []),  # No token is left to predict the bonus token.
-    ],
-)
-def test_drafts_follow_the_outcome_that_they_predict(in_flight, accepted, bonus, draft):
-    drafter, sequence = TokenDrafter(Ahead([1, 2, 3, 4, 5, 6])), new_sequence()
-    drafter.start(sequence)
-    plan = plan_of(sequence, room=2)
-    plan.entries[0].in_flight_draft = None if in_flight is None else np.array(in_flight, np.uint32)
-    predicted = drafter.propose_ahead(plan)
-    assert (predicted.accepted.tolist(), predicted.bonus.tolist()) == ([accepted], [bonus])
-    assert predicted.batch.tokens.tolist() == draft
-    assert predicted.batch.parents.tolist() == list(range(-1, len(draft) - 1))
-
-
-@pytest.mark.parametrize(
-    ("committed", "verified"),
-    [([9], 1), ([1], 1), ([1, 9], 2), ([1, 2, 3], 3), ([1, 2, 3, 4, 5, 6, 7], 6)],
-)
-def test_what_was_verified_of_a_path_follows_from_the_committed_tokens(committed, verified):
-    """With a step in flight, the target verifies a part of the path, and other drafts."""
-    drafter, sequence = TokenDrafter(Ahead([1, 2, 3, 4, 5, 6])), new_sequence()
-    drafter.start(sequence)
-    plan = plan_of(sequence, room=4)
-    plan.entries[0].in_flight_draft = np.array([1, 2], np.uint32)
-    drafter.propose_ahead(plan)
-    run_step(drafter, plan, committed)
-    drafter.propose(plan_of(sequence))
-    assert drafter.inner.calls[-1][:4] == ("draft", [0], committed, [verified])
-
-
 @pytest.mark.parametrize("wrap", [lambda drafter: drafter, lambda drafter: AdapterDrafters(drafter, None)])
 @pytest.mark.parametrize("learn", [False, True])
 def test_running_requests_that_may_not_be_learned_are_not_drafted_for_others(wrap, learn):

@@ -143,7 +143,7 @@ def host_inputs(sequences):
     rows = np.zeros((len(sequences), INPUT_COLUMNS + MAX_DRAFT), np.int32)
     for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
         size = len(entry.draft)
-        row[: INPUT_COLUMNS + size] = slot, 1 + size, *entry.text_end, *entry.draft
+        row[: INPUT_COLUMNS + size] = slot, 1 + size, *entry.draft
     return HostInputs(rows, [entry.computed for entry in sequences])
 
 

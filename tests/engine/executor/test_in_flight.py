@@ -12,6 +12,7 @@ from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.baselines.none import NoDrafter
+from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from tests.engine.chain import MODEL, VOCAB, answer, chain_engine
 from tests.engine.drafters.kinds import WITHOUT_WEIGHTS, config_of, target_of
@@ -43,7 +44,7 @@ def make_drafter(request, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", WITHOUT_WEIGHTS)
-def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain, make_drafter, kind, temperature):
+def test_outputs_do_not_depend_on_the_drafter_with_the_graph_executor(model, plain, make_drafter, kind, temperature):
     drafter = make_drafter(kind, model.config)
     submitted = requests(6, temperature=temperature)
     with closing(build_engine(model, replace(CONFIG, in_flight=1), drafter, has_budget=temperature == 1)) as engine:
@@ -59,14 +60,12 @@ def test_outputs_do_not_depend_on_the_drafter_with_a_step_in_flight(model, plain
 @pytest.mark.parametrize("in_flight", [None, "any"])
 def test_workloads_with_cancellations_and_preemptions_with_every_drafter(make_drafter, kind, in_flight):
     """None: the eager executor. `any`: the graph executor with 0 or 1 steps in flight, at random."""
-    rng, depths = np.random.default_rng(7), np.random.default_rng(8)
+    rng = np.random.default_rng(7)
     config = EngineConfig(max_sequences=5, max_draft=4, max_step_tokens=40, watermark=0.0)
-    depth = (lambda: int(depths.integers(2))) if in_flight == "any" else lambda: in_flight
-    has_graph = in_flight is not None
     prompts = [rng.integers(1, VOCAB, rng.integers(1, 20)).astype(np.uint32) for _ in range(6)]
     expected, finished = {}, {}
     drafter = make_drafter(kind, MODEL)
-    with closing(chain_engine(config, 30, drafter, has_graph=has_graph, depth=depth if has_graph else None)) as engine:
+    with closing(chain_engine(config, 30, drafter, in_flight=in_flight)) as engine:
         for step in range(250):
             if step < 200 and rng.random() < 0.25:
                 prompt, length = prompts[rng.integers(6)], int(rng.integers(1, 50))
@@ -134,46 +133,86 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.uint32)
 TOKENS = 60
 
 
-def run_and_log(depth, right):
-    """Run one request whose drafts are right for `right` tokens; return the order of launches and reads."""
+def run_and_log(drafter, selection=None, *, in_flight=1, **fields):
+    """Run one request; return the order of launches and reads, and the completion."""
+    config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64)
+    engine = chain_engine(config, 40, drafter, selection, in_flight=in_flight)
+    events, launch, commit = [], engine._graph.launch, engine._commit
+    engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
+    engine._commit = lambda step, watch: (events.append("read"), commit(step, watch))[1]
+    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS), **fields)])
+    assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
+    assert engine.drafter_failures.count == 0
+    return events, completion
+
+
+def right_for(count):
+    """A drafter whose first `count` draft tokens are right."""
     output = answer(PROMPT, TOKENS)
 
     def script(_, length):
         draft = output[length - len(PROMPT) :]
-        return [token if place < right else (token + 1) % VOCAB for place, token in enumerate(draft)]
+        return [token if place < count else (token + 1) % VOCAB for place, token in enumerate(draft)]
 
-    config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64)
-    engine = chain_engine(config, 40, ScriptedDrafter(script), has_graph=True, depth=lambda: depth)
-    events, launch, commit = [], engine._graph.launch, engine._commit
-    engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
-    engine._commit = lambda step, watch: (events.append("read"), commit(step, watch))[1]
-    [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS))])
-    assert completion.tokens.tolist() == output
-    return events, completion
+    return ScriptedDrafter(script)
 
 
+@pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("right", [0, 2, 100])
-def test_with_a_step_in_flight_the_next_is_launched_before_it_is_read(right):
-    events, completion = run_and_log(1, right)
-    assert events[:5] == ["launch", "launch", "read", "launch", "read"]
-    assert 0 <= events.count("launch") - completion.steps <= 1
-
-
-@pytest.mark.parametrize("right", [0, 2, 100])
-def test_without_steps_in_flight_each_step_is_read_before_the_next_launch(right):
-    events, completion = run_and_log(0, right)
+def test_steps_with_drafts_are_launched_after_the_results_are_read(right, in_flight):
+    events, completion = run_and_log(right_for(right), in_flight=in_flight)
     assert events == ["launch", "read"] * completion.steps
     assert completion.steps == -(-TOKENS // (1 + min(right, 4)))
 
 
-def test_right_drafts_are_verified_in_every_step():
-    _, completion = run_and_log(1, 100)
-    assert completion.accepted == completion.drafted
-    assert completion.steps <= -(-TOKENS // 5) + 1
+class NeverCalled(NoDrafter):
+    def draft(self, progress):
+        pytest.fail("a drafter that never drafts was called")
 
 
-def test_the_draft_after_a_wrong_one_is_not_selected():
-    """The draft was made for another outcome."""
-    _, completion = run_and_log(1, 2)
-    assert completion.accepted > 0
-    assert completion.steps < TOKENS
+@pytest.mark.parametrize(
+    ("drafter", "fields"),
+    [(NeverCalled(), {}), (right_for(4), {"drafters": frozenset()}), (right_for(4), {"max_draft": 0})],
+)
+def test_steps_without_drafts_are_launched_before_the_results_are_read(drafter, fields):
+    events, completion = run_and_log(drafter, **fields)
+    assert events == ["launch", *["launch", "read"] * (TOKENS - 1), "read"]
+    assert completion.steps == TOKENS
+
+
+def test_no_step_is_launched_ahead_with_zero_steps_in_flight():
+    events, _ = run_and_log(NoDrafter(), in_flight=0)
+    assert events == ["launch", "read"] * TOKENS
+
+
+class Pauses:
+    """A selection that verifies all tokens, and pauses for four committed steps after every third with drafts."""
+
+    def __init__(self):
+        self.drafted = self.paused = 0
+
+    def admits(self, plan):
+        return self.drafted < 3
+
+    def price(self, plan):
+        return StepPrice(100.0, 0.03)
+
+    def select(self, plan, drafts, usable):
+        return usable
+
+    def record(self, plan, accepted, committed, seconds):
+        assert seconds > 0
+        self.drafted += plan.is_drafting
+        # The step that was in flight at the end of a pause is not part of the next one.
+        self.paused += plan.is_backing_off and self.drafted == 3
+        if self.paused >= 4:
+            self.drafted = self.paused = 0
+
+
+def test_steps_of_a_pause_are_launched_ahead_and_drafting_resumes():
+    events, completion = run_and_log(right_for(4), Pauses())
+    # The pause ends when its fourth step is read; by then the fifth is in flight.
+    paused = ["launch", *["launch", "read"] * 4, "read"]
+    whole = [*["launch", "read"] * 3, *paused]
+    assert events[: 2 * len(whole)] == whole * 2
+    assert completion.accepted == completion.drafted > 0

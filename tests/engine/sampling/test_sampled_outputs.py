@@ -13,7 +13,7 @@ from engine.sampling.noise import gumbel_noise
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Path
+from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine import naive_sampling as naive
 from tests.engine.fake_runner import EOS, VOCAB, fake_engine, logits_after
 from tests.engine.trees import RandomTrees
@@ -92,6 +92,8 @@ def naive_output(request):
 
 class MixedDrafter(NoDrafter):
     """Drafts of any length that are right up to a random position."""
+
+    limits = NO_LIMITS
 
     def __init__(self, submitted, answers, seed):
         self.texts = [[*request.prompt.tolist(), *answer] for request, answer in zip(submitted, answers, strict=True)]

@@ -6,6 +6,7 @@ from engine.scheduling import times
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.times import StageTimes, Stopwatch
 from ssd.baselines.none import NoDrafter
+from ssd.types import NO_LIMITS
 from tests.engine.fake_runner import fake_engine
 
 
@@ -28,6 +29,8 @@ def test_laps_of_a_stage_are_summed(clock):
 
 class SlowDrafter(NoDrafter):
     """Takes 1 s to start, 2 s to draft, and 4 s to finish."""
+
+    limits = NO_LIMITS
 
     def __init__(self, clock):
         self._clock = clock

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.base import DraftLimits
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.speculation.selection import DraftSelection, path_prob
-from ssd.types import DraftBatch, Path
+from ssd.types import DraftBatch, DraftLimits, Path
 from tests.curves import curve_of, line
 
 PATHS = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=3)

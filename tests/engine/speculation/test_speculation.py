@@ -13,7 +13,7 @@ from ssd.baselines.none import NoDrafter
 from ssd.budget.token_budget import StepPrice
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Path
+from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.toy import ToyDrafter
 
@@ -24,6 +24,8 @@ NONE = frozenset()
 
 class Oracle(NoDrafter):
     """Drafts what the target produces, and records which sequences it drafts for and how much."""
+
+    limits = NO_LIMITS
 
     def __init__(self, expected):
         self.expected = expected
@@ -57,10 +59,7 @@ def asked_for(*choices):
 def run(requests, *, in_flight=None, selection=None, drafters=("a", "b")):
     outputs = [answer(request.prompt, TOKENS) for request in requests]
     drafter = Oracle([[*request.prompt, *output] for request, output in zip(requests, outputs, strict=True)])
-    depth = None if in_flight is None else lambda: in_flight
-    engine = chain_engine(
-        CONFIG, 60, drafter, selection, has_graph=in_flight is not None, depth=depth, drafters=drafters
-    )
+    engine = chain_engine(CONFIG, 60, drafter, selection, in_flight=in_flight, drafters=drafters)
     reports = []
     completions = engine.generate(requests, reports.append)
     assert [completion.tokens.tolist() for completion in completions] == outputs

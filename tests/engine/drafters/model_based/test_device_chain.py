@@ -15,8 +15,7 @@ from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.device_chain import FixedChain
 from engine.drafters.model_based.slots import SlotWriter
 from engine.drafters.sources import DraftSource
-from engine.engine import Engine, build_engine
-from engine.executor.build import Executors
+from engine.engine import build_engine
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import RESULT_COLUMNS, FixedStep, Kind
 from engine.executor.graph import GraphStep
@@ -28,6 +27,7 @@ from engine.scheduling.pages import PagePool
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from ssd.baselines.none import NoDrafter
+from tests.engine.chain import AtRandom
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 from tests.engine.drafters.model_based.test_autoregressive import TOLERANCE, tokens_of
 from tests.engine.drafters.model_based.test_autoregressive import Recorder as EagerRecorder
@@ -79,20 +79,6 @@ def naive_drafts(head, target, text, draft, sampling):
     return sample(logits, settings).numpy().astype(np.uint32)
 
 
-class Alternating:
-    """Replaces `InFlightDepth`."""
-
-    def __init__(self, depth):
-        self._depth, self._rng = depth, np.random.default_rng(9)
-
-    @property
-    def current(self):
-        return int(self._rng.integers(2)) if self._depth == "any" else self._depth
-
-    def record(self, *_):
-        pass
-
-
 class Switching:
     """Allows drafts in random runs of steps, or in those of a list."""
 
@@ -122,22 +108,11 @@ def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None,
     engine = build_engine(
         model, config, AutoregressiveDrafter(head, depth=depth, has_trees=False, source=DraftSource.DRAFT_MODEL)
     )
-    engine._depth = Alternating(in_flight)
+    engine._may_run_ahead = AtRandom() if in_flight == "any" else in_flight == 1
     engine._device_drafting = engine._speculation._device_drafting = drafting
     if pages is not None:
         engine.scheduler = Scheduler(config, PagePool(pages, config.page_size), draft_ahead=depth)
     return engine, head
-
-
-@pytest.mark.parametrize(("in_flight", "depth"), [(None, 1), (0, 0)])
-def test_steps_are_launched_ahead_unless_the_depth_is_given(model, in_flight, depth):
-    """Drafts that the device makes lose nothing with a step in flight."""
-    built, _ = engine_of(model, "mtp", 1)
-    executors = Executors(built._executor, built.scheduler.pages, built._graph)
-    engine = Engine(built.model, replace(CONFIG, in_flight=in_flight), executors, built._speculation.drafter)
-    # Where the host makes drafts, these times would lead to a depth of 0.
-    engine._depth.record(host_s=0.0, step_s=1.0, accepted=1, produced=2)
-    assert engine._depth.current == depth
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +407,7 @@ def test_a_copy_of_the_target_is_always_accepted(model, monkeypatch, in_flight, 
     head.model, head.config, head.num_layers = model, model.config, model.config.num_layers
     drafter = AutoregressiveDrafter(head, depth=DEPTH, has_trees=False, source=DraftSource.DRAFT_MODEL)
     engine = build_engine(model, replace(CONFIG, max_draft=DEPTH), drafter)
-    engine._depth = Alternating(in_flight)
+    engine._may_run_ahead = in_flight == 1
     sampling = SamplingParams(120, 0.8, seed=1, ignore_eos=True)
     [completion] = engine.generate([Request(np.arange(1, 9, dtype=np.uint32), sampling)])
     assert completion.drafted > 80

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, following_drafts
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
+from engine.executor.kernels.tensors import Drafts
 from engine.executor.kernels.verify import verify
 from tests.engine.executor.kernels.implementations import on
 
@@ -16,28 +16,27 @@ SLOTS, BATCH, DRAFT, PAGE_SIZE, VOCAB = 6, 4, 5, 16, 100
 
 
 def arguments_of_a_step(device):
-    """A state and the host's inputs of a step."""
+    """A state and the inputs of a step."""
     state = DeviceState.empty(SLOTS, 64, 4, 9, torch.device(device))
     state.lengths.fill_(10)
     state.limits.fill_(40)
     state.temperatures.fill_(0.7)
     state.top_k.fill_(20)
     integers = {"dtype": torch.int32, "device": device}
-    table = torch.full((BATCH, INPUT_COLUMNS + DRAFT), 10, **integers)
+    drafts = Drafts(torch.full((BATCH, DRAFT), 10, **integers), torch.full((BATCH,), DRAFT, **integers))
     logits = torch.zeros(BATCH * (DRAFT + 1), VOCAB, device=device)
     slots = torch.arange(BATCH, device=device)
     starts = torch.arange(BATCH + 1, **integers) * (DRAFT + 1)
-    return state, table, slots, starts, logits
+    return state, drafts, slots, starts, logits
 
 
-def step(state, table, slots, starts, logits):
+def step(state, drafts, slots, starts, logits):
     """Run steps, truncated or not."""
     for max_ranked in (None, 0, 30):
-        drafts = following_drafts(state, slots, table)
         inputs = build_inputs(state, slots, drafts, starts, len(logits), PAGE_SIZE)
         tokens = sampled_tokens(state, inputs, logits, samples=True, max_ranked=max_ranked)
         verified = verify(state, slots, inputs, replayed(state, inputs, tokens), DRAFT + 1)
-    return drafts, inputs, verified
+    return inputs, verified
 
 
 def test_operations_read_no_values():
@@ -63,9 +62,9 @@ def test_the_state_is_changed_in_place():
     state = arguments[0]
     tensors = [getattr(state, field.name) for field in fields(state) if field.name != "scratch_page"]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    drafts, inputs, verified = step(*arguments)
+    inputs, verified = step(*arguments)
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     wide = (inputs.tokens, inputs.positions, inputs.cache_slots, inputs.request_slots)
     assert all(tensor.dtype == torch.int64 for tensor in wide)
-    narrow = (inputs.contexts, inputs.counts, inputs.starts, *verified, *drafts)
+    narrow = (inputs.contexts, inputs.counts, inputs.starts, *verified)
     assert all(tensor.dtype == torch.int32 for tensor in narrow)
