@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -40,12 +41,15 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut
+from engine.scheduling.commit import ENDED, FULL, UNDECIDED, VERIFIED, commit_results
 from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
-from engine.scheduling.plan import SequenceResult, StepPlan
+from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
+from engine.scheduling.row_results import RowResults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import COMPUTED
 from engine.scheduling.times import StageTimes, Stopwatch
 from engine.scheduling.turns import Turns
 from engine.speculation.device_drafting import DeviceDrafting
@@ -65,7 +69,7 @@ COMMON_SAMPLING = SamplingParams(temperature=1.0)
 class StepReport:
     """Results and timing of one step."""
 
-    results: list[SequenceResult] = field(default_factory=list)
+    results: SequenceOf[SequenceResult] = ()
     """One per sequence that produced tokens."""
     finished: dict[int, Completion] = field(default_factory=dict)
     """Completions by the ids that `Engine.add` returned."""
@@ -88,7 +92,17 @@ class StepReport:
     @property
     def committed(self) -> int:
         """Number of committed tokens."""
+        if isinstance(self.results, RowResults):
+            return self.results.committed
         return sum(len(result.tokens) for result in self.results)
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted draft tokens, without those that a grammar forced."""
+        if isinstance(self.results, RowResults):
+            return self.results.accepted
+        sources = [result.accepted_sources for result in self.results]
+        return sum(int(np.count_nonzero(each != DraftSource.GRAMMAR)) for each in sources)
 
 
 class Engine:
@@ -138,6 +152,13 @@ class Engine:
         """Launched steps, the oldest first."""
         self._launched: list[StepPlan] = []
         """Plans that the current call of `step` has launched."""
+        self._ended: list[tuple[Sequence, Cut]] = []
+        """Sequences whose output has ended, and whose pages and rows are not free yet."""
+        self._finished: dict[int, Completion] = {}
+        """Completions that no report has yet."""
+        self._end_tokens = np.array(model.eos_token_ids, np.uint32)
+        self._read_at = 0.0
+        """When the last results were read, by `time.perf_counter`."""
         self._next_id = 0
         self._turns = Turns()
         """Held while a thread changes the engine's state."""
@@ -209,15 +230,42 @@ class Engine:
     def _step(self) -> StepReport:
         watch = Stopwatch()
         self._launched = []
-        if self._in_flight and not any(entry.sequence.is_running for entry in self._in_flight[0].plan.entries):
+        if self._in_flight and not self._in_flight[0].plan.is_running:
             self._in_flight.popleft()
-        if not self._in_flight and not self._launch(watch):
-            report = StepReport(times=watch.times())
-        else:
-            is_ahead = self._can_run_ahead and self._launch(watch)
-            report = self._commit(self._in_flight.popleft(), watch)
-            report.is_ahead = is_ahead
+        report = StepReport()
+        if self._in_flight or self._launch(watch):
+            report = self._run(watch)
         self._end_refused(report)
+        report.times = watch.times()
+        return report
+
+    def _run(self, watch: Stopwatch) -> StepReport:
+        """Commit the oldest step in flight, and launch the next one: before, if it does not depend on the results."""
+        step, last_read = self._in_flight[0], self._read_at
+        is_ahead = self._can_run_ahead and self._launch(watch)
+        self._in_flight.popleft()
+        if isinstance(step, GraphStep) and not step.plan.drafts_on_device:
+            values = step.read()
+            watch.lap("verify")
+            self._read_at = perf_counter()
+            report = self._commit_rows(step.plan, values)
+            watch.lap("commit")
+            if not self._in_flight:
+                # The device runs the next step while this one is accounted for, here and by the caller.
+                self._launch(watch)
+        else:
+            result = step.result()
+            watch.lap("verify")
+            self._read_at = perf_counter()
+            report = self._commit(result, watch)
+        seconds = self._read_at - max(step.plan.began, last_read)
+        self.scheduler.register_rows(step.plan.rows)
+        self._finish_ended()
+        report.finished, self._finished = self._finished, {}
+        report.is_ahead = is_ahead
+        if report.results:
+            self._record(step.plan, report, seconds)
+        watch.lap("commit")
         return report
 
     def cancel(self, sequence_id: int) -> Completion | None:
@@ -287,7 +335,7 @@ class Engine:
             self.scheduler.is_draining = False
         self._in_flight.clear()
         if self._graph is not None:
-            self._graph.release()
+            self._graph.release(self.scheduler.table)
 
     def generate(
         self, requests: Iterable[Request], observe: Callable[[StepReport], None] = lambda _: None
@@ -352,15 +400,20 @@ class Engine:
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.
 
-        With a step in flight, none is launched if there is nothing to run, or if the next step needs the host or drafts
-        that it makes.
+        After another launch in the same call of `step`, none is launched if there is nothing to run, or if the next
+        step needs the host or drafts that depend on results that are not known.
         """
+        began = perf_counter()
+        if self._ended and self.scheduler.is_short:
+            self._finish_ended()
         plan = self.scheduler.plan()
+        plan.began = began
         watch.lap("schedule")
         executor = self._executor_for(plan)
-        if not plan.entries or (self._in_flight and executor is not self._graph):
+        is_on_graph = executor is self._graph
+        if not plan.sequences or ((self._in_flight or self._launched) and not is_on_graph):
             return False
-        if self._graph is not None and executor is self._graph and self._graph.chain is not None:
+        if self._graph is not None and is_on_graph and self._graph.chain is not None:
             self._speculation.leave_to_device(plan)
             watch.lap("draft")
         elif self._in_flight:
@@ -370,86 +423,111 @@ class Engine:
                 return False
         else:
             self._speculation.propose(plan)
+            if not is_on_graph:
+                self._speculation.assign(plan)
             watch.lap("draft")
         self._in_flight.append(executor.launch(plan))
         self._launched.append(plan)
         watch.lap("forward")
-        for entry in plan.entries:
+        self._count_launched(plan, is_on_graph=is_on_graph)
+        return True
+
+    def _count_launched(self, plan: StepPlan, *, is_on_graph: bool) -> None:
+        """Note what a launched step computes."""
+        for entry in plan.chunks:
             # The last committed token counts as computed once the next token is known.
-            ahead = entry.scheduled - entry.produces
-            if ahead:
+            if ahead := entry.scheduled - entry.produces:
                 entry.sequence.computed += ahead
                 self.scheduler.register_pages(entry.sequence)
-            if entry.produces:
+        if not is_on_graph:
+            for entry in plan.producing:
                 entry.sequence.in_flight += 1 + entry.max_verified
-        return True
 
     def _executor_for(self, plan: StepPlan) -> Executor:
         """Return the executor for a step: the graph executor if no running request needs the host."""
         if self._graph is None:
             return self._executor
-        if any(self._needs_host(sequence) for sequence in self.scheduler.running):
+        if self.scheduler.needs_host:
             # The eager executor advances sequences on the host only, which outdates the state on the device.
-            if plan.entries and not self._in_flight:
-                self._graph.release()
+            if plan.sequences and not self._in_flight and not self._launched:
+                self._graph.release(self.scheduler.table)
             return self._executor
         return self._graph
 
-    def _needs_host(self, sequence: Sequence) -> bool:
-        sampling = sequence.request.sampling
-        verification = sampling.verification or self._config.verification
-        return sampling.needs_host or (verification == "rejection" and sampling.is_sampled)
+    def _commit_rows(self, plan: StepPlan, values: np.ndarray) -> StepReport:
+        """Commit the results of a step of the graph executor whose drafts the host made, see `GraphStep.read`."""
+        state = self.scheduler.table.state
+        results = RowResults(plan, values, state[plan.rows, COMPUTED])
+        draft = plan.draft
+        commit_results(
+            state, plan.rows, plan.admissions, values, draft.sources, draft.offsets, draft.lengths, self._end_tokens,
+            results.kept, results.outcomes,
+        )  # fmt: skip
+        for index in np.flatnonzero(results.outcomes >= ENDED).tolist():
+            sequence, outcome = self.scheduler.table.of(plan.rows[index : index + 1])[0], results.outcomes[index]
+            cut = Cut(int(results.kept[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
+            if outcome == UNDECIDED:
+                cut = self._append(results.at(index))
+                results.kept[index] = cut.length
+            if cut.reason is not None:
+                self._end(sequence, cut)
+        if self._speculation.observes_rows:
+            produced = np.flatnonzero(results.kept)
+            self._speculation.observe_rows(plan.rows[produced], values[produced, VERIFIED].astype(np.int64))
+        else:
+            self._speculation.observe(StepResult(plan, list(results)))
+        return StepReport(results=results, is_backing_off=plan.is_backing_off)
 
-    def _commit(self, step: InFlightStep, watch: Stopwatch) -> StepReport:
-        """Wait for a step, commit its tokens, and finish the sequences whose output ends."""
-        result = step.result()
-        watch.lap("verify")
-        report = StepReport(is_backing_off=result.plan.is_backing_off)
-        ended: list[tuple[Sequence, Cut]] = []
+    def _commit(self, result: StepResult, watch: Stopwatch) -> StepReport:
+        """Commit the tokens of a step."""
+        plan, report = result.plan, StepReport(is_backing_off=result.plan.is_backing_off)
         running = [each for each in result.results if each.plan.sequence.is_running]
         # Drafters do not observe a sequence whose output could not be continued.
         result.results = [each for each in running if each.error is None or len(each.tokens)]
+        report.results = [each for each in running if len(each.tokens)]
+        cuts: list[tuple[Sequence, Cut]] = []
         for each in running:
             cut = Cut(0, None)
             if len(each.tokens):
                 each.plan.sequence.in_flight -= 1 + each.plan.max_verified
                 cut = self._append(each)
-                report.results.append(each)
             if each.plan.sequence.is_scored:
                 cut = Cut(0, FinishReason.LENGTH)
             if cut.reason is None and each.error is not None:
                 cut = Cut(0, FinishReason.ABORT)
                 report.refused[each.sequence_id] = str(each.error)
-            if cut.reason is not None:
-                ended.append((each.plan.sequence, cut))
+            cuts.append((each.plan.sequence, cut))
         watch.lap("commit")
-        if self._graph is not None and self._graph.chain is not None and result.plan.drafts_on_device:
+        if self._graph is not None and self._graph.chain is not None and plan.drafts_on_device:
             self._graph.chain.observe(result)
         self._speculation.observe(result)
         observing_s = watch.lap("draft")
-        if result.plan.is_drafting:
-            result.plan.drafting_s += observing_s
-        for sequence, cut in ended:
-            report.finished[sequence.sequence_id] = self._finish(sequence, cut)
-        watch.lap("commit")
-        report.times = watch.times()
-        if report.results:
-            self._record(step.plan, report)
+        if plan.is_drafting:
+            plan.drafting_s += observing_s
+        for sequence, cut in cuts:
+            if cut.reason is not None:
+                self._end(sequence, cut)
         return report
 
-    def _record(self, plan: StepPlan, report: StepReport) -> None:
-        """Update the decisions about drafting with the duration of a step."""
-        times = report.times
+    def _end(self, sequence: Sequence, cut: Cut) -> None:
+        """Take a sequence whose output has ended out of the following steps; `_finish_ended` does the rest."""
+        self.scheduler.stop(sequence)
+        self._ended.append((sequence, cut))
+
+    def _finish_ended(self) -> None:
+        """Finish the sequences that have ended, and free their pages and rows."""
+        for sequence, cut in self._ended:
+            self._finished[sequence.sequence_id] = self._finish(sequence, cut)
+        self._ended.clear()
+
+    def _record(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
+        """Update the decisions about drafting with a step. seconds: its duration, drafting included."""
         if plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
             if self._device_drafting is not None and len(self._launched) == 1:
-                self._device_drafting.record(plan, self._launched[0], report.committed, times.total)
+                self._device_drafting.record(plan, self._launched[0], report.committed, seconds)
         elif self._selection is not None:
-            accepted = sum(each.accepted for each in report.results)
-            forced = sum(int((each.accepted_sources == DraftSource.GRAMMAR).sum()) for each in report.results)
-            # While the next step runs, the drafter does not delay the device.
-            seconds = times.total if self._in_flight else times.total - times.draft
-            self._selection.record(plan, accepted - forced, report.committed, seconds)
+            self._selection.record(plan, report.accepted, report.committed, seconds - plan.drafting_s)
 
     def _append(self, result: SequenceResult) -> Cut:
         """Commit the tokens that a step produced for a sequence, up to the end of its output."""

@@ -6,13 +6,14 @@ steps, so the adapter records how much of each sequence has been reported and wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.drafters.base import Drafts, TargetOutputs
+from engine.scheduling.commit import copy_tokens
+from engine.scheduling.table import LENGTH, SEQUENCE_ID, TEXT
 from ssd import types
 from ssd.budget.token_budget import StepPrice
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
@@ -23,21 +24,16 @@ if TYPE_CHECKING:
     from engine.drafters.base import Drafter
     from engine.scheduling.plan import StepPlan, StepResult
     from engine.scheduling.sequence import Sequence
+    from engine.scheduling.table import RequestTable
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
 
 
-@dataclass(slots=True)
-class Reported:
-    """Tokens of one sequence that were reported to the drafter, and the steps since then."""
-
-    tokens: int
-    """Number of leading tokens of the sequence that were reported."""
-    steps: int = 0
-    """Number of steps that have produced tokens since the last report."""
-    verified: int = 0
-    """Number of draft tokens that the first of those steps verified."""
+TOKENS, STEPS, VERIFIED = range(3)
+"""Columns of what was reported of a sequence: number of its leading tokens, or NOT_STARTED; number of steps that have
+produced tokens since then; number of draft tokens that the first of those steps verified."""
+NOT_STARTED = -1
 
 
 class TokenDrafter:
@@ -47,7 +43,8 @@ class TokenDrafter:
 
     def __init__(self, drafter: types.Drafter) -> None:
         self.inner = drafter
-        self._reported: dict[int, Reported] = {}
+        self._reported = np.zeros((0, 3), np.int64)
+        """int64 [rows of the table, 3]."""
         self._taken = signature(drafter.start).parameters
 
     def start(self, sequence: Sequence) -> None:
@@ -57,18 +54,36 @@ class TokenDrafter:
         known: dict[str, Any] = {name: getattr(request, name) for name in names}
         given = {name: value for name, value in known.items() if name in self._taken and value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)
-        self._reported[sequence.sequence_id] = Reported(len(request.prompt))
+        self._make_room(sequence.row)
+        self._reported[sequence.row] = len(request.prompt), 0, 0
 
     def propose(self, plan: StepPlan) -> Drafts:
         """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""
-        entries = plan.producing
-        at = [index for index, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
-        if not at:
-            return Drafts.empty(len(entries))
-        started = [entries[index] for index in at]
-        limits = [entry.draft_room for entry in started]
-        batch = self.inner.draft(self._progress([entry.sequence for entry in started], limits, plan.price))
-        return Drafts(batch if len(started) == len(entries) else batch.scatter(np.array(at), len(entries)))
+        assert plan.table is not None
+        return Drafts(self.draft(plan.table, plan.rows, plan.rooms, plan.price))
+
+    def draft(self, table: RequestTable, rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None) -> DraftBatch:
+        """Report the committed tokens of sequences and return a draft for each of them.
+
+        rows: int64 [B], of the sequences in the table. rooms: int64 [B], largest number of draft tokens of each.
+        """
+        if (started := self._started(rows)) is None:
+            return self.inner.draft(self._progress(table, rows, rooms, price))
+        if not len(started):
+            return DraftBatch.empty(len(rows))
+        batch = self.inner.draft(self._progress(table, rows[started], rooms[started], price))
+        return batch.scatter(started, len(rows))
+
+    def _make_room(self, row: int) -> None:
+        if row >= len(self._reported):
+            more = np.full((row + 1, 3), NOT_STARTED, np.int64)
+            self._reported = np.concatenate((self._reported, more))
+
+    def _started(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return the indices of the rows whose sequences the drafter has started, int64 [n]; None if all are."""
+        self._make_room(int(rows.max(initial=0)))
+        is_started = self._reported[rows, TOKENS] != NOT_STARTED
+        return None if is_started.all() else np.flatnonzero(is_started)
 
     @property
     def can_draft_after(self) -> bool:
@@ -80,68 +95,82 @@ class TokenDrafter:
 
         indices: of the sequence of each run within `plan.producing`, after `propose` was called for the plan.
         """
-        entries = [plan.producing[index] for index in indices]
-        started = [at for at, entry in enumerate(entries) if entry.sequence.sequence_id in self._reported]
-        if not started:
-            return DraftBatch.empty(len(entries))
-        rooms = [max(0, entries[at].draft_room - len(runs[at])) for at in started]
+        assert plan.table is not None
+        at = np.array(indices, np.int64)
+        started = self._started(plan.rows[at])
+        if started is None:
+            started = np.arange(len(at))
+        if not len(started):
+            return DraftBatch.empty(len(at))
+        chosen = [runs[index] for index in started.tolist()]
+        sizes = np.array([len(run) for run in chosen])
+        rooms = np.maximum(0, plan.rooms[at[started]] - sizes)
         drafter: Any = self.inner
         batch = drafter.draft_after(
             Progress(
-                sequence_ids=np.array([entries[at].sequence.sequence_id for at in started], np.uint64),
-                tokens=np.concatenate([runs[at] for at in started]),
-                offsets=offsets_of(np.array([len(runs[at]) for at in started])),
+                sequence_ids=plan.table.state[plan.rows[at[started]], SEQUENCE_ID].astype(np.uint64),
+                tokens=np.concatenate(chosen),
+                offsets=offsets_of(sizes),
                 verified=np.zeros(len(started), np.uint32),
-                max_draft=np.array(rooms, np.uint32),
+                max_draft=rooms.astype(np.uint32),
                 min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
             )
         )
-        return batch.scatter(np.array(started), len(entries))
+        return batch.scatter(started, len(at))
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
-        for each in result.results:
-            reported = self._reported.get(each.sequence_id)
-            if reported is None or not len(each.tokens):
-                continue
-            if reported.steps == 0:
-                reported.verified = each.drafted
-            reported.steps += 1
+        produced = [each for each in result.results if len(each.tokens)]
+        rows = np.array([each.plan.sequence.row for each in produced], np.int64)
+        self.note_step(rows, np.array([each.drafted for each in produced], np.int64))
+
+    def note_step(self, rows: np.ndarray, verified: np.ndarray) -> None:
+        """Record a step that produced tokens of sequences. rows, verified: int64 [B], numbers of draft tokens."""
+        if (started := self._started(rows)) is not None:
+            rows, verified = rows[started], verified[started]
+        first = self._reported[rows, STEPS] == 0
+        self._reported[rows[first], VERIFIED] = verified[first]
+        self._reported[rows, STEPS] += 1
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `engine.drafters.base.Drafter.finish`."""
-        if sequence.sequence_id not in self._reported:
+        self._make_room(sequence.row)
+        reported, steps, verified = self._reported[sequence.row].tolist()
+        if reported == NOT_STARTED:
             return
+        rest, sequence_id = sequence.tokens[reported:], sequence.sequence_id
         try:
-            if self._reported[sequence.sequence_id].steps > 1:
+            if steps > 1:
                 # `ssd.types.Drafter.finish` has no argument for the number of steps, so report them first.
-                self.inner.draft(self._progress([sequence], [0], None))
+                self.inner.draft(Progress.of_one(sequence_id, rest, verified=verified, steps=steps))
+                rest, verified = rest[:0], 0
         finally:
-            reported = self._reported.pop(sequence.sequence_id)
-            rest = sequence.tokens[reported.tokens :]
-            self.inner.finish(sequence.sequence_id, rest, verified=reported.verified, learn=learn)
+            self._reported[sequence.row] = NOT_STARTED
+            self.inner.finish(sequence_id, rest, verified=verified, learn=learn)
 
     def close(self) -> None:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
 
-    def _progress(self, sequences: SequenceOf[Sequence], limits: SequenceOf[int], price: StepPrice | None) -> Progress:
+    def _progress(self, table: RequestTable, rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None) -> Progress:
         """Return the unreported tokens of these sequences, and mark them as reported."""
-        reported = [self._reported[sequence.sequence_id] for sequence in sequences]
-        added = [sequence.tokens[each.tokens :] for sequence, each in zip(sequences, reported, strict=True)]
-        steps = np.array([each.steps for each in reported], np.uint32)
-        progress = Progress(
-            sequence_ids=np.array([sequence.sequence_id for sequence in sequences], np.uint64),
-            tokens=np.concatenate(added),
-            offsets=offsets_of(np.array([len(tokens) for tokens in added])),
-            verified=np.array([each.verified for each in reported], np.uint32),
-            max_draft=np.array(limits, np.uint32),
+        reported = self._reported[rows]
+        state = table.state[rows]
+        offsets = offsets_of(state[:, LENGTH] - reported[:, TOKENS])
+        tokens = np.empty(int(offsets[-1]), np.uint32)
+        copy_tokens(state[:, TEXT] + 4 * reported[:, TOKENS], offsets, tokens)
+        self._reported[rows, TOKENS] = state[:, LENGTH]
+        self._reported[rows, STEPS:] = 0
+        steps = reported[:, STEPS]
+        return Progress(
+            sequence_ids=state[:, SEQUENCE_ID].astype(np.uint64),
+            tokens=tokens,
+            offsets=offsets,
+            verified=reported[:, VERIFIED].astype(np.uint32),
+            max_draft=rooms.astype(np.uint32),
             min_path_prob=UNMEASURED if price is None else price.min_path_prob,
-            steps=steps if np.count_nonzero(steps > 1) else None,
+            steps=steps.astype(np.uint32) if (steps > 1).any() else None,
         )
-        for sequence in sequences:
-            self._reported[sequence.sequence_id] = Reported(len(sequence))
-        return progress
 
 
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:

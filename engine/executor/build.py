@@ -32,6 +32,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.sharding import ShardedDecoder
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import SamplingParams
+from engine.scheduling.table import rows_for
 from ssd.budget.curve import StepCurve
 from ssd.budget.measure import measured_curve
 
@@ -139,7 +140,7 @@ def build_graph_executor(
     """
     longest = model.max_positions
     max_pages = pages.pages_for(longest)
-    state = DeviceState.empty(config.max_sequences, longest, max_pages, pages.count, torch.device(device))
+    state = DeviceState.empty(rows_for(config.max_sequences), longest, max_pages, pages.count, torch.device(device))
     copies = CopyStream(state.lengths.device)
     max_draft = config.max_draft if chain is None else chain.depth
 

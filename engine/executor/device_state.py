@@ -73,101 +73,33 @@ class DeviceState:
         """Index of the idle slot."""
         return len(self.lengths) - 1
 
-    def assign(self, slot: int, sequence: Sequence) -> None:
-        """Copy a sequence's state from the host to a slot; all of its tokens but the last one are in the cache."""
-        sampling = sequence.request.sampling
-        self.lengths[slot] = len(sequence)
-        self.limits[slot] = sequence.max_length
-        self.last_tokens[slot] = int(sequence.tokens[-1])
-        known = np.concatenate((sequence.tokens, sequence.recorded_rest)).astype(np.int32)
-        self.history[slot] = NOT_RECORDED
-        self.history[slot, : len(known)] = on_device(known, self.history.device)
-        self.page_tables[slot] = self.scratch_page
-        self.add_pages([slot], [0], [sequence.pages])
-        self.seeds[slot] = sampling.seed
-        self.temperatures[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
+    def install(self, slots: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
+        """Copy the state of sequences to slots; all tokens of a sequence but the last one are in the cache.
 
-    def release(self, slot: int) -> None:
-        """Release a slot. Steps in flight that still refer to it write nothing for it."""
-        self.limits[slot] = 0
+        Their pages are copied by `add_pages`.
+        """
+        device = self.history.device
+        texts = [np.concatenate((each.tokens, each.recorded_rest)) for each in sequences]
+        samplings = [each.request.sampling for each in sequences]
+        at = on_device(np.array(slots, np.int64), device)
+        counts = np.array([(len(each), each.max_length, each.tokens[-1]) for each in sequences], np.int64)
+        limits = np.array([(each.temperature, each.top_p, each.min_p) for each in samplings], np.float64)
+        whole = np.array([(each.seed, each.top_k) for each in samplings], np.int64)
+        for columns, values in (
+            ((self.lengths, self.limits, self.last_tokens), on_device(counts.astype(np.int32), device)),
+            ((self.temperatures, self.top_p, self.min_p), on_device(limits, device)),
+            ((self.seeds, self.top_k), on_device(whole, device)),
+        ):
+            for index, column in enumerate(columns):
+                column[at] = values[:, index]
+        sizes = np.array([len(text) for text in texts])
+        self.history[at] = NOT_RECORDED
+        rows = on_device(np.repeat(np.array(slots, np.int64), sizes), device)
+        places = on_device(np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes), device)
+        self.history[rows, places] = on_device(np.concatenate(texts).astype(np.int32), device)
+        self.page_tables[at] = self.scratch_page
 
-    def add_pages(self, slots: SequenceOf[int], held: SequenceOf[int], pages: SequenceOf[np.ndarray]) -> None:
-        """Append `pages` to the page tables of `slots`, which have `held` pages each."""
-        counts = np.array([len(own) for own in pages])
-        if not counts.any():
-            return
-        firsts = np.repeat(np.cumsum(counts) - counts - np.array(held), counts)
-        flat = np.concatenate(pages, dtype=np.int32)
-        device = self.page_tables.device
-        rows = on_device(np.repeat(np.array(slots, np.int64), counts), device)
-        self.page_tables[rows, on_device(np.arange(len(flat)) - firsts, device)] = on_device(flat, device)
-
-
-class RequestSlots:
-    """Assigns request slots to sequences and updates their page tables."""
-
-    def __init__(self, state: DeviceState) -> None:
-        """state: a state whose slots are all free."""
-        self._state = state
-        self._free = list(range(state.idle))
-        self._assigned: dict[int, Assigned] = {}
-        """Assigned slots by sequence id."""
-
-    @property
-    def assigned(self) -> list[Sequence]:
-        """Sequences that have a slot."""
-        return [each.sequence for each in self._assigned.values()]
-
-    def of(self, sequence: Sequence) -> int:
-        """Return the slot of a sequence; if it has none, assign one and copy the sequence's state to it."""
-        assigned = self._assigned.get(sequence.sequence_id)
-        if assigned is None:
-            slot = self._free.pop()
-            self._state.assign(slot, sequence)
-            assigned = Assigned(sequence, slot, sequence.preemptions, len(sequence.pages))
-            self._assigned[sequence.sequence_id] = assigned
-        return assigned.slot
-
-    def add_pages(self, sequences: SequenceOf[Sequence]) -> None:
-        """Append pages that were allocated for sequences since the last call to their tables on the device."""
-        grown = [
-            assigned
-            for sequence in sequences
-            if len(sequence.pages) > (assigned := self._assigned[sequence.sequence_id]).pages
-        ]
-        new = [assigned.sequence.pages[assigned.pages :] for assigned in grown]
-        self._state.add_pages([assigned.slot for assigned in grown], [assigned.pages for assigned in grown], new)
-        for assigned in grown:
-            assigned.pages = len(assigned.sequence.pages)
-
-    def release_ended(self) -> None:
-        """Release the slots of sequences that have ended or were preempted."""
-        for sequence_id, assigned in list(self._assigned.items()):
-            sequence = assigned.sequence
-            if not sequence.is_running or sequence.preemptions != assigned.preemptions:
-                self._release(sequence_id)
-
-    def release_all(self) -> None:
-        """Release all slots."""
-        for sequence_id in list(self._assigned):
-            self._release(sequence_id)
-
-    def _release(self, sequence_id: int) -> None:
-        slot = self._assigned.pop(sequence_id).slot
-        self._state.release(slot)
-        self._free.append(slot)
-
-
-@dataclass(eq=False, slots=True)
-class Assigned:
-    """A sequence with a request slot."""
-
-    sequence: Sequence
-    slot: int
-    preemptions: int
-    """Number of preemptions of the sequence when the slot was assigned; a later one frees the pages in its table."""
-    pages: int
-    """Number of pages in its table on the device."""
+    def add_pages(self, added: np.ndarray) -> None:
+        """Write pages into page tables. added: int32 [3, N], slot, place and page of each."""
+        slots, places, pages = on_device(added, self.page_tables.device)
+        self.page_tables[slots.long(), places.long()] = pages

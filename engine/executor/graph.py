@@ -10,12 +10,24 @@ import numpy as np
 
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import build_batch
-from engine.executor.device_state import RequestSlots
-from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs
+from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs, Kind
 from engine.executor.runner import Runner
+from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
+from engine.scheduling.commit import new_pages, write_inputs
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.table import (
+    ABSENT,
+    COMPUTED,
+    IN_FLIGHT,
+    LIMIT,
+    ON_DEVICE,
+    PAGES,
+    SAMPLED,
+    TRUNCATES,
+    RequestTable,
+)
 
 
 class GraphExecutor:
@@ -37,7 +49,6 @@ class GraphExecutor:
         self.grid = grid
         self.chain = chain
         self._runner = runner
-        self._slots = RequestSlots(grid.state)
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._max_draft = max_draft
@@ -50,26 +61,37 @@ class GraphExecutor:
     def launch(self, plan: StepPlan) -> GraphStep:
         """Start a step; on a GPU this returns before the device has run it."""
         self._run_chunks(plan)
-        self._slots.release_ended()
-        producing = plan.producing
+        if plan.producers:
+            self._install(plan)
         if self.chain is not None:
-            self.chain.prepare(plan, lambda sequence: self.grid.state.history[self._slots.of(sequence)])
-        results = self._launch_step(plan, producing) if producing else None
+            self.chain.prepare(plan, lambda sequence: self.grid.state.history[sequence.row])
+        results = self._launch_step(plan) if plan.producers else None
         return GraphStep(plan, results, self._max_draft, None if self.chain is None else self.chain.source)
 
-    def release(self) -> None:
-        """Release all request slots, because another executor runs the next step. No step may be in flight."""
-        self._slots.release_ended()
+    def release(self, table: RequestTable) -> None:
+        """Forget the state of all sequences, because another executor runs the next step. No step may be in flight."""
         if self.chain is not None:
-            for sequence in self._slots.assigned:
+            for sequence in table.of(np.flatnonzero(table.state[:, ON_DEVICE] > 0)):
                 self.chain.end(sequence)
-        self._slots.release_all()
+        table.state[:, ON_DEVICE] = ABSENT
+
+    def _install(self, plan: StepPlan) -> None:
+        """Copy what the device lacks of the producing sequences to it."""
+        table, rows = plan.table, plan.rows
+        assert table is not None
+        missing = rows[table.state[rows, ON_DEVICE] == ABSENT]
+        if len(missing):
+            self.grid.state.install(missing.tolist(), table.of(missing))
+            table.state[missing, ON_DEVICE] = 0
+        added = np.empty((3, int((table.state[rows, PAGES] - table.state[rows, ON_DEVICE]).sum())), np.int32)
+        if new_pages(table.state, table.pages, rows, added):
+            self.grid.state.add_pages(added)
 
     def _run_chunks(self, plan: StepPlan) -> None:
         """Run the scheduled prompt tokens, except the last token of producing entries."""
         chunks = [
             SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
-            for entry in plan.entries
+            for entry in plan.chunks
             if entry.scheduled > entry.produces
         ]
         if not chunks:
@@ -81,19 +103,25 @@ class GraphExecutor:
             hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)[1]
             self.chain.observe_chunks(chunks, hidden, drafts=plan.is_drafting)
 
-    def _launch_step(self, plan: StepPlan, producing: list[SequencePlan]) -> PendingArray:
-        slots = [self._slots.of(entry.sequence) for entry in producing]
-        self._slots.add_pages([entry.sequence for entry in producing])
-        table = np.zeros((len(producing), INPUT_COLUMNS + self._max_draft), np.int32)
-        table[:, 0] = slots
-        table[:, 1] = [1 + entry.max_verified for entry in producing]
-        for row, entry in zip(table, producing, strict=True):
-            row[INPUT_COLUMNS : INPUT_COLUMNS + len(entry.draft)] = entry.draft
-        contexts = [entry.sequence.end_after(entry.scheduled) - 1 for entry in producing]
-        kind = self.grid.kind_of([entry.sequence.request.sampling for entry in producing], self._vocab_size)
-        return self.grid.run(
-            HostInputs(table, contexts), kind._replace(drafts=plan.is_drafting and self.chain is not None)
-        )
+    def _launch_step(self, plan: StepPlan) -> PendingArray:
+        table, rows = plan.table, plan.rows
+        assert table is not None
+        inputs = np.zeros((len(rows), INPUT_COLUMNS + self._max_draft), np.int32)
+        draft = plan.draft
+        state = table.state[rows]
+        ends = state[:, COMPUTED] + plan.scheduled_of_rows + state[:, IN_FLIGHT]
+        contexts = np.minimum(ends, state[:, LIMIT]) - 1
+        write_inputs(table.state, rows, draft.tokens, draft.offsets, draft.lengths, inputs)
+        return self.grid.run(HostInputs(inputs, contexts.tolist()), self._kind_of(plan))
+
+    def _kind_of(self, plan: StepPlan) -> Kind:
+        """Return the kind of a step."""
+        drafts = plan.is_drafting and self.chain is not None
+        if not plan.has(TRUNCATES):
+            return (SAMPLED_STEP if plan.has(SAMPLED) else self.grid.greedy)._replace(drafts=drafts)
+        assert plan.table is not None
+        samplings = [sequence.request.sampling for sequence in plan.table.of(plan.rows)]
+        return self.grid.kind_of(samplings, self._vocab_size)._replace(drafts=drafts)
 
 
 class GraphStep:
@@ -106,9 +134,13 @@ class GraphStep:
         self._max_draft = max_draft
         self._source = source
 
+    def read(self) -> np.ndarray:
+        """Wait for the results of the producing sequences, int32 [P, RESULT_COLUMNS + longest output]."""
+        return np.empty((0, RESULT_COLUMNS), np.int32) if self._results is None else self._results.read()
+
     def result(self) -> StepResult:
         """See `InFlightStep.result`."""
-        rows = np.empty((0, RESULT_COLUMNS), np.int32) if self._results is None else self._results.read()
+        rows = self.read()
         tokens, counts = rows[:, RESULT_COLUMNS:].astype(np.uint32), iter(rows[:, :RESULT_COLUMNS].tolist())
         drafts = tokens[:, 1 + self._max_draft :]
         results, index = [], 0

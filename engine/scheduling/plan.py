@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from engine.drafters.sources import NO_SOURCES
-from ssd.types import ROOT
+from engine.scheduling.table import ADMISSION, KIND
+from ssd.types import ROOT, offsets_of
 
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
     from torch import Tensor
@@ -22,8 +23,10 @@ if TYPE_CHECKING:  # The HTTP process imports this module and must not import Py
     from engine.sampling.grammar_state import GrammarError
     from engine.sampling.logprobs import Logprobs
     from engine.scheduling.sequence import Sequence
+    from engine.scheduling.table import RequestTable
     from engine.speculation.draft_tree import DraftTree, OwnDraft
     from ssd.budget.token_budget import StepPrice
+    from ssd.types import DraftBatch
 
 NO_TOKENS = np.empty(0, np.uint32)
 NO_ROWS = np.empty(0, np.int64)
@@ -88,12 +91,39 @@ class SequencePlan:
         return np.arange(1, len(self.draft) + 1) if self.tree is None else self.tree.depths
 
 
+class DraftRows(NamedTuple):
+    """Draft tokens of the P producing sequences of a step."""
+
+    tokens: np.ndarray
+    """uint32 [T]."""
+    sources: np.ndarray
+    """uint8 [T]: what proposed each token; empty if the device makes the drafts."""
+    offsets: np.ndarray
+    """uint32 [P + 1]: sequence i has the draft `tokens[offsets[i]:offsets[i + 1]]`."""
+    lengths: np.ndarray
+    """int64 [P]: number of leading tokens of each draft that the step verifies."""
+
+
 @dataclass(eq=False)
 class StepPlan:
-    """The sequences of one step, with their drafts."""
+    """The sequences of one step, with their drafts.
 
-    entries: list[SequencePlan]
-    """One per sequence, in the order of their arrival."""
+    Sequences that run only their last committed token are rows of the table; most steps have no others. `entries` has
+    an object for each sequence, made on first use, for drafters and executors that need them.
+    """
+
+    chunks: list[SequencePlan]
+    """Sequences with prompt tokens to run, in the order of their arrival; or all, in a plan that no scheduler made."""
+    table: RequestTable | None = None
+    decoding: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [D]: rows of the other sequences, in the order of their arrival."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Sequences that were admitted for this step, again if they were preempted."""
+    drafts: DraftBatch | None = None
+    """Drafts of the producing sequences, if they are not in `entries`."""
+    lengths: np.ndarray | None = None
+    """int64 [P]: number of leading tokens of each of these drafts that the step verifies; None if the drafts are in
+    `entries`."""
     price: StepPrice | None = None
     """What draft tokens and time are worth; None if durations of steps are not measured."""
     q: Tensor | None = None
@@ -108,26 +138,111 @@ class StepPlan:
     """Whether the drafter was not called because drafting was not worthwhile recently."""
     drafting_s: float = 0.0
     """Seconds by which drafting delayed the step."""
+    began: float = 0.0
+    """When its planning began, by `time.perf_counter`."""
+
+    def part(self, entries: list[SequencePlan]) -> StepPlan:
+        """Return the plan for some of its entries."""
+        return replace(self, chunks=entries, decoding=NO_ROWS, lengths=None)
+
+    def has(self, kind: int) -> bool:
+        """Return whether a producing sequence has a bit of KIND, see `engine.scheduling.table`."""
+        return self.table is not None and bool((self.table.state[self.rows, KIND] & kind).any())
+
+    @cached_property
+    def entries(self) -> list[SequencePlan]:
+        """One per sequence; first those that decode."""
+        if self.table is None:
+            return self.chunks
+        sequences, rooms = self.table.of(self.decoding), self.rooms.tolist()
+        own = [
+            SequencePlan(sequence, sequence.computed, 1, produces=True, draft_room=room)
+            for sequence, room in zip(sequences, rooms, strict=False)
+        ]
+        return [*own, *self.chunks]
 
     @cached_property
     def producing(self) -> list[SequencePlan]:
         """Entries that yield tokens; only these have drafts."""
         return [entry for entry in self.entries if entry.produces]
 
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [P]: rows of the producing sequences in the table."""
+        return np.append(self.decoding, [chunk.sequence.row for chunk in self.chunks if chunk.produces]).astype(
+            np.int64
+        )
+
+    @cached_property
+    def admissions(self) -> np.ndarray:
+        """int64 [P]: ADMISSION of the producing sequences when the step was planned."""
+        assert self.table is not None
+        return self.table.state[self.rows, ADMISSION]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a sequence of the step still runs."""
+        if any(chunk.sequence.is_running for chunk in self.chunks):
+            return True
+        return self.table is not None and bool((self.table.state[self.rows, ADMISSION] == self.admissions).any())
+
+    @cached_property
+    def rooms(self) -> np.ndarray:
+        """int64 [P]: `draft_room` of the producing sequences."""
+        return np.array([entry.draft_room for entry in self.producing], np.int64)
+
+    @cached_property
+    def scheduled_of_rows(self) -> np.ndarray:
+        """int64 [P]: number of committed tokens that each producing sequence runs."""
+        scheduled = np.ones(self.producers, np.int64)
+        scheduled[len(self.decoding) :] = [chunk.scheduled for chunk in self.chunks if chunk.produces]
+        return scheduled
+
+    @property
+    def draft(self) -> DraftRows:
+        """The draft tokens to verify."""
+        if self.lengths is None:
+            drafts = [
+                entry.draft if len(entry.draft) else np.zeros(entry.max_verified, np.uint32) for entry in self.producing
+            ]
+            sizes = np.array([len(draft) for draft in drafts], np.int64)
+            sources = np.concatenate([NO_SOURCES, *(entry.sources for entry in self.producing)])
+            return DraftRows(np.concatenate([NO_TOKENS, *drafts]), sources, offsets_of(sizes), sizes)
+        if self.drafts is None:
+            return DraftRows(NO_TOKENS, NO_SOURCES, np.zeros(len(self.lengths) + 1, np.uint32), self.lengths)
+        return DraftRows(self.drafts.tokens, self.drafts.source, self.drafts.offsets, self.lengths)
+
+    @cached_property
+    def extra_room(self) -> int:
+        """Sum of `extra_room` of the producing sequences."""
+        return sum(entry.extra_room for entry in self.producing)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return len(self.decoding) + len(self.chunks)
+
+    @cached_property
+    def producers(self) -> int:
+        """Number of sequences that yield tokens (P)."""
+        return len(self.decoding) + sum(chunk.produces for chunk in self.chunks)
+
     @property
     def scheduled(self) -> int:
         """Number of committed tokens that run."""
-        return sum(entry.scheduled for entry in self.entries)
+        return len(self.decoding) + sum(chunk.scheduled for chunk in self.chunks)
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether the step runs prompt tokens beside the last committed token of each producing entry."""
-        return self.scheduled > len(self.producing)
+    def verified(self) -> int:
+        """Largest number of draft tokens that the step verifies."""
+        if self.lengths is not None:
+            return int(self.lengths.sum())
+        return sum(entry.max_verified for entry in self.producing)
 
     @property
     def tokens(self) -> int:
         """Largest number of tokens that run, drafts and extra rows included."""
-        return sum(entry.scheduled + entry.max_verified for entry in self.entries) + self.extra_rows
+        return self.scheduled + self.verified + self.extra_rows
 
 
 @dataclass(eq=False, slots=True)

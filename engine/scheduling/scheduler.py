@@ -17,7 +17,17 @@ from engine.scheduling.pages import PagePool
 from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.planning import LACKING, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.table import LENGTH, NO_ROW, PAGES, REGISTERED, RequestTable
+from engine.scheduling.table import (
+    ADMISSION,
+    COMPUTED,
+    KIND,
+    LENGTH,
+    NEEDS_HOST,
+    NO_ROW,
+    PAGES,
+    REGISTERED,
+    RequestTable,
+)
 from ssd.errors import UserError
 
 if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
@@ -52,6 +62,8 @@ class Scheduler:
         """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
         self.running: list[Sequence] = []
         """In the order of arrival."""
+        self._admitted: list[Sequence] = []
+        """Sequences that were admitted since the last plan."""
         self._rows: np.ndarray | None = None
         """int64 [running]: their rows in the table; None after a change of `running`."""
         self.refused: list[tuple[Sequence, UserError]] = []
@@ -100,25 +112,24 @@ class Scheduler:
         decoding, prompts = self._plan_decoding()
         chunks = self._plan_prompts(self.table.of(prompts), len(decoding))
         # Prompts may have preempted newer sequences.
-        entries = [
-            SequencePlan(sequence, sequence.computed, 1, produces=True)
-            for sequence in self.table.of(decoding)
-            if sequence.is_running
-        ]
-        entries += chunks
-        self._allocate_draft_room(entries)
+        decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
+        plan = StepPlan(chunks, self.table, decoding, [each for each in self._admitted if each.is_running])
+        self._admitted = []
+        _ = plan.admissions  # Kept with the plan, since sequences may end before its results are read.
+        plan.rooms = self._allocate_draft_room(plan)
         if self._extra_rows:
-            self._allocate_extra_room(entries)
-        return StepPlan(entries)
+            self._allocate_extra_room(plan.entries)
+        else:
+            plan.extra_room = 0
+        return plan
 
     def _plan_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that decode, with a page for the next token, and those with prompts to run, int64 each."""
         while True:
-            if self._rows is None:
-                self._rows = np.array([sequence.row for sequence in self.running], np.int64)
-            decoding, others = np.empty((2, len(self._rows)), np.int64)
+            rows = self._running_rows()
+            decoding, others = np.empty((2, len(rows)), np.int64)
             count, rest = plan_decoding(
-                self.table.state, self.table.pages, self.pages.arrays, self._rows, self.pages.page_size,
+                self.table.state, self.table.pages, self.pages.arrays, rows, self.pages.page_size,
                 self._needed_ahead, decoding, others,
             )  # fmt: skip
             if count != LACKING:
@@ -155,24 +166,51 @@ class Scheduler:
             self.pages.register(sequence.pages[before:full], self._hashes(sequence, full)[before:])
             sequence.state[REGISTERED] = full
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a running or waiting sequence and free its pages and its row."""
-        if sequence.is_running:
-            self._stop(sequence)
-        else:
-            self.waiting.remove(sequence)
-        if sequence.row != NO_ROW:
-            sequence.state[PAGES] = 0
-            self.table.remove(sequence)
+    def register_rows(self, rows: np.ndarray) -> None:
+        """Do `register_pages` for sequences of the table that have filled a page."""
+        state = self.table.state[rows]
+        for row in rows[state[:, COMPUTED] // self.pages.page_size > state[:, REGISTERED]].tolist():
+            if (sequence := self.table.sequences[row]) is not None:
+                self.register_pages(sequence)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Take a sequence out of the running ones, and free its pages."""
+    def stop(self, sequence: Sequence) -> None:
+        """Take a sequence out of the running ones; it keeps its pages and its row until `remove`."""
         self.running.remove(sequence)
         self._rows = None
         sequence.is_running = False
+        sequence.state[ADMISSION] = 0
         if self._adapters is not None and sequence.request.adapter is not None:
             self._adapters.release(sequence.request.adapter)
-        self.pages.free(sequence.pages)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, and free its pages and its row."""
+        if sequence.is_running:
+            self.stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.row != NO_ROW:
+            self.pages.free(sequence.pages)
+            self.table.remove(sequence)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a running sequence needs the eager executor."""
+        return bool((self.table.state[self._running_rows(), KIND] & NEEDS_HOST).any())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the next step may lack pages or rows."""
+        each = self.pages.pages_for(1 + self._config.max_draft + self._draft_ahead) + 1
+        free = self.pages.free_count - self._watermark - each * len(self.running)
+        if not self.waiting:
+            return free < 0
+        return not self.table.has_room or free < self.pages.pages_for(len(self.waiting[0]))
+
+    def _running_rows(self) -> np.ndarray:
+        """Return the rows of the running sequences, int64, in the order of their arrival."""
+        if self._rows is None:
+            self._rows = np.array([sequence.row for sequence in self.running], np.int64)
+        return self._rows
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages and sequences are inconsistent."""
@@ -213,7 +251,7 @@ class Scheduler:
         """Admit sequences up to the first one that lacks pages; those that have to wait otherwise are skipped."""
         if not self.waiting:
             return
-        state = self.table.state[[sequence.row for sequence in self.running]]
+        state = self.table.state[self._running_rows()]
         reserved = int(np.maximum(0, -(-state[:, LENGTH] // self.pages.page_size) - state[:, PAGES]).sum())
         skipped: list[Sequence] = []
         missing: set[str] = set()
@@ -258,6 +296,8 @@ class Scheduler:
         sequence.is_running = True
         if sequence.row == NO_ROW:
             self.table.add(sequence)
+        self.table.admit(sequence)
+        self._admitted.append(sequence)
         self._reuse(sequence)
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
@@ -325,18 +365,17 @@ class Scheduler:
         sequence.add_pages(self.pages.allocate(needed))
         return True
 
-    def _allocate_draft_room(self, entries: list[SequencePlan]) -> None:
-        """Allocate free pages above the watermark for drafts, and set `draft_room` accordingly."""
-        producing = [entry for entry in entries if entry.produces]
-        rows = np.array([entry.sequence.row for entry in producing], np.int64)
-        scheduled = np.array([entry.scheduled for entry in producing], np.int64)
-        rooms = np.empty(len(rows), np.int64)
+    def _allocate_draft_room(self, plan: StepPlan) -> np.ndarray:
+        """Allocate free pages above the watermark for drafts, and return `StepPlan.rooms`."""
+        producing = [chunk for chunk in plan.chunks if chunk.produces]
+        rooms = np.empty(len(plan.rows), np.int64)
         allocate_draft_room(
-            self.table.state, self.table.pages, self.pages.arrays, rows, scheduled, self.pages.page_size,
-            self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead, rooms,
+            self.table.state, self.table.pages, self.pages.arrays, plan.rows, plan.scheduled_of_rows,
+            self.pages.page_size, self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead, rooms,
         )  # fmt: skip
-        for entry, room in zip(producing, rooms.tolist(), strict=True):
-            entry.draft_room = room
+        for chunk, room in zip(producing, rooms[len(plan.decoding) :].tolist(), strict=True):
+            chunk.draft_room = room
+        return rooms
 
     def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:
         """Set `extra_room`: divide the step's remaining tokens among the entries with draft room, if pages are free.
@@ -357,7 +396,8 @@ class Scheduler:
         return len(sequence.pages) * self.pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._stop(sequence)
+        self.stop(sequence)
+        self.pages.free(sequence.pages)
         sequence.restart()
         self.add(sequence)
         self.preemptions += 1

@@ -10,9 +10,10 @@ from engine.sampling.logprobs import Logprobs, join_logprobs
 from engine.sampling.stopping import Cut, Stopping
 from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.page_hashes import PageHashes
-from engine.scheduling.request import Completion, Request
+from engine.scheduling.request import Completion, Request, SamplingParams
 from engine.scheduling.table import (
     ACCEPTED,
+    ADMISSION,
     BY_END_TOKENS,
     BY_LENGTH,
     BY_REQUEST,
@@ -20,19 +21,24 @@ from engine.scheduling.table import (
     COMPUTED,
     DRAFTED,
     END,
+    HAS_GRAMMAR,
     IN_FLIGHT,
+    KIND,
     LENGTH,
     LIMIT,
     MAX_DRAFT,
+    NEEDS_HOST,
     NO_PAGES,
     NO_ROW,
     PAGES,
     PROMPT,
     REGISTERED,
+    SAMPLED,
     SCORED,
     SEQUENCE_ID,
     STEPS,
     TEXT,
+    TRUNCATES,
 )
 
 UNLIMITED = 1 << 31
@@ -83,9 +89,9 @@ class Sequence:
         self._tokens[: len(request.prompt)] = request.prompt
         self.state = np.zeros(COLUMNS, np.int64)
         """int64 [COLUMNS], see `engine.scheduling.table`: its row there, or its own."""
-        self.state[[SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, MAX_DRAFT, END]] = (
+        self.state[[SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, MAX_DRAFT, END, KIND]] = (
             sequence_id, self._tokens.ctypes.data, len(request.prompt), len(request.prompt), max_length,
-            _largest_draft(request), self._how_it_ends(),
+            _largest_draft(request), self._how_it_ends(), _kind_of(request.sampling),
         )  # fmt: skip
 
     def _how_it_ends(self) -> int:
@@ -167,7 +173,7 @@ class Sequence:
 
     def restart(self) -> None:
         """Start again after a preemption, with all committed tokens as the prompt."""
-        self.state[[COMPUTED, IN_FLIGHT, PAGES, REGISTERED]] = 0
+        self.state[[COMPUTED, IN_FLIGHT, PAGES, REGISTERED, ADMISSION]] = 0
         self.preemptions += 1
 
     def begin_again(self, fresh: Sequence) -> None:
@@ -233,3 +239,10 @@ def _largest_draft(request: Request) -> int:
     if not request.is_drafted:
         return 0
     return UNLIMITED if request.max_draft is None else request.max_draft
+
+
+def _kind_of(sampling: SamplingParams) -> int:
+    """Return the value of KIND."""
+    needs_host = sampling.needs_host or (sampling.verification == "rejection" and sampling.is_sampled)
+    bits = (SAMPLED, sampling.is_sampled), (TRUNCATES, sampling.truncates), (NEEDS_HOST, needs_host)
+    return sum(bit * has for bit, has in (*bits, (HAS_GRAMMAR, sampling.grammar is not None)))

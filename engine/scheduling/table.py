@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from engine.scheduling.sequence import Sequence
 
 # Columns of the state of a sequence, int64.
-SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, COMPUTED, IN_FLIGHT, PAGES, REGISTERED, MAX_DRAFT, END, STEPS = range(12)
+SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, COMPUTED, IN_FLIGHT, PAGES, REGISTERED = range(9)
 """TEXT: address of its tokens. LENGTH: number of committed tokens, prompt and output, of which PROMPT are the prompt's;
 LIMIT: the largest LENGTH. COMPUTED: number of leading tokens whose keys and values are in the cache, or are computed by
 a step in flight. IN_FLIGHT: largest number of tokens that steps in flight may append. PAGES: number of pages of its
-page table; REGISTERED: number of leading ones in the prefix cache. MAX_DRAFT: largest number of draft tokens in a step.
-END: how its end is found, see below. STEPS: number of steps that produced tokens."""
-DRAFTED = 12
+page table; REGISTERED: number of leading ones in the prefix cache."""
+MAX_DRAFT, END, KIND, ADMISSION, ON_DEVICE, STEPS = range(9, 15)
+"""MAX_DRAFT: largest number of draft tokens in a step. END and KIND: see below. ADMISSION: a number that no other
+admission has, by which results of steps are recognized; 0 while it does not run. ON_DEVICE: number of pages in its slot
+of the device's state, or ABSENT. STEPS: number of steps that produced tokens."""
+DRAFTED = 15
 """One column for each source of draft tokens: how many the target verified."""
 ACCEPTED = DRAFTED + len(SOURCE_NAMES)
 """As DRAFTED: how many the target accepted."""
@@ -33,6 +36,12 @@ BY_LENGTH, BY_END_TOKENS, BY_REQUEST, SCORED = range(4)
 """The output ends at its largest length, or with an end token of the model before that, or as `Stopping` decides; the
 request has no output, but its prompt is scored."""
 
+# Bits of KIND.
+SAMPLED, TRUNCATES, NEEDS_HOST, HAS_GRAMMAR = 1, 2, 4, 8
+"""Whether its tokens are sampled, with top-k, top-p or min-p; whether the host needs its logits or its tokens; whether
+its output must match a grammar."""
+
+ABSENT = -1
 NO_ROW = -1
 SPARE = 8
 """One spare row for this many, and at least one: rows of sequences that have ended are freed after the next launch."""
@@ -50,6 +59,7 @@ class RequestTable:
         """int32 [S, max_pages]: page tables."""
         self.sequences: list[Sequence | None] = [None] * rows
         self._free = list(range(rows - 1, -1, -1))
+        self._admissions = 0
 
     @property
     def has_room(self) -> bool:
@@ -63,13 +73,17 @@ class RequestTable:
         self.state[row] = sequence.state
         sequence.row, sequence.state, sequence.page_table = row, self.state[row], self.pages[row]
 
+    def admit(self, sequence: Sequence) -> None:
+        """Note that a sequence runs from now on."""
+        self._admissions += 1
+        sequence.state[[ADMISSION, ON_DEVICE]] = self._admissions, ABSENT
+
     def remove(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has ended, which keeps a copy of its state."""
         row = sequence.row
         self.sequences[row] = None
         sequence.row, sequence.state, sequence.page_table = NO_ROW, sequence.state.copy(), NO_PAGES
         self.state[row] = 0
-        self.state[row, SEQUENCE_ID] = NO_ROW
         self._free.append(row)
 
     def of(self, rows: np.ndarray) -> SequenceOf[Sequence]:

@@ -47,13 +47,14 @@ class DraftSelection:
 
         If that holds only without the drafter's extra rows, removes the room for them from the plan.
         """
-        sequences = len(plan.producing)
+        sequences = plan.producers
         self._budget.prepare(sequences, plan.scheduled - sequences)
-        if rows := sum(entry.extra_room for entry in plan.producing):
+        if rows := plan.extra_room:
             if self._may_draft(plan, rows):
                 return True
             for entry in plan.producing:
                 entry.extra_room = 0
+            plan.extra_room = 0
         return self._may_draft(plan, 0)
 
     @property
@@ -63,16 +64,16 @@ class DraftSelection:
 
     def price(self, plan: StepPlan) -> StepPrice:
         """Return the price of draft tokens and of time in a step, for the drafter."""
-        sequences = len(plan.producing)
+        sequences = plan.producers
         self._budget.prepare(sequences, plan.scheduled - sequences)
-        return self._budget.price(sum(entry.draft_room for entry in plan.producing))
+        return self._budget.price(int(plan.rooms.sum()))
 
     def select(self, plan: StepPlan, drafts: DraftBatch, usable: np.ndarray) -> np.ndarray:
         """Return how many tokens of each draft to verify, int64 [B]. Drafters put the most likely tokens first.
 
         usable: int64 [B], largest number of tokens of each draft.
         """
-        sequences = len(plan.producing)
+        sequences = plan.producers
         self._budget.prepare(sequences, plan.scheduled + plan.extra_rows - sequences)
         likely = path_prob(drafts.accept_prob, drafts.parents, drafts.offsets)
         offsets = drafts.offsets.astype(np.int64)
@@ -95,10 +96,10 @@ class DraftSelection:
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
-        self._budget.curve.record(plan.tokens, len(plan.entries), seconds)
-        if not (plan.is_drafting or plan.is_backing_off) or not plan.producing:
+        self._budget.curve.record(plan.tokens, plan.sequences, seconds)
+        if not (plan.is_drafting or plan.is_backing_off) or not plan.producers:
             return
-        sequences = len(plan.producing)
+        sequences = plan.producers
         backoff = self._backoff(sequences, has_rows=plan.extra_rows > 0)
         for each in (self._backoff(sequences, has_rows) for has_rows in (False, True)):
             if each.is_stopped and (plan.is_backing_off or each is not backoff):
@@ -117,7 +118,7 @@ class DraftSelection:
 
     def _may_draft(self, plan: StepPlan, rows: int) -> bool:
         """Return whether the drafter may be called in a step with a number of extra rows."""
-        sequences, limits = len(plan.producing), self._limits
+        sequences, limits = plan.producers, self._limits
         backoff = self._backoff(sequences, has_rows=rows > 0)
         if backoff.is_stopped:
             return False

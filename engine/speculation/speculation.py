@@ -12,9 +12,10 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.drafters.base import Drafts, ExtraRows
 from engine.drafters.guard import GuardedDrafter
-from engine.drafters.tokens import adapt, limits_of
+from engine.drafters.tokens import TokenDrafter, adapt, limits_of
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import HAS_GRAMMAR
 from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars, has_grammar_drafts
@@ -43,6 +44,7 @@ class Speculation:
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
         self._never_drafts = limits_of(drafter).depth == 0
+        self._drafts_tokens = isinstance(self._drafter.inner, TokenDrafter)
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
         self._device_drafting = device_drafting
@@ -58,7 +60,8 @@ class Speculation:
     def prepare(self, plan: StepPlan) -> bool:
         """Start new sequences and set the plan's price. Return whether the drafter is called in this step."""
         self._start(plan)
-        if self._never_drafts or not any(entry.sequence.request.is_drafted for entry in plan.producing):
+        plan.lengths = np.zeros(plan.producers, np.int64)
+        if self._never_drafts or not plan.rooms.any():
             return False
         if self._selection is None:
             return True
@@ -68,11 +71,25 @@ class Speculation:
         return not plan.is_backing_off
 
     def propose(self, plan: StepPlan) -> None:
-        """Set the drafts of the producing entries of a plan."""
+        """Set the drafts of a plan: as arrays if a drafter of tokens makes them, otherwise in its entries."""
         is_drafting = self.prepare(plan)
-        if not is_drafting and not has_grammar_drafts(plan.producing):
+        has_grammars = plan.has(HAS_GRAMMAR) and has_grammar_drafts(plan.producing)
+        if not is_drafting and not has_grammars:
             return
-        drafts = Drafts.empty(len(plan.producing))
+        if self._drafts_tokens and not has_grammars:
+            began = perf_counter()
+            plan.drafts = self._drafter.draft(plan)
+            plan.drafting_s = perf_counter() - began
+            plan.is_drafting = True
+            plan.lengths = self._usable_lengths(plan.drafts)
+            if self._selection is not None:
+                plan.lengths = self._selection.select(plan, plan.drafts, plan.lengths)
+            return
+        self._propose_entries(plan, is_drafting=is_drafting)
+
+    def _propose_entries(self, plan: StepPlan, *, is_drafting: bool) -> None:
+        """Set the drafts of the producing entries of a plan."""
+        drafts, plan.lengths = Drafts.empty(plan.producers), None
         if is_drafting:
             began = perf_counter()
             drafts = self._draft(plan)
@@ -93,6 +110,14 @@ class Speculation:
         for index, (entry, length) in enumerate(zip(plan.producing, lengths.tolist(), strict=True)):
             self._assign(entry, drafts, index, length, by_depth=sampled[index] and self._selection is not None)
 
+    def assign(self, plan: StepPlan) -> None:
+        """Write the drafts of a plan into its entries."""
+        if plan.drafts is None or plan.lengths is None:
+            return
+        drafts = Drafts(plan.drafts)
+        for index, (entry, length) in enumerate(zip(plan.producing, plan.lengths.tolist(), strict=True)):
+            self._assign(entry, drafts, index, length, by_depth=False)
+
     def leave_to_device(self, plan: StepPlan) -> None:
         """Start new sequences of a plan whose drafts the device makes, and decide whether it drafts in this step."""
         self._start(plan)
@@ -100,6 +125,16 @@ class Speculation:
         if any(entry.sequence.request.is_drafted for entry in plan.entries):
             plan.is_backing_off = self._device_drafting is not None and self._device_drafting.is_backing_off
             plan.is_drafting = not plan.is_backing_off
+
+    @property
+    def observes_rows(self) -> bool:
+        """Whether `observe_rows` replaces `observe`."""
+        return self._drafts_tokens or self._never_drafts
+
+    def observe_rows(self, rows: np.ndarray, verified: np.ndarray) -> None:
+        """Note a step that produced tokens of sequences, see `TokenDrafter.note_step`."""
+        if not self._never_drafts:
+            self._drafter.note_step(rows, verified)
 
     def observe(self, result: StepResult) -> None:
         """Pass the results of a step to the drafter, once its tokens are committed."""
@@ -128,10 +163,10 @@ class Speculation:
         return drafts if at is None else drafts.scatter(at, len(plan.producing))
 
     def _start(self, plan: StepPlan) -> None:
-        for entry in plan.entries:
-            if entry.sequence.sequence_id not in self._started:
-                self._started.add(entry.sequence.sequence_id)
-                self._drafter.start(entry.sequence)
+        for sequence in plan.admitted:
+            if sequence.sequence_id not in self._started:
+                self._started.add(sequence.sequence_id)
+                self._drafter.start(sequence)
 
     def _usable_lengths(self, batch: DraftBatch) -> np.ndarray:
         """Return the number of verifiable tokens of each draft, int64 [B]; without tree drafts, those before a
@@ -174,7 +209,7 @@ def drafted_part(plan: StepPlan) -> tuple[StepPlan, np.ndarray | None]:
     if len(at) == len(plan.producing):
         return plan, None
     entries = [entry for entry in plan.entries if not entry.produces or entry.sequence.request.is_drafted]
-    return replace(plan, entries=entries), np.array(at)
+    return plan.part(entries), np.array(at)
 
 
 def add_extra_rows(plan: StepPlan, extra: ExtraRows) -> None:

@@ -9,3 +9,10 @@ def give_pages(sequence, pages):
     """Let a sequence that has no row in a table own pages."""
     sequence.page_table = np.array([*pages], np.int32)
     sequence.state[PAGES] = len(sequence.page_table)
+
+
+def install(state, slot, sequence):
+    """Copy a sequence with its pages to a slot of a state on the device."""
+    state.install([slot], [sequence])
+    places = np.arange(len(sequence.pages))
+    state.add_pages(np.stack((np.full(len(places), slot), places, sequence.pages)).astype(np.int32))

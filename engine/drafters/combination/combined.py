@@ -200,7 +200,7 @@ class CombinedDrafter:
             return part.drafter.propose(plan)
         if not allowed:
             return Drafts.empty(len(entries))
-        drafts = part.drafter.propose(replace(plan, entries=[entries[index] for index in allowed]))
+        drafts = part.drafter.propose(plan.part([entries[index] for index in allowed]))
         return drafts.scatter(np.array(allowed, np.int64), len(entries))
 
     def _expected(self, entries: SequenceOf[SequencePlan], merged: SequenceOf[Merged]) -> np.ndarray:

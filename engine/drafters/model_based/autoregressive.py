@@ -31,6 +31,7 @@ from engine.models.heads.head import DraftHead
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import rows_for
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.types import ROOT, DraftLimits
 
@@ -113,7 +114,7 @@ class AutoregressiveDrafter(Drafter):
         depth = min(self._depth, config.max_draft)
         if self._has_trees or self.head.shares_target_cache or not depth:
             return None
-        return DeviceChain(self.head, self._forward, self._writer, depth, config.max_sequences, self._source)
+        return DeviceChain(self.head, self._forward, self._writer, depth, rows_for(config.max_sequences), self._source)
 
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:

@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 
 from engine.drafters.by_adapter import AdapterDrafters
-from engine.drafters.tokens import TokenDrafter, adapt, innermost
+from engine.drafters.tokens import NOT_STARTED, TokenDrafter, adapt, innermost
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import RequestTable
 from ssd.baselines.ngram import NgramDrafter
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Path
 
 PROMPT = np.array([5, 6, 7], np.uint32)
+TABLE = RequestTable(300, 1)
+"""Rows of all sequences of these tests."""
 
 
 class Recorder:
@@ -41,12 +44,14 @@ class Recorder:
         self.calls.append(("close",))
 
 
-def new_sequence(sequence_id=0):
-    return Sequence(sequence_id, Request(PROMPT, SamplingParams(max_tokens=20)), 23)
+def new_sequence(sequence_id=0, **settings):
+    sequence = Sequence(sequence_id, Request(PROMPT, SamplingParams(max_tokens=20), **settings), 23)
+    TABLE.add(sequence)
+    return sequence
 
 
 def plan_of(*sequences, room=4):
-    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences])
+    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences], TABLE)
 
 
 def run_step(drafter, plan, tokens, drafted=0, kept=0):
@@ -134,10 +139,7 @@ def test_both_drafter_interfaces_are_accepted():
 def test_hints_are_drafted_for_their_request_alone(make):
     hints = np.array([1, 2, 6, 7, 8, 9, 10, 11], np.uint32)
     drafter = TokenDrafter(make())
-    hinted, other = (
-        Sequence(number, Request(PROMPT, SamplingParams(max_tokens=20), hints=given), 23)
-        for number, given in enumerate((hints, None))
-    )
+    hinted, other = (new_sequence(number, hints=given) for number, given in enumerate((hints, None)))
     for sequence in (hinted, other):
         drafter.start(sequence)
     drafts = drafter.propose(plan_of(hinted, other)).batch
@@ -151,7 +153,7 @@ def test_hints_are_drafted_for_their_request_alone(make):
 def test_drafters_without_hints_get_none():
     recorder = Recorder()
     hints = np.array([1, 2], np.uint32)
-    TokenDrafter(recorder).start(Sequence(0, Request(PROMPT, SamplingParams(max_tokens=20), hints=hints), 23))
+    TokenDrafter(recorder).start(new_sequence(hints=hints))
     assert recorder.calls == [("start", 0, PROMPT.tolist())]
 
 
@@ -164,17 +166,14 @@ def test_a_sequence_ends_even_if_reporting_its_steps_fails():
     with pytest.raises(ZeroDivisionError):
         drafter.finish(sequence, learn=True)
     assert drafter.inner.calls[-1] == ("finish", 0, [], 0, True)
-    assert not drafter._reported
+    assert (drafter._reported == NOT_STARTED).all(axis=0)[0]
 
 
 @pytest.mark.parametrize("wrap", [lambda drafter: drafter, lambda drafter: AdapterDrafters(drafter, None)])
 @pytest.mark.parametrize("learn", [False, True])
 def test_running_requests_that_may_not_be_learned_are_not_drafted_for_others(wrap, learn):
     drafter = TokenDrafter(wrap(SuffixDrafter()))
-    running, other = (
-        Sequence(number, Request(PROMPT + number, SamplingParams(max_tokens=20), learn=may_learn), 23)
-        for number, may_learn in enumerate((learn, True))
-    )
+    running, other = (new_sequence(number, learn=may_learn) for number, may_learn in enumerate((learn, True)))
     for sequence in (running, other):
         drafter.start(sequence)
     drafter.propose(plan_of(running, other))

@@ -26,7 +26,7 @@ from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
-from tests.engine.tables import give_pages
+from tests.engine.tables import give_pages, install
 
 PAGES, LONGEST, MAX_DRAFT = 40, 200, 6
 GREEDY = Kind(samples=False, max_ranked=None)
@@ -76,7 +76,7 @@ def fill(runner, sequences):
 def state_of(sequences, *, slots=8, device=CPU):
     state = DeviceState.empty(slots, LONGEST, LONGEST // PAGE_SIZE + 1, PAGES, device)
     for slot, entry in enumerate(sequences):
-        state.assign(slot, entry.sequence)
+        install(state, slot, entry.sequence)
     return state
 
 

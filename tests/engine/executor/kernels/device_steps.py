@@ -10,6 +10,7 @@ from engine.executor.kernels.tensors import Drafts
 from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from tests.engine.tables import install
 
 VOCAB = 3
 """Number of token ids; few, so that drafts are often right."""
@@ -44,7 +45,7 @@ def state_of(sequences, device):
     slots = list(range(len(sequences)))[::-1]
     state = DeviceState.empty(len(sequences) + 1, MAX_LENGTH, MAX_LENGTH // PAGE_SIZE, PAGES, torch.device(device))
     for slot, sequence in zip(slots, sequences, strict=True):
-        state.assign(slot, sequence)
+        install(state, slot, sequence)
     return state, torch.tensor(slots, dtype=torch.int64, device=device)
 
 

@@ -78,7 +78,7 @@ def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
     sequence = Sequence(0, Request(np.arange(5, dtype=np.uint32)), 9)
     give_pages(sequence, [3, 5])
     state, _ = state_of([sequence, sequence, sequence], "cpu")
-    state.release(0)
+    state.limits[0] = 0
     state.limits[1] = 5
     slots = torch.tensor([0, 1, state.idle, state.idle])
     drafts = Drafts(torch.ones(4, 3, dtype=torch.int32), torch.full((4,), 3, dtype=torch.int32))
