@@ -47,6 +47,7 @@ class TokenDrafter:
 
     def __init__(self, drafter: types.Drafter) -> None:
         self.inner = drafter
+        self.limits = limits_of(drafter)
         self._reported: dict[int, Reported] = {}
         self._taken = signature(drafter.start).parameters
 
@@ -157,7 +158,7 @@ def innermost(drafter: object) -> object:
     return drafter
 
 
-def limits_of(drafter: object) -> DraftLimits:
+def limits_of(drafter: Drafter | types.Drafter) -> DraftLimits:
     """Return the limits that a drafter declares."""
-    limits: DraftLimits = getattr(innermost(drafter), "limits", NO_LIMITS)
+    limits: DraftLimits = getattr(drafter, "limits", NO_LIMITS)
     return limits
