@@ -43,6 +43,7 @@ class TokenDrafter:
 
     def __init__(self, drafter: types.Drafter) -> None:
         self.inner = drafter
+        self.limits = limits_of(drafter)
         self._reported = np.zeros((0, 3), np.int64)
         """int64 [rows of the table, 3]."""
         self._taken = signature(drafter.start).parameters
@@ -186,7 +187,7 @@ def innermost(drafter: object) -> object:
     return drafter
 
 
-def limits_of(drafter: object) -> DraftLimits:
+def limits_of(drafter: Drafter | types.Drafter) -> DraftLimits:
     """Return the limits that a drafter declares."""
-    limits: DraftLimits = getattr(innermost(drafter), "limits", NO_LIMITS)
+    limits: DraftLimits = getattr(drafter, "limits", NO_LIMITS)
     return limits

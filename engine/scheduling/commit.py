@@ -101,9 +101,8 @@ def commit_results(state, rows, admissions, results, sources, offsets, lengths, 
         accepted = end if end < produced else produced - 1
         first = np.int64(offsets[index])
         for place in range(results[index, VERIFIED]):
-            source = np.int64(sources[first + place])
-            if source >= SOURCES:
-                source = SOURCES - 1
+            code = sources[first + place]
+            source = np.int64(code) if code < SOURCES else SOURCES - 1
             row[DRAFTED + source] += 1
             row[ACCEPTED + source] += place < accepted
         row[COMPUTED] += 1 + accepted

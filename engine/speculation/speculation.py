@@ -43,7 +43,7 @@ class Speculation:
         step with a request that wants drafts.
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self._never_drafts = limits_of(drafter).depth == 0
+        self._never_drafts = limits_of(self._drafter.inner).depth == 0
         self._drafts_tokens = isinstance(self._drafter.inner, TokenDrafter)
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection

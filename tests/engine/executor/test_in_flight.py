@@ -204,15 +204,15 @@ class Pauses:
         assert seconds > 0
         self.drafted += plan.is_drafting
         # The step that was in flight at the end of a pause is not part of the next one.
-        self.paused += plan.is_backing_off and self.drafted == 3
+        self.paused += plan.is_backing_off and self.drafted >= 3
         if self.paused >= 4:
             self.drafted = self.paused = 0
 
 
 def test_steps_of_a_pause_are_launched_ahead_and_drafting_resumes():
     events, completion = run_and_log(right_for(4), Pauses())
-    # The pause ends when its fourth step is read; by then the fifth is in flight.
+    # What a step teaches counts from the step after the next one, which is launched before.
     paused = ["launch", *["launch", "read"] * 4, "read"]
-    whole = [*["launch", "read"] * 3, *paused]
+    whole = [*["launch", "read"] * 4, *paused]
     assert events[: 2 * len(whole)] == whole * 2
     assert completion.accepted == completion.drafted > 0

@@ -112,7 +112,7 @@ def test_no_drafter_changes_outputs(model, model_folder, draft_folders, corpus_f
 
 @pytest.mark.parametrize("kind", ["ssd", "mtp"])
 def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder, draft_folders, compiler, plain, kind):
-    """`mtp` drafts on the device in the other steps."""
+    """In the other steps `mtp` drafts on the device, and requests want no drafts of `ssd`."""
     config = replace(CONFIG, in_flight=1)
     info = TargetInfo.from_model(model, config, model_folder)
     drafter = build_drafter(kind, configure(kind, DrafterConfig(), {}), info, draft_models=draft_folders)
@@ -124,7 +124,8 @@ def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder,
         seen.append((has_grammar, report.is_ahead))
 
     compare(plain, engine.generate(requests(), observe))
-    free = [Request(array([1, 2, 3]), SamplingParams(max_tokens=20))] * 2
+    drafters = frozenset() if kind == "ssd" else None
+    free = [Request(array([1, 2, 3]), SamplingParams(max_tokens=20), drafters=drafters)] * 2
     engine.generate(free, observe)
     engine.close()
     assert (True, True) not in seen
