@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.tokens import TokenDrafter, innermost
+from engine.scheduling.table import MAX_DRAFT
 from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
@@ -82,17 +83,21 @@ class GuardedDrafter:
         return self._call(propose) or Drafts.empty(len(plan.producing))
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Return what a drafter of tokens proposes for the producing sequences of a plan."""
+        """Return what a drafter of tokens proposes for the producing sequences of a plan that want drafts."""
         drafter, table, rows, rooms = self.inner, plan.table, plan.rows, plan.rooms
         assert isinstance(drafter, TokenDrafter)
         assert table is not None
+        wanted = np.flatnonzero(table.state[rows, MAX_DRAFT])
+        if len(wanted) < len(rows):
+            rows, rooms = rows[wanted], rooms[wanted]
 
         def draft() -> DraftBatch:
             batch = drafter.draft(table, rows, rooms, plan.price)
             return batch if self._is_trusted else self._valid(Drafts(batch), rooms.tolist()).batch
 
         self._begin_step()
-        return self._call(draft) or DraftBatch.empty(len(rows))
+        batch = self._call(draft) or DraftBatch.empty(len(rows))
+        return batch if len(rows) == plan.producers else batch.scatter(wanted, plan.producers)
 
     def note_step(self, rows: np.ndarray, verified: np.ndarray) -> None:
         """See `TokenDrafter.note_step`."""

@@ -140,13 +140,14 @@ class TokenDrafter:
         if reported == NOT_STARTED:
             return
         rest, sequence_id = sequence.tokens[reported:], sequence.sequence_id
+        self._reported[sequence.row] = NOT_STARTED
         try:
             if steps > 1:
                 # `ssd.types.Drafter.finish` has no argument for the number of steps, so report them first.
-                self.inner.draft(Progress.of_one(sequence_id, rest, verified=verified, steps=steps))
+                before = Progress.of_one(sequence_id, rest, verified=verified, steps=steps)
                 rest, verified = rest[:0], 0
+                self.inner.draft(before)
         finally:
-            self._reported[sequence.row] = NOT_STARTED
             self.inner.finish(sequence_id, rest, verified=verified, learn=learn)
 
     def close(self) -> None:

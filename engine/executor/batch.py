@@ -71,7 +71,7 @@ def build_batch(entries: SequenceOf[SequencePlan], page_size: int) -> Batch:
             tokens.append(entry.draft)
         if len(entry.extra):
             tokens.append(entry.extra)
-        spans.append(Span(start, length, computed, sequence.pages.tolist(), _tree(entry), sequence.request.adapter))
+        spans.append(Span(start, length, computed, sequence.pages, _tree(entry), sequence.request.adapter))
         wanted.append(1 + drafted if entry.produces else 0)
         scored = entry.scored
         if scored:

@@ -152,7 +152,7 @@ class StepPlan:
     @cached_property
     def entries(self) -> list[SequencePlan]:
         """One per sequence; first those that decode."""
-        if self.table is None:
+        if self.table is None or not len(self.decoding):
             return self.chunks
         sequences, rooms = self.table.of(self.decoding), self.rooms.tolist()
         own = [

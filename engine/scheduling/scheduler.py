@@ -163,7 +163,7 @@ class Scheduler:
             return
         before, full = int(sequence.state[REGISTERED]), sequence.computed // self.pages.page_size
         if full > before:
-            self.pages.register(sequence.pages[before:full], self._hashes(sequence, full)[before:])
+            self.pages.register(sequence.held_pages[before:full], self._hashes(sequence, full)[before:])
             sequence.state[REGISTERED] = full
 
     def register_rows(self, rows: np.ndarray) -> None:
@@ -189,7 +189,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.row != NO_ROW:
-            self.pages.free(sequence.pages)
+            self.pages.free(sequence.held_pages)
             self.table.remove(sequence)
 
     @property
@@ -214,7 +214,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages and sequences are inconsistent."""
-        self.pages.check_integrity([sequence.pages for sequence in self.running])
+        self.pages.check_integrity([sequence.held_pages for sequence in self.running])
         for sequences in (self.running, self.waiting):
             ids = [sequence.sequence_id for sequence in sequences]
             if ids != sorted(set(ids)):
@@ -222,21 +222,21 @@ class Scheduler:
         oldest = next((sequence.sequence_id for sequence in self.waiting if sequence.request.adapter is None), None)
         if oldest is not None and any(sequence.sequence_id > oldest for sequence in self.running):
             raise AssertionError("a sequence without an adapter was passed by a later one")
-        if any(len(sequence.pages) or sequence.computed for sequence in self.waiting):
+        if any(len(sequence.held_pages) or sequence.computed for sequence in self.waiting):
             raise AssertionError("a waiting sequence has pages")
         for sequence in self.running:
             self._check_pages(sequence)
 
     def _check_pages(self, sequence: Sequence) -> None:
-        if len(sequence.pages) < self.pages.pages_for(sequence.computed):
+        if len(sequence.held_pages) < self.pages.pages_for(sequence.computed):
             raise AssertionError("a sequence has too few pages for its tokens")
         full = sequence.computed // self.pages.page_size
-        known = self.pages.arrays.has_hash[sequence.pages] == 1
+        known = self.pages.arrays.has_hash[sequence.held_pages] == 1
         if known[full:].any():
             raise AssertionError("a page is registered before it is full")
         hashes = PageHashes(sequence.request.salt, sequence.request.adapter)
         expected = hashes.of(sequence.tokens, min(full, len(sequence) // self.pages.page_size), self.pages.page_size)
-        pages = sequence.pages[: len(expected)]
+        pages = sequence.held_pages[: len(expected)]
         if (self.pages.arrays.hashes[pages] != expected)[known[: len(expected)]].any():
             raise AssertionError("a registered page does not hold the tokens of its hash")
 
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
         """Return the number of additional pages that a sequence needs for `tokens` tokens."""
-        return max(0, self.pages.pages_for(tokens) - len(sequence.pages))
+        return max(0, self.pages.pages_for(tokens) - len(sequence.held_pages))
 
     def _hashes(self, sequence: Sequence, pages: int) -> np.ndarray:
         """Return the hashes of a sequence's first `pages` pages, uint64 [pages, WORDS]."""
@@ -323,7 +323,7 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Append pages of the prefix cache for the tokens after the computed ones."""
-        size, before = self.pages.page_size, len(sequence.pages)
+        size, before = self.pages.page_size, len(sequence.held_pages)
         reusable = self._reusable_pages(sequence)
         if sequence.computed != before * size or reusable <= before:
             return
@@ -331,11 +331,11 @@ class Scheduler:
         self.pages.share(found)
         sequence.add_pages(found)
         sequence.reuse(len(found) * size)
-        sequence.state[REGISTERED] = len(sequence.pages)
+        sequence.state[REGISTERED] = len(sequence.held_pages)
 
     def _is_planned(self, sequence: Sequence, planned_pages: set[bytes]) -> bool:
         """Return whether another sequence computes the next page of this prompt in the same step."""
-        index = len(sequence.pages)
+        index = len(sequence.held_pages)
         if not planned_pages or sequence.computed != index * self.pages.page_size:
             return False
         return index < self._reusable_pages(sequence) and (
@@ -393,11 +393,11 @@ class Scheduler:
         """Allocate pages above the watermark towards `tokens` tokens; return the number of tokens that fit."""
         spare = max(0, self.pages.free_count - self._watermark)
         sequence.add_pages(self.pages.allocate(min(self._missing_pages(sequence, tokens), spare)))
-        return len(sequence.pages) * self.pages.page_size
+        return len(sequence.held_pages) * self.pages.page_size
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stop(sequence)
-        self.pages.free(sequence.pages)
+        self.pages.free(sequence.held_pages)
         sequence.restart()
         self.add(sequence)
         self.preemptions += 1

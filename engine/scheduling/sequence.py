@@ -69,7 +69,7 @@ class Sequence:
         self.row = NO_ROW
         """Its row in the table of running requests; NO_ROW before its first admission and after its end."""
         self.page_table = NO_PAGES
-        """int32: its row of page tables, of which `pages` is in use."""
+        """int32: its row of page tables, of which `held_pages` is in use."""
         self.page_hashes = PageHashes(request.salt, request.adapter)
         self.cached_tokens = 0
         """Number of prompt tokens whose keys and values were in the prefix cache when the sequence started."""
@@ -117,7 +117,12 @@ class Sequence:
         return self._tokens[self.state[PROMPT] : self.state[LENGTH]]
 
     @property
-    def pages(self) -> np.ndarray:
+    def pages(self) -> list[int]:
+        """Page table."""
+        return self.held_pages.tolist()
+
+    @property
+    def held_pages(self) -> np.ndarray:
         """int32: page table."""
         return self.page_table[: self.state[PAGES]]
 

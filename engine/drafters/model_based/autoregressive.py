@@ -296,7 +296,7 @@ class Growth:
         for own, start in before.items():
             sequence, run = self._sequences[own], self._runs[own]
             tree = None if self._branches == 1 else DraftTree(np.array(run.parents, np.int32))
-            spans.append(DraftSpan(sequence.pages.tolist(), len(sequence) + start, len(run.nodes) - start, tree))
+            spans.append(DraftSpan(sequence.pages, len(sequence) + start, len(run.nodes) - start, tree))
         return spans
 
 

@@ -147,9 +147,7 @@ class SlotWriter:
 
     def _run(self, spans: SequenceOf[RunSpan]) -> HeadOutput:
         forward, begin = self._forward, self._forward.begin
-        runs = [
-            DraftSpan(span.sequence.pages.tolist(), span.slots.filled, span.end - span.slots.filled) for span in spans
-        ]
+        runs = [DraftSpan(span.sequence.pages, span.slots.filled, span.end - span.slots.filled) for span in spans]
         tokens = self._tokens(spans)
         if self._compiled is not None and len(tokens) <= MAX_COMPILED_ROWS:
             return self._compiled.run(runs, tokens.numpy(), self.states)
@@ -177,7 +175,7 @@ class SlotWriter:
                 sequence, start = result.plan.sequence, result.plan.computed
                 # Rows after the end of an output are not committed.
                 hidden.append(result.hidden[: len(sequence) - start])
-                runs.append((sequence.pages.tolist(), start, len(hidden[-1])))
+                runs.append((sequence.pages, start, len(hidden[-1])))
         if runs:
             self.states[self._cache_slots(runs)] = self._head.target_states(torch.cat(hidden))
 

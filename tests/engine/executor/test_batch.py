@@ -99,4 +99,4 @@ def test_build_batch_equals_a_loop_over_tokens(seed):
             continue
         assert span.tree.parents.dtype == np.int32
         assert [np.flatnonzero(row).tolist() for row in span.tree.sees] == ancestors(entry)
-    assert [span.pages for span in batch.spans] == [entry.sequence.pages.tolist() for entry in entries]
+    assert [span.pages for span in batch.spans] == [entry.sequence.pages for entry in entries]

@@ -164,7 +164,7 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
     for sequence in sequences:
         number = sequence.sequence.sequence_id
         added = range(30 + 2 * number, 32 + 2 * number)
-        give_pages(sequence.sequence, [*sequence.sequence.pages.tolist(), *added])
+        give_pages(sequence.sequence, [*sequence.sequence.pages, *added])
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))

@@ -70,7 +70,7 @@ class CompiledDrafting:
     ) -> Drafted:
         """Draft paths of at most `depth` tokens after the last committed tokens, whose output is given."""
         sequences, count = [entry.sequence for entry in entries], len(entries)
-        pages, starts = _page_tables([sequence.pages.tolist() for sequence in sequences])
+        pages, starts = _page_tables([sequence.pages for sequence in sequences])
         samplings = [sequence.request.sampling for sequence in sequences]
         settings = PathSettings(
             np.array([len(sequence) for sequence in sequences]),
