@@ -325,7 +325,8 @@ class _Parts:
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
         elif not kind or "text" in kind or kind in ("refusal", "code"):
-            text = next((part[name] for name in TEXTS if isinstance(part.get(name), str)), None)
+            nested = part["text"] if isinstance(part.get("text"), dict) else part  # Assistants API
+            text = next((nested[name] for name in TEXTS if isinstance(nested.get(name), str)), None)
             if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
             self.texts += [text] if text else []

@@ -56,6 +56,7 @@ NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
+ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
 YAML = "YAML, which is not read; convert it to JSON, or --text learns it as text"
 DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
@@ -182,9 +183,17 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
     if DICT.match(head):
         raise RecordError(NOT_JSON)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
-    if users and models:
-        raise RecordError(CHAT_LOG)
+    if users and (models or any(_is_of_users(re.split(end, head)) for end in (b"\n", rb"\n[ \t\r]*\n"))):
+        raise RecordError(CHAT_LOG if models else ONE_SIDE)
     return "text"
+
+
+def _is_of_users(parts: list[bytes]) -> bool:
+    """Return whether most lines or paragraphs of a text, and at least two, begin as those of a user in a chat."""
+    parts = [part for part in parts if part.strip()]
+    marks = [CHAT_LINE.match(part.lstrip(b"\n")) for part in parts]
+    count = sum(mark is not None and mark[1] is not None for mark in marks)
+    return count > max(1, len(parts) // 2)
 
 
 def _kind_of_archive(names: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import PROMPTS, Found, conversation, exchange, outputs_of, prompt_of
+from drafter_service.ingest.answers import MODELS, PROMPTS, Found, conversation, exchange, outputs_of, prompt_of
 from drafter_service.ingest.chats import ASSISTANT, parsed, words
 
 Value = dict[str, Any]
@@ -25,8 +25,7 @@ WRAPPERS = frozenset(words("message tool_call message_content"))
 """Parts of the names of OpenInference's attributes that say what their number stands for."""
 QUESTIONS = tuple(name for name in PROMPTS if name not in ("input", "inputs", "request", "raw"))
 NAMED = re.compile(
-    r"(?!ref|gold|human|user)\w*(gpt|claude|llama|gemini|palm|bard|mistral|mixtral|qwen|deepseek|vicuna|alpaca|falcon|davinci"
-    r"|model|assistant|bot|llm)[\w.-]*_(response|completion|output|answer|generation)s?",
+    rf"(?!ref|gold|human|user)\w*({MODELS}|model|assistant|bot|llm)[\w.-]*_(response|completion|output|answer|generation)s?",
     re.IGNORECASE,
 )
 """Names of fields with the answer of a model that they name."""

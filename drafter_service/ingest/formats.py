@@ -19,7 +19,16 @@ from drafter_service.ingest.answers import Found, body_of, conversation, exchang
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.documents import Part, RecordError
 from drafter_service.ingest.exports import NOT_A_MODEL, STEPS, Reader, Value
-from drafter_service.ingest.sessions import NO_ANSWER, Read, Record, Session, Stream, is_markdown_chat, markdown_chat
+from drafter_service.ingest.sessions import (
+    NO_ANSWER,
+    Dialect,
+    Read,
+    Record,
+    Session,
+    Stream,
+    is_markdown_chat,
+    markdown_chat,
+)
 
 __all__ = ["FIELDS", "FORMATS", "Found", "Read", "Record", "is_markdown_chat", "markdown_chat", "read_records"]
 
@@ -93,6 +102,13 @@ TOO_DEEP = "a record that is nested too deeply"
 NO_FORMAT = "no known format"
 NO_FIELD = "a field of --field is missing, or neither text, messages nor token ids"
 
+SETTINGS = re.compile(
+    r"ping|pong|done|heartbeat|keep[._-]?alive|session([._-]\w+)?|([\w-]+[._-])?(mode|settings?|config)"
+    r"|([\w-]+[._-])?(mode|model|level|settings?|config|limits)[._-]?(changed?|updated?|set)",
+    re.IGNORECASE,
+)
+"""Types of events without a text: of a connection, and of the settings of a session."""
+
 LONG = 40
 """Length of texts of several words that may be outputs, whatever the name of their field."""
 MAX_DEPTH = 8
@@ -111,7 +127,7 @@ class Format(NamedTuple):
     fields: str
     """Fields that all its records have, separated by blanks; alternatives by "|"."""
     read: Reader | None = None
-    group: type[Stream | Session] | None = None
+    group: type[Stream] | Dialect | None = None
     """The reader of formats whose answers take several records."""
 
     def share(self, names: Iterable[str]) -> float:
@@ -188,9 +204,21 @@ def _read(
         skipped: list[str] = []
         if row.read is not None and (found := row.read(value, skipped)) is not None:
             return [Read(record, row.name, found, skipped if found or skipped else [NO_OUTPUT])]
+    if _is_setting(value):
+        return []
     if names not in refusals:
         refusals[names] = _refusal(value) if len(refusals) < MAX_SHAPES else NO_FORMAT
     return [Read(record, "", [], [refusals[names]])]
+
+
+def _is_setting(event: Value) -> bool:
+    """Return whether an event has only settings of a session, or tells that a connection is alive."""
+    kind = event.get("type", event.get("event"))
+    if isinstance(kind, str) and SETTINGS.fullmatch(kind):
+        return not any(LIKELY.search(name) for name in event)
+    texts = [value for value in event.values() if not isinstance(value, int | float | None)]
+    is_of_session = sessions.CLAUDE_FIELDS & event.keys() and not event.keys() & {"type", "message", *sessions.OTHERS}
+    return bool(is_of_session) and all(isinstance(text, str) and " " not in text for text in texts)
 
 
 def is_conversation(found: list[Found]) -> bool:
@@ -383,7 +411,7 @@ def _events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = sessions.OpenHands("", Record(record, ""))
+    session = sessions.OPENHANDS("", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]
@@ -458,13 +486,13 @@ FORMATS = (
     Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
     Format("Anthropic and Responses API, streamed events", "type", group=Stream),
     Format("Ollama", "done message|response", group=Stream),
-    Format("Claude Code, session", "type sessionId|session_id|leafUuid|messageId", group=sessions.ClaudeCode),
-    Format("Codex, session", "type|record_type payload|role|summary|call_id|record_type", group=sessions.Codex),
-    Format("OpenHands, events", "action|observation source", group=sessions.OpenHands),
+    Format("Assistants API, events of threads", "object|event", group=sessions.THREADS),
+    Format("OpenHands, events", "action|observation source", group=sessions.OPENHANDS),
     Format(
         "messages, one per record",
-        "role|from|type|author|isCreatedByUser content|value|parts|text|message|data|tool_calls",
-        group=sessions.Messages,
+        "role|from|type|author|isCreatedByUser|record_type content|value|parts|text|message|data|tool_calls"
+        "|payload|summary|call_id|record_type|sessionId|session_id|leafUuid|messageId",
+        group=sessions.MESSAGES,
     ),
     Format("MT-Bench", "choices question_id", _response),
     Format("OpenAI chat and completions", "choices", _response),

@@ -25,6 +25,7 @@ from drafter_service.ingest.containers import (
     NO_RECORDS,
     NOT_TEXT,
     NOTEBOOK,
+    ONE_SIDE,
     YAML,
     kind_of,
 )
@@ -220,6 +221,18 @@ def test_parquet_with_messages_and_with_json_in_strings(tmp_path, vocabulary, co
     assert list(documents.values()) == [prompt + tokenized("def f")]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_json_in_columns_of_unknown_names_is_decoded(tmp_path, kind):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    table = pa.table({"log": [orjson.dumps(chat).decode(), "[not JSON"], "completion": [None, '{"c": 1}']})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    assert outputs_in(tmp_path / f"a.{kind}") == (["b", '{"c": 1}'], {})
+
+
 def test_parquet_without_known_columns(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"essay": ["a"], "ids": [[5, 6]]}), path)
@@ -373,6 +386,9 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "empty.json": (b" \n", EMPTY),
         "chat.md": (b"## User\n\nWhy?\n\n## Assistant\n\nSo.\n", CHAT_LOG),
         "agent.txt": (b"Question: who?\nThought 1: I search.\nAction 1: Search[a]\nObservation 1: b\n", CHAT_LOG),
+        "user.txt": (b"User: Why?\nUser: And then?\n", ONE_SIDE),
+        "users.txt": (b"User: Why\nis it?\n\nUser: And\nthen?\n\nUser: So?\n", ONE_SIDE),
+        "manual.txt": (b"Roles\n\nUser: who asks.\nUser: many.\nHost: who answers.\nPort: where.\n", "text"),
         "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
     }
     for name, (content, expected) in contents.items():

@@ -33,7 +33,7 @@ from drafter_service.ingest.formats import (
     markdown_chat,
     read_records,
 )
-from drafter_service.ingest.sessions import Unread
+from drafter_service.ingest.sessions import UNNAMED, Unread
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +46,8 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "seen"}
 BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
+THREADED = {"object": "thread.message", "thread_id": "t", "status": "completed", "role": "assistant",
+            "content": [{"type": "text", "text": {"value": "Because.", "annotations": []}}]}  # fmt: skip
 
 
 def reads(*values, fields=()):
@@ -77,6 +79,16 @@ def deltas(*pieces, **fields):
     ends = [None] * (len(pieces) - 1) + ["stop"]
     return [CHUNK | {"choices": [{"index": 0, "delta": piece, "finish_reason": end}]} | fields
             for piece, end in zip(pieces, ends, strict=True)]  # fmt: skip
+
+
+def gemini(text, **fields):
+    """Return a chunk of Gemini's first versions: each has a `finishReason`."""
+    return {"candidates": [{"content": {"role": "model", "parts": [{"text": text}]}, "finishReason": "STOP"}]} | fields
+
+
+def used(text, prompt, answer):
+    """Return such a chunk with the numbers of tokens so far."""
+    return gemini(text, usageMetadata={"promptTokenCount": prompt, "candidatesTokenCount": answer})
 
 
 def claude(role, content, **fields):
@@ -124,7 +136,23 @@ CASES = {
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
            "done": True}], [(None, CALLED)]),
     ],
-    "Claude Code, session": [
+    "Assistants API, events of threads": [
+        ([{"id": "t", "object": "thread", "created_at": 1}, {"object": "thread.run", "thread_id": "t", "instructions": "Be short."},
+          {"object": "thread.message", "thread_id": "t", "status": "in_progress", "role": "assistant", "content": []},
+          {"object": "thread.message.delta", "delta": {"content": [{"index": 0, "type": "text", "text": {"value": "Be"}}]}}, THREADED],
+         [(None, "Because.")]),
+        ([{"event": "thread.message.completed", "data": THREADED | {"role": "user"}}, {"event": "thread.message.completed", "data": THREADED},
+          {"event": "done", "data": "[DONE]"}], [(["Because."], "Because.")]),
+    ],
+    "OpenHands, events": [
+        ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
+          {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
+           "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
+          {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
+          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+    ],
+    "messages, one per record": [
         ([{"type": "summary", "summary": "s", "leafUuid": "l"}, claude("user", "Why?"),
           claude("assistant", [{"type": "thinking", "thinking": "Hm."}], id="m1"),
           claude("assistant", [{"type": "text", "text": "I look."}], id="m1"),
@@ -137,8 +165,6 @@ CASES = {
           claude("assistant", "Because.")], [(["Why?"], "Because."), (["Task"], "Done.")]),
         ([claude("user", "Why?"), claude("assistant", "So."), claude("assistant", "I", requestId="r"), claude("assistant", "look.", requestId="r")],
          [(["Why?"], "So."), (["Why?", "So."], "I\nlook.")]),
-    ],
-    "Codex, session": [
         ([{"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": "Be short."}},
           codex(type="message", role="user", content=[{"type": "input_text", "text": "Why?"}]),
           codex(type="reasoning", summary=[{"type": "summary_text", "text": "Hm."}], encrypted_content="x"),
@@ -154,16 +180,6 @@ CASES = {
           {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]},
           {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Because."}]}],
          [(["Why?"], "Because.")]),
-    ],
-    "OpenHands, events": [
-        ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
-          {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
-           "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
-          {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
-          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-    ],
-    "messages, one per record": [
         ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
          [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
         ([{"type": "message", "role": role, "text": text} for role, text in (("user", "Why?"), ("assistant", "Because."))],
@@ -246,6 +262,11 @@ CASES = {
             ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
             ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
          [(None, "Hm.\n\nSo."), (None, "B")]),
+        ([used("Be", 3, 1), used("cause.", 3, 2), used("So.", 3, 2), used("No.", 4, 3)], [(None, "Because."), (None, "So."), (None, "No.")]),
+        ([gemini("Be", promptFeedback={}), gemini("cause."), gemini("So.", promptFeedback={})], [(None, "Because."), (None, "So.")]),
+        ([gemini("Be"), used("cause.", 3, 2), gemini("So.")], [(None, "Because."), (None, "So.")]),
+        ([gemini("So.", contents=[{"role": "user", "parts": [{"text": text}]}]) for text in "ab"], [(["a"], "So."), (["b"], "So.")]),
+        ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
     ],
     "OpenTelemetry and OpenInference, span": [
         ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
@@ -340,6 +361,8 @@ CASES = {
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
+        ([{"prompt": "p", "outputs": {"4": "a b", "5": "c d"}}], [("p", "a b"), ("p", "c d")]),
+        ([{"prompt": "p", "response": {"gpt35": "a", "vicuna": "b", "human_ref": "c"}}], [("p", "a"), ("p", "b")]),
     ],
     "OpenAI batch, input": [([{"custom_id": "1", "method": "POST", "body": {"messages": [USER, ANSWER, USER]}}], [])],
     "token ids with a mask": [
@@ -537,6 +560,8 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
         ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
+        ({"prompt": "p", "response": {"stdout": "a b", "gpt_score": "1"}}, NO_OUTPUT),
+        ({"prompt": "p", "result": {"1": "passed"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
         ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
@@ -637,6 +662,38 @@ def test_refusals_have_neither_values_nor_names_that_may_be_texts():
 def test_text_that_may_be_of_tools_and_users_is_not_read(record):
     assert outputs(record) == []
     assert skipped(record) != []
+
+
+def test_chunks_of_which_nothing_tells_the_end_are_refused():
+    assert outputs(gemini("Because.")) == [(None, "Because.")]
+    assert skipped(gemini("Be"), gemini("cause."), gemini("So.")) == [UNNAMED]
+    cut = {"candidates": [{"content": {"parts": [{"text": "Be"}]}}]}
+    assert skipped(cut, cut) == [UNNAMED]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "ping"},
+        {"event": "ping", "data": {"type": "ping"}},
+        {"type": "session.created", "session": {"instructions": "Be short.", "tools": []}},
+        {"type": "session", "version": 3, "id": "s", "cwd": "/home/a b"},
+        {"type": "model_change", "provider": "p", "modelId": "m"},
+        {"type": "permission-mode", "permissionMode": "plan", "sessionId": "s"},
+        {"type": "last-prompt", "lastPrompt": "Why is it so?", "sessionId": "s"},
+        {"sessionId": "s", "projectHash": "p", "startTime": "2026-01-01T00:00:00Z"},
+    ],
+)
+def test_settings_of_sessions_are_not_worth_a_reason(event):
+    assert reads(event) == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"type": "mode", "answer_html": "a b"}, {"sessionId": "s", "note": "a b"}, {"sessionId": "s", "prompt": "p"}],
+)
+def test_records_that_may_have_a_text_are_worth_a_reason(record):
+    assert skipped(record)
 
 
 def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():
