@@ -18,9 +18,10 @@ from fsspec.implementations.zip import ZipFileSystem
 
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
-from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
+from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
 from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
 from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
 from drafter_service.ingest.token_arrays import read_npy, read_npz

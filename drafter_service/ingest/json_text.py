@@ -13,9 +13,9 @@ import orjson
 
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.formats import Record, read_records
+from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.sessions import Unread
+from drafter_service.ingest.sessions import Record, Unread
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 MAX_JSON = 32 << 20

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafter_service.ingest.answers import Found
 from drafter_service.ingest.chats import Chat, Reply, plain_text
 from drafter_service.ingest.documents import (
     NO_TOKENIZER,
@@ -19,8 +20,9 @@ from drafter_service.ingest.documents import (
     RecordError,
     Sample,
 )
-from drafter_service.ingest.formats import Found, Read, is_conversation
+from drafter_service.ingest.formats import is_conversation
 from drafter_service.ingest.origins import Origin, origin_of
+from drafter_service.ingest.sessions import Read
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
 from ssd.types import offsets_of

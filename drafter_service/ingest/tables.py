@@ -13,9 +13,10 @@ from typing import Any
 from drafter_service.ingest.chats import parsed
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.formats import FIELDS, Record, read_records
+from drafter_service.ingest.formats import FIELDS, read_records
 from drafter_service.ingest.json_text import MAX_JSON, NOT_UTF8, is_unicode
 from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.sessions import Record
 from ssd.errors import missing_extra
 
 MAX_ROWS = 4096
