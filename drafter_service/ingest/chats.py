@@ -39,13 +39,6 @@ ROLES = {
 SPEAKERS = ("system", "human", "user", "assistant")
 """Fields of pairs of messages."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
-UNUSUAL = frozenset(
-    words(
-        "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id"
-        " name additional_kwargs refusal weight loss_weight source toolCalls toolRequests thoughts reasoningText"
-    )
-)
-"""Fields of messages with more than a text."""
 RENDERED = frozenset(("tool_calls", "reasoning_content"))
 """Fields of messages that only a chat template can convert to the text that the model wrote."""
 UNTRAINED = "weight"
@@ -76,6 +69,10 @@ THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks re
 CONTENTS = ("content", "value", "parts", "text", "message", "result")
 CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
 """Fields with the tool calls of a message."""
+UNUSUAL = frozenset(
+    (*THOUGHTS_BESIDE, *CALLS_BESIDE, *words("tool_call_id name additional_kwargs refusal weight loss_weight source"))
+)
+"""Fields of messages with more than a text."""
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 NAMELESS_CALL = "a tool call without the name of a function"

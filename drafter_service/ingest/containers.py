@@ -20,6 +20,7 @@ from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
 from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
+from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
 from drafter_service.ingest.snapshots import read_snapshot
@@ -101,6 +102,8 @@ def read_batches(files: Sequence[File], reading: Reading) -> Iterator[Batch]:
                 yield Batch(items, bytes_read)
                 items, size, last = [], 0, bytes_read
         before += file.size
+    for place, _ in reading.requests.values():
+        reading.faults.record(NO_RESPONSE, place)
     if len(files) > reading.kinds.total():
         reading.kinds["skipped"] = len(files) - reading.kinds.total()
     yield Batch(items, before)
@@ -112,10 +115,11 @@ def _read_file(file: File, reading: Reading) -> Iterator[tuple[list[Item], int]]
         with Opened(file) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
             reading.kinds[kind] += 1
-            skipped, found = reading.faults.count, False
+            skipped, waiting, found = reading.faults.count, len(reading.requests), False
             for items in _read(opened, kind, reading):
                 found = found or bool(items)
                 yield items, opened.bytes_read
+            found = found or len(reading.requests) > waiting
             if opened.problem or (not found and reading.faults.count == skipped):
                 raise RecordError(opened.problem or NO_RECORDS)
     except UserError:
@@ -138,7 +142,7 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
                 for items, _ in _read_file(file, reading):
                     yield items
     elif kind in RECORDS:
-        for read in read_records(RECORDS[kind](opened, reading), reading.fields):
+        for read in read_records(RECORDS[kind](opened, reading), reading.fields, reading.requests):
             yield reading.items_of(read)
     else:
         for item in DOCUMENTS[kind](opened, reading):

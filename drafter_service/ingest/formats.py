@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache
@@ -11,7 +12,7 @@ import numpy as np
 
 from drafter_service.ingest import answers, origins, readers, sessions
 from drafter_service.ingest.answers import Found, conversation
-from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, role_of
+from drafter_service.ingest.chats import ASSISTANT, Chat, as_json, is_chat, role_of
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.readers import Reader, Value, is_given
 from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
@@ -37,6 +38,10 @@ MAX_GROUPS = 256
 """Groups that wait for further records at the same time."""
 
 
+Requests = dict[str, tuple[str, str]]
+"""Requests of batches by their `custom_id`: the place of each, and its body as JSON."""
+
+
 class Format(NamedTuple):
     """A row of the table."""
 
@@ -54,15 +59,17 @@ def _rows_of(names: tuple[str, ...]) -> list[Format]:
     return [row for row in FORMATS if share(row.fields, names) == 1 or not row.fields]
 
 
-def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Iterator[Read]:
+def read_records(
+    records: Iterable[Record], fields: tuple[str, ...] = (), requests: Requests | None = None
+) -> Iterator[Read]:
     """Yield the contents of each record, or of several that belong together; a reason for each that has no output.
 
     Holds only records to which others may belong. fields: paths of fields to read, the output last; empty: the formats
-    of the table.
+    of the table. requests: gets the requests of batches, and gives them to the responses that follow.
     """
     groups: dict[tuple[str, Hashable], Stream | Session] = {}
     refusals: dict[tuple[str, ...], str] = {}
-    for record in records:
+    for record in records if requests is None or fields else _answered(records, requests):
         if isinstance(record.value, sessions.Unread):
             for stream in groups.values() if record.value.breaks_streams else ():
                 stream.is_broken = True
@@ -74,6 +81,21 @@ def read_records(records: Iterable[Record], fields: tuple[str, ...] = ()) -> Ite
             yield from _readable(group.first, group.finish())
     for group in groups.values():
         yield from _readable(group.first, group.finish())
+
+
+def _answered(records: Iterable[Record], requests: Requests) -> Iterator[Record]:
+    """Yield records, responses of batches with their requests, which are kept until then."""
+    for record in records:
+        value = record.value
+        name = value.get("custom_id") if isinstance(value, dict) else None
+        body = value.get("body", value.get("params")) if isinstance(name, str) else None
+        is_answer = isinstance(name, str) and not {"response", "result"}.isdisjoint(value)
+        if isinstance(name, str) and isinstance(body, dict) and not is_answer:
+            # Of two batches with the same ids it is not known whose response comes first.
+            requests[name] = record.place, "" if name in requests else as_json(body)
+            continue
+        known = requests.pop(name)[1] if is_answer and name in requests else ""
+        yield record._replace(value={"request": json.loads(known), **value}) if known else record
 
 
 def _readable(record: Record, reads: Iterable[Read]) -> Iterator[Read]:
@@ -110,7 +132,7 @@ def _read(
                 del groups[name]
             return
         skipped: list[str] = []
-        found = None
+        found: list[Found] | None = None
         if row.read in (*readers.WEAK, _searched) and is_given(value, row.read):
             found, skipped = [], [readers.NOT_A_MODEL]
         elif row.read is not None:

@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from drafter_service.ingest import containers, tables, token_arrays
+from drafter_service.ingest.answers import Found
 from drafter_service.ingest.containers import (
     BINARY,
     CHAT_LOG,
@@ -31,9 +32,10 @@ from drafter_service.ingest.containers import (
 )
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
-from drafter_service.ingest.formats import Found, Read
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8
+from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
+from drafter_service.ingest.sessions import Read
 from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -161,6 +163,20 @@ def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monk
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     columns = tables._needed(pq.ParquetFile(tmp_path / "a.parquet"), ())
     assert columns == (["id", "conversation"] if name == "conversation" else ["id", "other", "large"])
+
+
+def test_requests_of_batches_are_joined_with_their_responses(tmp_path, vocabulary):
+    user, answer = {"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}
+    write_jsonl(tmp_path / "1.jsonl", [{"custom_id": name, "body": {"messages": [user]}} for name in ("a", "b")])
+    response = {"body": {"choices": [{"message": answer}]}}
+    write_jsonl(tmp_path / "2.jsonl", [{"custom_id": "a", "response": response, "error": None}])
+    documents, reading = documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))
+    assert list(documents.values()) == [tokenized("<|user|>import os<|end|><|assistant|>") + tokenized("def f")]
+    assert counts_of(reading.faults) == {NO_RESPONSE: 1}
+    assert reading.faults.by_reason[NO_RESPONSE].places == [f"{tmp_path}/1.jsonl:2"]
+    (tmp_path / "11.jsonl").write_bytes((tmp_path / "1.jsonl").read_bytes())
+    documents, _ = documents_in(tmp_path, reading=Reading(vocabulary))
+    assert list(documents.values()) == [tokenized("def f")], "it is not known which request it answers"
 
 
 def test_samples_are_taken_of_each_format(tmp_path, vocabulary):

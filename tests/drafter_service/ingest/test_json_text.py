@@ -151,7 +151,7 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"id": 1, "messages": [*CHAT, *CHAT]}, indent=1)[:-30])
     records = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
+        patch.setattr(containers, "read_records", lambda found, *_: records.extend(found) or [])
         outputs_in(tmp_path / "a.json")
     assert [record.value for record in records][-1:] == [[*CHAT, CHAT[0]]]
 

@@ -15,25 +15,10 @@ from hypothesis import strategies as st
 from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
 from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.formats import (
-    FIELDS,
-    FORMATS,
-    NO_ANSWER,
-    NO_FIELD,
-    NO_FORMAT,
-    NO_OUTPUT,
-    NO_RESPONSE,
-    NOT_A_MODEL,
-    NOT_A_RECORD,
-    REJECTED,
-    SCORES,
-    SHORTER,
-    Record,
-    is_markdown_chat,
-    markdown_chat,
-    read_records,
-)
-from drafter_service.ingest.sessions import UNNAMED, Unread
+from drafter_service.ingest.formats import FIELDS, FORMATS, NO_OUTPUT, NOT_A_RECORD, read_records
+from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
+from drafter_service.ingest.refusals import NO_FIELD, NO_FORMAT
+from drafter_service.ingest.sessions import NO_ANSWER, UNNAMED, Record, Unread, is_markdown_chat, markdown_chat
 
 ROOT = Path(__file__).parents[3]
 
