@@ -23,9 +23,8 @@ from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layou
 from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
-from drafter_service.ingest.snapshots import read_snapshot
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
-from drafter_service.ingest.token_arrays import read_npy, read_npz
+from drafter_service.ingest.token_files import read_npy, read_npz, read_snapshot
 from ssd.corpus.sections import MAGIC
 from ssd.errors import UserError
 

@@ -156,11 +156,10 @@ def _may_continue(response: Event) -> bool:
 def _usage(event: Event) -> tuple[int, int] | None:
     """Return the numbers of tokens of the prompt and of the answer that a chunk of Gemini has."""
     usage = either(event, "usageMetadata")
-    numbers = (
-        [either(usage, f"{name}TokenCount") for name in ("prompt", "candidates")] if isinstance(usage, dict) else []
+    prompt, answer = (
+        either(usage, f"{part}TokenCount") if isinstance(usage, dict) else None for part in ("prompt", "candidates")
     )
-    first, *rest = [number for number in numbers if isinstance(number, int)] or [0]
-    return (first, rest[0]) if rest else None
+    return (prompt, answer) if isinstance(prompt, int) and isinstance(answer, int) else None
 
 
 class Dialect(NamedTuple):
@@ -233,20 +232,16 @@ class Session:
 
 
 def _message_key(value: Event) -> Hashable | None:
-    kind, session = value.get("type"), tuple(str(value.get(name)) for name in SESSIONS)
-    if "payload" in value and str(kind) in CODEX_EVENTS:
-        return session
-    if _is_item(value) or value.get("record_type") == "state":
-        return session
-    if OTHERS & value.keys():
-        return None
-    source, _, event = str(kind).partition(".")
-    if event and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session"):
-        return session
-    # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
-    is_single = not {"role", "type"} <= value.keys() or "text" in value
-    is_message = is_single and chats.role_of(value) in chats.ROLES.values()
-    return session if is_message or _is_note(value) else None
+    kind = str(value.get("type"))
+    is_event = _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
+    if not is_event and OTHERS.isdisjoint(value):
+        source, _, event = kind.partition(".")
+        is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
+        # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
+        is_single = "role" not in value or "type" not in value or "text" in value
+        is_message = is_single and chats.role_of(value) in chats.ROLES.values()
+        is_event = is_event or is_message or _is_note(value)
+    return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
 
 
 def _is_item(value: Event) -> bool:

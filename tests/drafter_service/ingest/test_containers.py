@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from drafter_service.ingest import containers, tables, token_arrays
+from drafter_service.ingest import containers, tables, token_files
 from drafter_service.ingest.answers import Found
 from drafter_service.ingest.containers import (
     BINARY,
@@ -267,7 +267,7 @@ def test_rows_of_an_array_are_documents(tmp_path, dtype):
 
 
 def test_arrays_without_lengths_are_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_arrays, "PIECE_TOKENS", 400)
+    monkeypatch.setattr(token_files, "PIECE_TOKENS", 400)
     np.save(tmp_path / "a.npy", np.arange(1000))
     documents, _ = documents_in(tmp_path / "a.npy", reading=small())
     assert [len(document) for document in documents.values()] == [400, 400, 200]

@@ -187,11 +187,9 @@ CASES = {
            "toolCalls": [{"name": "look", "args": {"at": "it"}, "result": [{"functionResponse": {"response": {"output": "seen"}}}]}]}],
          [(["Why?"], f"Hm.\n\n{CALLED}")]),
     ],
-    "MT-Bench": [
+    "OpenAI chat and completions": [
         ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
          [(None, "one"), (None, "two")]),
-    ],
-    "OpenAI chat and completions": [
         ([{"messages": [USER], "choices": CHOICES}], [(["Why?"], "Because.")]),
         ([{"prompt": "p", "choices": [{"text": "t"}, {"text": "u"}]}], [("p", "t"), ("p", "u")]),
         ([{"prompt": ["p", "q"], "choices": [{"text": "t", "index": 0}, {"text": "u", "index": 1}]}],
@@ -300,7 +298,12 @@ CASES = {
                 {"id": "1", "function": "look", "arguments": {"at": "it"}, "type": "function"}]}], "output": {"choices": CHOICES}}]}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
     ],
-    "LangSmith": [
+    "request and response": [
+        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": {"messages": [USER]}, "output": {"role": "assistant", "content": "Because."}}],
+         [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
+        ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
         ([{"run_type": "llm", "inputs": {"messages": [[{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Why?"}}]]},
            "outputs": {"generations": [[{"text": "Because.", "message": {"kwargs": {"content": "Because."}}}]]}}],
          [(["Why?"], "Because.")]),
@@ -308,15 +311,6 @@ CASES = {
            "outputs": {"output": {"type": "ai", "content": "", "tool_calls": [{"name": "look", "args": {"at": "it"}, "id": "1"}]}}}],
          [(["Why?"], CALLED)]),
         ([{"run_type": "chain", "inputs": {"messages": [USER]}, "outputs": {"messages": [USER, ANSWER]}}], []),
-    ],
-    "Langfuse": [
-        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": {"messages": [USER]}, "output": {"role": "assistant", "content": "Because."}}],
-         [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
-        ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
-    ],
-    "request and response": [
         ([{"request": {"messages": [USER]}, "response": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
         ([{"custom_id": "1", "request": {"body": {"messages": [USER]}}, "response": {"status_code": 200, "body": {"choices": CHOICES}}}],
          [(["Why?"], "Because.")]),
@@ -386,10 +380,8 @@ CASES = {
         ([{"trajectory": [{"action": "ls", "observation": "a", "response": "I look."}, {"response": "So."}]}],
          [(None, "I look."), (["I look.", "a"], "So.")]),
     ],
-    "vLLM and SGLang, benchmark": [
-        ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
-    ],
     "prompt and completion": [
+        ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
         ([{"responses": [{"message": ANSWER}, {"message": ANSWER}]}], [(None, "Because.")] * 2),
         ([{"messages": [USER], "response": "r"}], [(["Why?"], "r")]),
         ([{"prompt": [USER], "completion": [ANSWER]}], [(["Why?"], "Because.")]),
@@ -421,10 +413,8 @@ CASES = {
         ([{"prompt": "p", "test": "t", "is_solved": True, "solution": "s", "implementations": ["i", "s"], "reflections": ["r"]}],
          [("p", "i"), ("p", "s"), ("p", "r")]),
     ],
-    "aider, chat history": [
-        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
-    ],
     "conversation": [
+        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
         ([{"input": "x", "message_log": [USER, ANSWER, USER, ANSWER], "output": "Because."}],
          [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
         ([{"messages": [{"type": "user", "content": "Why?"}, {"type": "info", "content": "x"}, {"type": "gemini", "content": "So."}]}],
@@ -447,6 +437,7 @@ CASES = {
                         {"role": "function", "name": "look", "content": "seen"}, ANSWER]}],
          [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
         ([{"messages": [USER, {"role": "model", "content": "m"}]}], [(["Why?"], "m")]),
+        ([{"messages": [THREADED | {"created_at": 2}, THREADED | {"created_at": 1, "role": "user"}]}], [(["Because."], "Because.")]),
         ([{"messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], '{"answer": "a"}')]),
         ([{"uid": "1", "messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], "a")]),
         ([{"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}], [(["Why?", "Because.", "Why?"], "Because.")]),
@@ -464,11 +455,9 @@ CASES = {
         ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
         ([{"info": {"model_stats": {}}, "messages": [USER, ANSWER | {"extra": {"response": {"choices": CHOICES}}}]}], [(["Why?"], "Because.")]),
     ],
-    "Alpaca and AlpacaEval": [
+    "input and output": [
         ([{"instruction": "Say it.", "input": "", "output": "a"}], [("Say it.", "a")]),
         ([{"instruction": "Say it.", "input": "it", "output": "a", "generator": "m"}], [("Say it.\nit", "a")]),
-    ],
-    "input and output": [
         ([{"input": "p", "output": "c"}], [("p", "c")]),
         ([{"prompt": "p", "output": [["nested"]]}], [("p", "nested")]),
         ([{"model_input": "<u>q<a>", "chat_history": ["q"], "output": ["a"], "answer": "gold"}], [("<u>q<a>", "a")]),
