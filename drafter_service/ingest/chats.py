@@ -216,7 +216,8 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
     messages = _turns(messages)
     if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
-    if messages[0].get("object") == "thread.message":  # The Assistants API lists the last message first.
+    if all(isinstance(one, dict) and one.get("object") == "thread.message" for one in messages):
+        # The Assistants API lists the last message first.
         messages = sorted(messages, key=lambda one: one["created_at"] if isinstance(one.get("created_at"), int) else 0)
     read = read_messages(messages, [] if skipped is None else skipped)
     if len(read) < len(messages) and any(

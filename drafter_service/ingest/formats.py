@@ -226,7 +226,7 @@ FORMATS = (
     Format("OpenAI chat and completions", "choices", readers.response),
     Format("OpenAI Responses API", "output", readers.response),
     Format("Anthropic messages", "role content type", readers.response),
-    Format("Gemini", "candidates", readers.response, group=Stream),
+    Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
     Format("ChatGPT, export", "mapping", readers.tree),
     Format("BFCL", "result id", readers.function_calls),

@@ -75,15 +75,12 @@ class Stream:
         self._begin(first)
 
     def _begin(self, first: Record) -> None:
-        self.first = self._last = first
+        self.first = first
         self.is_finished = False
         """Whether no further record belongs to it."""
         self.is_broken = False
         """Whether chunks may be missing."""
         self._streamed = Streamed()
-        self._is_clear = True
-        """Whether all chunks are known to belong together."""
-        self._has_ended = False
 
     @staticmethod
     def key_of(value: Event) -> Hashable | None:
@@ -92,31 +89,69 @@ class Stream:
         if isinstance(kind, str) and kind.startswith("response."):
             return "response"
         if "candidates" in value and "choices" not in value:
-            known = either(value, "responseId")
-            return None if deltas_of(value) is None or not (known or _may_continue(value)) else str(known or "")
+            return None
         known = value.get("id") or value.get("model")
         return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
-        is_unnamed = "candidates" in record.value and not either(record.value, "responseId")
-        if is_unnamed and record is not self.first:
-            continues = self._is_continued(record.value)
-            if continues is False:
-                yield from self.finish()
-                self._begin(record)
-            elif continues is None:
-                self._is_clear = False
-        self._last = record
-        has_ended = self._streamed.add(record.value)
-        self._has_ended |= has_ended
+        self.is_finished = self._streamed.add(record.value)
         self.is_broken &= record.value.get("type") != "response.completed"  # It repeats all chunks.
-        self.is_finished = has_ended and not is_unnamed  # All chunks of Gemini's first versions have a finishReason.
         if self.is_finished:
             yield from self.finish()
 
+    def finish(self) -> Iterator[Read]:
+        """Yield the answers, whose end may be missing."""
+        if self.is_broken:
+            yield Read(self.first, self._name, [], [BROKEN_STREAM])
+            return
+        skipped: list[str] = []
+        first = self.first.value
+        found = exchange(first, self._streamed.response(), skipped, first.get("request_id", first.get("id")))
+        is_usage = first.get("choices") == [] or first.get("usage")  # After the answer
+        if found or skipped or not is_usage:
+            yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
+
+
+class GeminiStream(Stream):
+    """Chunks of Gemini. In its first versions they have no id, and each has a `finishReason`."""
+
+    def _begin(self, first: Record) -> None:
+        super()._begin(first)
+        self._last = first
+        self._has_ended = False
+        """Whether a chunk has a `finishReason`."""
+        self._is_clear = True
+        """Whether all chunks are known to belong together."""
+
+    @staticmethod
+    def key_of(value: Event) -> Hashable | None:  # noqa: D102
+        answers = value["candidates"]
+        if deltas_of(value) is None:
+            return None
+        if known := either(value, "responseId"):
+            return str(known)
+        # Responses with their requests are whole, and so are those of PaLM, which have other fields.
+        contents = [
+            one.get("content", {} if "finishReason" in one else None) for one in answers if isinstance(one, dict)
+        ]
+        is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
+        return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
+
+    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
+        if either(record.value, "responseId"):
+            yield from super().add(record)
+            return
+        continues = self._is_continued(record.value)
+        if continues is False:
+            yield from self.finish()
+            self._begin(record)
+        self._is_clear &= continues is not None
+        self._has_ended |= self._streamed.add(record.value)
+        self._last = record
+
     def _is_continued(self, event: Event) -> bool | None:
-        """Return whether a chunk of Gemini without an id belongs to the response; None if nothing tells it.
+        """Return whether a chunk without an id belongs to the response; None if nothing tells it.
 
         The numbers of tokens are those up to the chunk. Without them, the first chunk has the `promptFeedback`.
         """
@@ -131,34 +166,20 @@ class Stream:
             return False
         return True if either(self.first.value, "promptFeedback") is not None else None
 
-    def finish(self) -> Iterator[Read]:
-        """Yield the answers, whose end may be missing."""
-        first = self.first.value
-        is_cut = "candidates" in first and self._last is not self.first and not self._has_ended
-        if self.is_broken or not self._is_clear or (is_cut and not either(first, "responseId")):
-            yield Read(self.first, self._name, [], [BROKEN_STREAM if self.is_broken else UNNAMED])
-            return
-        skipped: list[str] = []
-        found = exchange(first, self._streamed.response(), skipped, first.get("request_id", first.get("id")))
-        is_usage = first.get("choices") == [] or first.get("usage")  # After the answer
-        if found or skipped or not is_usage:
-            yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
-
-
-def _may_continue(response: Event) -> bool:
-    """Return whether a response of Gemini without an id may be a chunk; those of PaLM, with other fields, are whole."""
-    answers = [one for one in response["candidates"] if isinstance(one, dict)]
-    contents = [one.get("content", {} if "finishReason" in one else None) for one in answers]
-    is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
-    return not is_whole and bool(answers) and REQUESTS.isdisjoint(response)
+    def finish(self) -> Iterator[Read]:  # noqa: D102
+        is_cut = self._last is not self.first and not self._has_ended
+        if not self.is_broken and (is_cut or not self._is_clear):
+            yield Read(self.first, self._name, [], [UNNAMED])
+        else:
+            yield from super().finish()
 
 
 def _usage(event: Event) -> tuple[int, int] | None:
     """Return the numbers of tokens of the prompt and of the answer that a chunk of Gemini has."""
     usage = either(event, "usageMetadata")
-    prompt, answer = (
-        either(usage, f"{part}TokenCount") if isinstance(usage, dict) else None for part in ("prompt", "candidates")
-    )
+    if not isinstance(usage, dict):
+        return None
+    prompt, answer = (either(usage, f"{part}TokenCount") for part in ("prompt", "candidates"))
     return (prompt, answer) if isinstance(prompt, int) and isinstance(answer, int) else None
 
 
