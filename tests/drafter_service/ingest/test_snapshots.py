@@ -6,7 +6,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from drafter_service.ingest import pipeline
+from drafter_service.ingest import pipeline, token_files
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sinks import OfflineSink
