@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from drafter_service.ingest.chats import ASSISTANT, Chat, as_json, is_chat, role
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.readers import Reader, Value, is_given
 from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
-from drafter_service.ingest.sessions import Dialect, Read, Record, Session, Stream
+from drafter_service.ingest.sessions import Read, Record, Session, Stream
 
 PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
 """Names of fields that are prompts of a model wherever they are."""
@@ -49,8 +49,10 @@ class Format(NamedTuple):
     fields: str
     """Fields that all its records have, separated by blanks; alternatives by "|"."""
     read: Reader | None = None
-    group: type[Stream] | Dialect | None = None
-    """The reader of formats whose answers take several records."""
+    key_of: Callable[[Value], Hashable | None] | None = None
+    """Returns what records have in common whose answers take several; None for records of other formats."""
+    group: Callable[[str, Record], Stream | Session] = Stream
+    """Joins such records; gets the name of the format and the first record."""
 
 
 @lru_cache(MAX_SHAPES)
@@ -124,7 +126,7 @@ def _read(
         record = record._replace(value=value)
     names = tuple(value)
     for row in _rows_of(names):
-        if row.group is not None and (key := row.group.key_of(value)) is not None:
+        if row.key_of is not None and (key := row.key_of(value)) is not None:
             name = row.name, key
             group = groups[name] = groups.get(name) or row.group(row.name, record)
             yield from group.add(record)
@@ -212,21 +214,32 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
 
 
 FORMATS = (
-    Format("OpenAI, streamed chunks", "choices id|object|created|model", group=Stream),
-    Format("Anthropic and Responses API, streamed events", "type", group=Stream),
-    Format("Ollama", "done message|response", group=Stream),
-    Format("Assistants API, events of threads", "object|event", group=sessions.THREADS),
-    Format("OpenHands, events", "action|observation source", group=sessions.OPENHANDS),
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
+    Format("Anthropic and Responses API, streamed events", "type", key_of=sessions.stream_key),
+    Format("Ollama", "done message|response", key_of=sessions.stream_key),
+    Format(
+        "Assistants API, events of threads",
+        "object|event",
+        key_of=sessions.thread_key,
+        group=partial(Session, sessions.thread_messages),
+    ),
+    Format(
+        "OpenHands, events",
+        "action|observation source",
+        key_of=sessions.action_key,
+        group=partial(Session, sessions.action_messages),
+    ),
     Format(
         "messages, one per record",
         "role|from|type|author|isCreatedByUser|record_type content|value|parts|text|message|data|tool_calls"
         "|payload|summary|call_id|record_type|sessionId|session_id|leafUuid|messageId",
-        group=sessions.MESSAGES,
+        key_of=sessions.message_key,
+        group=partial(Session, sessions.messages),
     ),
     Format("OpenAI chat and completions", "choices", readers.response),
     Format("OpenAI Responses API", "output", readers.response),
     Format("Anthropic messages", "role content type", readers.response),
-    Format("Gemini", "candidates", readers.response, group=sessions.GeminiStream),
+    Format("Gemini", "candidates", readers.response, key_of=sessions.gemini_key, group=sessions.GeminiStream),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
     Format("ChatGPT, export", "mapping", readers.tree),
     Format("BFCL", "result id", readers.function_calls),

@@ -96,8 +96,8 @@ def is_given(value: Value, read: Reader | None = None) -> bool:
     """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
     kind = str(value.get("run_type", value.get("type"))).lower()
     is_step = kind in STEPS and read in (request_and_response, COLUMNS[1])
-    is_given = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
-    return is_step or is_given or any(value.get(name) for name in OF_TOOLS)
+    is_named = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    return is_step or is_named or any(value.get(name) for name in OF_TOOLS)
 
 
 def response(record: Value, skipped: list[str]) -> list[Found] | None:
@@ -277,7 +277,7 @@ def events(record: Value, skipped: list[str]) -> list[Found] | None:
     events = [event for event in events if isinstance(event, dict)]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
-    session = sessions.OPENHANDS("", Record(record, ""))
+    session = sessions.Session(sessions.action_messages, "", Record(record, ""))
     reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
     skipped += [reason for read in reads for reason in read.skipped]
     return [found for read in reads for found in read.outputs]

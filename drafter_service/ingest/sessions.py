@@ -12,6 +12,9 @@ from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Me
 from drafter_service.ingest.streams import Streamed, deltas_of, either
 
 Event = Mapping[str, Any]
+Messages = Callable[[Event, object, list[str]], tuple[object, list[Message]]]
+"""Returns the id of the response that an event is from, and the event's messages; gets the id of the response before,
+and a list for the reason of each part that is left out."""
 
 OTHERS = frozenset(words("prompt question messages choices response completion output conversations"))
 """Fields of records that are more than a message or an event."""
@@ -66,6 +69,30 @@ class Read(NamedTuple):
     """The reason for each part that is left out."""
 
 
+def stream_key(value: Event) -> Hashable | None:
+    """Return what the chunks of one response have in common; None for other records, and those of Gemini."""
+    kind = value.get("type")
+    if isinstance(kind, str) and kind.startswith("response."):
+        return "response"
+    if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
+        return None
+    known = value.get("id") or value.get("model")
+    return known if isinstance(known, str) else ""
+
+
+def gemini_key(value: Event) -> Hashable | None:
+    """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
+    if deltas_of(value) is None:
+        return None
+    if known := either(value, "responseId"):
+        return str(known)
+    # Responses with their requests are whole, and so are those of PaLM, which have other fields.
+    answers = [one for one in value["candidates"] if isinstance(one, dict)]
+    contents = [one.get("content", {} if "finishReason" in one else None) for one in answers]
+    is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
+    return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
+
+
 class Stream:
     """Chunks of a response."""
 
@@ -81,17 +108,6 @@ class Stream:
         self.is_broken = False
         """Whether chunks may be missing."""
         self._streamed = Streamed()
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:
-        """Return what the records of one response have in common; None for records of other formats."""
-        kind = value.get("type")
-        if isinstance(kind, str) and kind.startswith("response."):
-            return "response"
-        if "candidates" in value and "choices" not in value:
-            return None
-        known = value.get("id") or value.get("model")
-        return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
@@ -123,20 +139,6 @@ class GeminiStream(Stream):
         """Whether a chunk has a `finishReason`."""
         self._is_clear = True
         """Whether all chunks are known to belong together."""
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        answers = value["candidates"]
-        if deltas_of(value) is None:
-            return None
-        if known := either(value, "responseId"):
-            return str(known)
-        # Responses with their requests are whole, and so are those of PaLM, which have other fields.
-        contents = [
-            one.get("content", {} if "finishReason" in one else None) for one in answers if isinstance(one, dict)
-        ]
-        is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
-        return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
 
     def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
         if either(record.value, "responseId"):
@@ -183,30 +185,16 @@ def _usage(event: Event) -> tuple[int, int] | None:
     return (prompt, answer) if isinstance(prompt, int) and isinstance(answer, int) else None
 
 
-class Dialect(NamedTuple):
-    """A way in which agents write their sessions, an event per record."""
-
-    key_of: Callable[[Event], Hashable | None]
-    """Returns what the events of one session have in common; None for records of other formats."""
-    messages: Callable[[Event, object, list[str]], tuple[object, list[Message]]]
-    """Returns the id of the response that an event is from, and the event's messages; gets the id of the response
-    before, and a list for the reason of each part that is left out."""
-
-    def __call__(self, name: str, first: Record) -> Session:
-        """Return a session without events. name: name of the format; first: the first record."""
-        return Session(name, first, self)
-
-
 class Session:
     """Events of an agent's session. The prompt of each answer is what came before it."""
 
     is_finished = is_broken = False
 
-    def __init__(self, name: str, first: Record, dialect: Dialect) -> None:
-        """name: name of the format; first: the first record."""
+    def __init__(self, messages: Messages, name: str, first: Record) -> None:
+        """messages: reads an event; name: name of the format; first: the first record."""
         self.first = first
         self._name = name
-        self._dialect = dialect
+        self._messages = messages
         self._has_read = False
         self._before: list[Message] = []
         self._answer: Message | None = None
@@ -219,7 +207,7 @@ class Session:
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answer that it completes. A system prompt begins another conversation."""
         self._event = record if self._answer is None else self._event
-        known, messages = self._dialect.messages(record.value, self._id, self._skipped)
+        known, messages = self._messages(record.value, self._id, self._skipped)
         for message in messages:
             is_answer = message["role"] == ASSISTANT
             if message["role"] != TOOL and reply_to(message) is None:
@@ -252,7 +240,8 @@ class Session:
         self._answer, self._skipped = None, []
 
 
-def _message_key(value: Event) -> Hashable | None:
+def message_key(value: Event) -> Hashable | None:
+    """Return the ids of the session that a message or event is from; None for other records."""
     kind = str(value.get("type"))
     is_event = _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
     if not is_event and OTHERS.isdisjoint(value):
@@ -278,7 +267,7 @@ def _is_note(event: Event) -> bool:
     return str(event.get("type")) in CLAUDE_EVENTS and not CLAUDE_FIELDS.isdisjoint(event)
 
 
-def _messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
+def messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
     """Read messages, those in events of agents, and items of the Responses API, of which several are one answer."""
     item, kind, inner = event.get("payload", event), event.get("type"), event.get("message")
     if kind == "session_meta" and isinstance(item, dict):  # Codex
@@ -293,7 +282,8 @@ def _messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list
     return known, [] if inner.get("model") == "<synthetic>" else messages_of(event, skipped)
 
 
-def _thread_key(value: Event) -> Hashable | None:
+def thread_key(value: Event) -> Hashable | None:
+    """Return the id of the thread of the Assistants API that an event is from; None for other records."""
     names = (value.get("object"), value.get("event"))
     is_event = any(isinstance(name, str) and (name == "thread" or name.startswith("thread.")) for name in names)
     return str(_thread_data(value).get("thread_id")) if is_event else None
@@ -303,19 +293,20 @@ def _thread_data(event: Event) -> Event:
     return data if isinstance(data := event.get("data"), dict) else event
 
 
-def _thread_messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
+def thread_messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
     """Read the messages of the Assistants API once they are whole; other events only tell what happens to them."""
     data = _thread_data(event)
     is_whole = data.get("object") == "thread.message" and data.get("status") != "in_progress"
     return object(), messages_of(data, skipped) if is_whole else []
 
 
-def _action_key(value: Event) -> Hashable | None:
+def action_key(value: Event) -> Hashable | None:
+    """Return "" for an event of OpenHands; None for other records."""
     is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
     return "" if is_event and not OTHERS & value.keys() else None
 
 
-def _action_messages(event: Event, before: object, skipped: list[str]) -> tuple[object, list[Message]]:
+def action_messages(event: Event, before: object, skipped: list[str]) -> tuple[object, list[Message]]:
     """Read an action of the agent or of the user, or an observation, of OpenHands."""
     action, args = event.get("action"), event.get("args")
     args = args if isinstance(args, dict) else event
@@ -340,11 +331,6 @@ def _action_messages(event: Event, before: object, skipped: list[str]) -> tuple[
     arguments = {name: args[name] for name in ACTION_ARGUMENTS if args.get(name)}
     calls = [{"name": action, "arguments": arguments}] if arguments else []
     return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, skipped, ASSISTANT)
-
-
-MESSAGES = Dialect(_message_key, _messages)
-THREADS = Dialect(_thread_key, _thread_messages)
-OPENHANDS = Dialect(_action_key, _action_messages)
 
 
 # --- aider
