@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache, partial
@@ -12,7 +11,7 @@ import numpy as np
 
 from drafter_service.ingest import answers, origins, readers, sessions
 from drafter_service.ingest.answers import Found, conversation
-from drafter_service.ingest.chats import ASSISTANT, Chat, as_json, is_chat, role_of
+from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, role_of, words
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.readers import Reader, Value, is_given
 from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
@@ -36,10 +35,10 @@ MAX_SHAPES = 32
 """Different sets of fields in one file for which reasons have the names; a file may have objects keyed by ids."""
 MAX_GROUPS = 256
 """Groups that wait for further records at the same time."""
-
-
-Requests = dict[str, tuple[str, str]]
-"""Requests of batches by their `custom_id`: the place of each, and its body as JSON."""
+BATCHES = frozenset(words("custom_id method url body params"))
+"""Fields of requests of batches, of OpenAI's API and Anthropic's."""
+Requests = dict[str, tuple[str, object]]
+"""Requests of batches by their `custom_id`: the place of each, and its body."""
 
 
 class Format(NamedTuple):
@@ -90,14 +89,13 @@ def _answered(records: Iterable[Record], requests: Requests) -> Iterator[Record]
     for record in records:
         value = record.value
         name = value.get("custom_id") if isinstance(value, dict) else None
-        body = value.get("body", value.get("params")) if isinstance(name, str) else None
-        is_answer = isinstance(name, str) and not {"response", "result"}.isdisjoint(value)
-        if isinstance(name, str) and isinstance(body, dict) and not is_answer:
-            # Of two batches with the same ids it is not known whose response comes first.
-            requests[name] = record.place, "" if name in requests else as_json(body)
-            continue
-        known = requests.pop(name)[1] if is_answer and name in requests else ""
-        yield record._replace(value={"request": json.loads(known), **value}) if known else record
+        if not isinstance(name, str):
+            yield record
+        elif not value.keys() <= BATCHES:
+            _, body = requests.pop(name, ("", None))
+            yield record if body is None else record._replace(value={"request": body, **value})
+        else:  # Of two batches with the same ids it is not known whose response comes first.
+            requests[name] = record.place, None if name in requests else value.get("body", value.get("params"))
 
 
 def _readable(record: Record, reads: Iterable[Read]) -> Iterator[Read]:

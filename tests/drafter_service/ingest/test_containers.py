@@ -174,6 +174,10 @@ def test_requests_of_batches_are_joined_with_their_responses(tmp_path, vocabular
     assert list(documents.values()) == [tokenized("<|user|>import os<|end|><|assistant|>") + tokenized("def f")]
     assert counts_of(reading.faults) == {NO_RESPONSE: 1}
     assert reading.faults.by_reason[NO_RESPONSE].places == [f"{tmp_path}/1.jsonl:2"]
+    write_jsonl(tmp_path / "1.jsonl", [{"custom_id": "a", "params": {"messages": [user]}}])
+    assert list(documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))[0].values()) == list(
+        documents.values()
+    )
     (tmp_path / "11.jsonl").write_bytes((tmp_path / "1.jsonl").read_bytes())
     documents, _ = documents_in(tmp_path, reading=Reading(vocabulary))
     assert list(documents.values()) == [tokenized("def f")], "it is not known which request it answers"
