@@ -212,15 +212,15 @@ def _found_in(value: Value, skipped: list[str], depth: int) -> list[Found]:
 
 
 FORMATS = (
-    Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
-    Format("Anthropic and Responses API, streamed events", "type", key_of=sessions.stream_key),
-    Format("Ollama", "done message|response", key_of=sessions.stream_key),
     Format(
         "Assistants API, events of threads",
         "object|event",
         key_of=sessions.thread_key,
         group=partial(Session, sessions.thread_messages),
     ),
+    Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
+    Format("Anthropic and Responses API, streamed events", "type", key_of=sessions.stream_key),
+    Format("Ollama", "done message|response", key_of=sessions.stream_key),
     Format(
         "OpenHands, events",
         "action|observation source",

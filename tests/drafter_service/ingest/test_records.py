@@ -86,6 +86,15 @@ def codex(**payload):
 
 
 CASES = {
+    "Assistants API, events of threads": [
+        ([{"id": "t", "object": "thread", "created_at": 1}, {"object": "thread.run", "thread_id": "t", "instructions": "Be short."},
+          {"object": "thread.run.step", "thread_id": "t", "type": "message_creation", "step_details": {"type": "message_creation"}},
+          {"object": "thread.message", "thread_id": "t", "status": "in_progress", "role": "assistant", "content": []},
+          {"object": "thread.message.delta", "delta": {"content": [{"index": 0, "type": "text", "text": {"value": "Be"}}]}}, THREADED],
+         [(None, "Because.")]),
+        ([{"event": "thread.message.completed", "data": THREADED | {"role": "user"}}, {"event": "thread.message.completed", "data": THREADED},
+          {"event": "done", "data": "[DONE]"}], [(["Because."], "Because.")]),
+    ],
     "OpenAI, streamed chunks": [
         (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), [(None, "Because.")]),
         (deltas({"reasoning_content": "Hm."}, {"content": "So."}, {}), [(None, "Hm.\n\nSo.")]),
@@ -120,14 +129,6 @@ CASES = {
         ([{"model": "m", "message": {"content": "So.", "thinking": "Hm."}, "done": True}], [(None, "Hm.\n\nSo.")]),
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
            "done": True}], [(None, CALLED)]),
-    ],
-    "Assistants API, events of threads": [
-        ([{"id": "t", "object": "thread", "created_at": 1}, {"object": "thread.run", "thread_id": "t", "instructions": "Be short."},
-          {"object": "thread.message", "thread_id": "t", "status": "in_progress", "role": "assistant", "content": []},
-          {"object": "thread.message.delta", "delta": {"content": [{"index": 0, "type": "text", "text": {"value": "Be"}}]}}, THREADED],
-         [(None, "Because.")]),
-        ([{"event": "thread.message.completed", "data": THREADED | {"role": "user"}}, {"event": "thread.message.completed", "data": THREADED},
-          {"event": "done", "data": "[DONE]"}], [(["Because."], "Because.")]),
     ],
     "OpenHands, events": [
         ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
