@@ -181,6 +181,8 @@ class JsonText:
     def __iter__(self) -> Iterator[Record]:
         while self._next():
             yield from self._list(0)
+        if self._is_cut:
+            yield self._unread(JSON_CUT, breaks_streams=False)
 
     def _list(self, depth: int) -> Iterator[Record]:
         """Yield the records up to the end of the list here, or of the file."""
@@ -194,18 +196,19 @@ class JsonText:
             try:
                 value = self._value()
             except RecordError as problem:
-                line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
-                if str(problem) != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
-                    yield from self._unread(str(problem), "{" in line)
-                if is_only and str(problem) != NOT_JSON:
+                reason, line = str(problem), self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
+                if reason == JSON_CUT:
+                    self._is_cut = True
+                elif reason != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
+                    yield self._unread(reason, breaks_streams="{" in line)
+                if is_only and reason != NOT_JSON:
                     yield from self._object()
-                elif str(problem) != NOT_UTF8:
+                elif reason != NOT_UTF8:
                     self._skip_line()
             else:
                 yield from self._only(value) if is_only and not self._next() else [self._record(value)]
         self._at += 1
-        if depth > 0 and not char:
-            yield from self._unread(JSON_CUT)
+        self._is_cut |= depth > 0 and not char
 
     def _only(self, value: Any) -> Iterator[Record]:
         """Yield the only object of a file; or the elements of its list of objects, if only they can be records."""
@@ -221,6 +224,7 @@ class JsonText:
         """Yield what is complete in the object here: elements of its lists, and lists of messages as a whole."""
         self._at += 1
         while (char := self._next()) == '"':
+            self._forget()
             try:
                 self._value()
                 if self._next() != ":":
@@ -246,12 +250,8 @@ class JsonText:
         self._number += 1
         return Record(value, f"{self._opened.label}:{self._number}")
 
-    def _unread(self, reason: str, breaks_streams: bool = False) -> Iterator[Record]:
-        if reason != JSON_CUT or not self._is_cut:
-            yield Record(
-                Unread(reason, breaks_streams and reason != JSON_CUT), f"{self._opened.label}:{self._number + 1}"
-            )
-        self._is_cut = reason == JSON_CUT
+    def _unread(self, reason: str, *, breaks_streams: bool) -> Record:
+        return Record(Unread(reason, breaks_streams), f"{self._opened.label}:{self._number + 1}")
 
     # --- The window
 
