@@ -251,6 +251,9 @@ CASES = {
         ([gemini("Be"), used("cause.", 3, 2), gemini("So.")], [(None, "Because."), (None, "So.")]),
         ([gemini("So.", contents=[{"role": "user", "parts": [{"text": text}]}]) for text in "ab"], [(["a"], "So."), (["b"], "So.")]),
         ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
+        ([{"candidates": [{"content": {"parts": [{"text": text}]}, "finish_reason": "STOP"}],
+           "usage_metadata": {"prompt_token_count": 3, "candidates_token_count": count}} for text, count in (("Be", 1), ("cause.", 2), ("So.", 2))],
+         [(None, "Because."), (None, "So.")]),
     ],
     "OpenTelemetry and OpenInference, span": [
         ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
