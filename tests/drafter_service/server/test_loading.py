@@ -245,7 +245,6 @@ def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_addre
             assert code is grpc.StatusCode.UNAVAILABLE
         assert contents(tmp_path) == before
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-    with served(*arguments), connected(socket_address) as caller:
         eventually(lambda: caller.opened("a"))
         assert caller.probe("a", counted(100)[:8], limit=1) == [108]
 
