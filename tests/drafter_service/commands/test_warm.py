@@ -252,6 +252,24 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
 
 
+def test_a_load_into_a_service_that_stops_says_what_is_kept(tmp_path, monkeypatch):
+    log = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    address = f"unix:{tmp_path}/s"
+    with served("--listen", address, "--capacity", "300k") as process:
+        accept = sinks.RemoteSink.accept
+
+        def stop_between_two(sink, documents):
+            accept(sink, documents)
+            sink._wait()
+            process.terminate()
+            process.wait()
+            accept(sink, documents)
+
+        monkeypatch.setattr(sinks.RemoteSink, "accept", stop_between_two)
+        with pytest.raises(UserError, match=r"no drafter answers .*; the same command skips what it has saved"):
+            invoke("--from", log, "--address", address, "--namespace", "n")
+
+
 def test_a_service_scores_requests_in_shadow_mode(tmp_path):
     records = [{"prompt_token_ids": list(range(50)), "completion_token_ids": list(range(50, 90))}] * 2
     write_jsonl(tmp_path / "a.jsonl", records)
