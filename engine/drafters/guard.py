@@ -109,7 +109,7 @@ class GuardedDrafter:
         self._call(lambda: self.inner.observe(result))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
-        """See `Drafter.finish`. A drafter that is switched off frees what it holds for sequences that it has started."""
+        """See `Drafter.finish`. A drafter that is switched off is called, too, if it has started the sequence."""
         is_required = sequence in self._started
         self._started.discard(sequence)
         self._call(lambda: self.inner.finish(sequence, learn), is_required=is_required)
