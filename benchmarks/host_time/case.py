@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import cycle
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -17,9 +17,17 @@ import numba
 import numpy as np
 import torch
 
-from benchmarks.gpu.requests import Item, Limits, replay_items
+from benchmarks.gpu.requests import Item
 from benchmarks.gpu.shapes import SHAPES, random_model
-from benchmarks.traces import load_trace
+from benchmarks.host_time.measuring import (
+    MAX_DRAFT,
+    MAX_POSITIONS,
+    STAGES,
+    Device,
+    recorded_items,
+    step_tokens,
+    summary,
+)
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from engine.api.messages import RequestEnded, SubmitRequest
 from engine.api.worker import Worker
@@ -37,40 +45,6 @@ from engine.speculation.selection import DraftSelection
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.config import DrafterConfig
-
-MAX_DRAFT = 16
-PROMPT_TOKENS, OUTPUT_TOKENS = 5000, 128
-LEARNED = 400
-"""Number of requests that the drafter has learned before."""
-STAGES = ("schedule", "draft", "forward", "verify", "commit")
-
-
-@dataclass
-class Device:
-    """A device that answers at once. Counts its own time, and that during which a GPU would have waited."""
-
-    seconds: float = 0.0
-    """Time taken to stand in for the device, which is not the engine's."""
-    critical: list[float] = field(default_factory=list)
-    """Seconds from the results of a step to the launch of the next one, where none was in flight."""
-    in_flight: int = 0
-    read_at: float | None = None
-
-    @contextmanager
-    def work(self, *, is_step: bool) -> Iterator[None]:
-        """Measure a launch; is_step: whether its results are read."""
-        began = time.perf_counter()
-        if self.read_at is not None:
-            self.critical.append(began - self.read_at)
-            self.read_at = None
-        self.in_flight += is_step
-        yield
-        self.seconds += time.perf_counter() - began
-
-    def read(self) -> None:
-        """Note that the results of the oldest step have been read."""
-        self.in_flight -= 1
-        self.read_at = None if self.in_flight else time.perf_counter()
 
 
 @contextmanager
@@ -142,13 +116,12 @@ class KnownDurations(DraftSelection):
 
 
 def build(
-    drafter: str, at_once: int, learned: Sequence[Item], items: Sequence[Item], curve: StepCurve, address: str
+    drafter: str, at_once: int, learned: Sequence[Item], vocabulary: int, curve: StepCurve, address: str
 ) -> Engine:
-    """Return an engine for `items` whose drafter has learned some of them."""
-    vocabulary = 1 + max(int(part.max()) for item in items for part in (item.request.prompt, item.request.recorded))
-    shape = replace(SHAPES["tiny"], vocab_size=vocabulary, num_layers=1, max_positions=8192)
+    """Return an engine whose drafter has learned some requests."""
+    shape = replace(SHAPES["tiny"], vocab_size=vocabulary, num_layers=1, max_positions=MAX_POSITIONS)
     config = EngineConfig(
-        max_sequences=at_once, max_step_tokens=at_once * (1 + MAX_DRAFT) + 4096, kv_memory_mib=1024,
+        max_sequences=at_once, max_step_tokens=step_tokens(at_once), kv_memory_mib=1024,
         max_draft=MAX_DRAFT, in_flight=1,
     )  # fmt: skip
     inner = build_drafter(drafter, DrafterConfig(max_draft=MAX_DRAFT), address=address)
@@ -185,17 +158,10 @@ class Steps:
         return report
 
     def figures(self, device: Device, first: int) -> dict[str, float]:
-        """Return the figures of all steps from the first one on, in milliseconds."""
-        total, stages = 1e3 * np.array(self.total[first:]), 1e3 * np.array(self.stages[first:])
-        return {
-            "median": float(np.median(total)),
-            "p90": float(np.percentile(total, 90)),
-            "mean": float(total.mean()),
-            "critical": 1e3 * float(np.median(device.critical)) if device.critical else 0.0,
-            **dict(zip(STAGES, np.median(stages, axis=0).tolist(), strict=True)),
-            "other": float(np.median(total - stages.sum(axis=1))),
-            "tokens per step": self.committed / max(1, self.produced),
-        }
+        """Return the figures of all steps from the first one on."""
+        total, stages = np.array(self.total[first:]), np.array(self.stages[first:])
+        other = total - stages.sum(axis=1)
+        return summary(total, stages, other, device.critical, self.committed / max(1, self.produced))
 
 
 def serve(engine: Engine, items: Sequence[Item], at_once: int, steps: Steps, count: int) -> None:
@@ -259,18 +225,13 @@ def run_case(
     path: recorded traffic. gpu, model_size: as in `roofline`. has_server: whether the engine process of the HTTP server
     runs the engine.
     """
-    trace = load_trace(path)
-    short = replace(trace, requests=[each for each in trace.requests if len(each.prompt) <= PROMPT_TOKENS])
-    items = replay_items(
-        short, len(short.requests), Limits(PROMPT_TOKENS, OUTPUT_TOKENS), replace(SHAPES["tiny"], vocab_size=1 << 18)
-    )
-    learned, served = items[: min(LEARNED, len(items) // 2)], items[min(LEARNED, len(items) // 2) :]
+    learned, served, vocabulary = recorded_items(path)
     curve = StepCurve.from_profile(roofline(gpu, model_size))
     with ExitStack() as stack:
         remote = drafter == "ssd-remote"
         address = stack.enter_context(running_sidecar("--capacity", "4M")).address if remote else ""
         device = stack.enter_context(instant_device())
-        engine = build(drafter, at_once, learned, items, curve, address)
+        engine = build(drafter, at_once, learned, vocabulary, curve, address)
         steps = Steps(engine, device)
         first, count = measured // 4, measured + measured // 4
         if not has_server:

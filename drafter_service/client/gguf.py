@@ -65,7 +65,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _modified_ns: int, _size: int) -> GgufFile:
+def _read(path: Path, _modified_ns: int, size: int) -> GgufFile:
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -73,9 +73,12 @@ def _read(path: Path, _modified_ns: int, _size: int) -> GgufFile:
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as problem:  # The library passes on any exception of numpy.
-        reason = " ".join(str(problem).split()) or type(problem).__name__
-        raise UserError(f"{path} is damaged or cut short ({reason}); download or copy it again") from None
+    except Exception:  # The library passes on exceptions of numpy, which do not say what is wrong with the file.
+        raise UserError(
+            f"{path} is damaged or cut short, or of a version of GGUF that the library gguf does not read: its "
+            f"{size:,} bytes are not what its header describes; compare the size with the original's, and download or "
+            "copy it again"
+        ) from None
     if int(metadata.get("split.count", 1)) > 1:
         raise UserError(f"{path} is one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})

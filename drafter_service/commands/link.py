@@ -92,13 +92,15 @@ class Link:
         import grpc
 
         from drafter_service.observability.report.units import shortened
-        from drafter_service.transport.absence import NOT_READY, absence, system_error
+        from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
 
         details = shortened(str(error.details() or error.code().name), 300)
         if details.startswith(NOT_READY):
             return f"the drafter at {self.address} is {details}"
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return absence(self.address, "no answer in time")
+        if error.code() is grpc.StatusCode.CANCELLED:
+            return f"the drafter at {self.address} was stopped before it had answered; {start_one(self.address)}"
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             return absence(self.address, system_error(details))
         return f"the drafter at {self.address} refused: {details}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import chats
+from drafter_service.ingest import chats, streams
 from drafter_service.ingest.chats import ASSISTANT, Chat, Message, Reply, chat_of, parsed, reply_to, words
 from drafter_service.ingest.documents import Part, RecordError
 from ssd.corpus.ring import MAX_TOKEN_ID, SEPARATOR
@@ -34,6 +34,15 @@ ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_seque
 """Reasons why an answer ended, which may stand beside its text."""
 BODIES = ("body", "inputBodyJson", "outputBodyJson")
 """Fields of requests and responses with their bodies; the latter are Bedrock's."""
+
+MODELS = (
+    "gpt|claude|llama|gemini|gemma|palm|bard|mistral|mixtral|qwen|deepseek|vicuna|alpaca|falcon|davinci|koala|dolly|chatglm"
+    "|guanaco|wizardlm|oasst|grok"
+)
+"""Parts of names of models."""
+MODEL = re.compile(MODELS, re.IGNORECASE)
+BESIDE = re.compile(r"(^|_)(ref|gold|human|user|scor|rating|judg|version|name|time|id$)", re.IGNORECASE)
+"""Keys in a map of answers by models that are no answers of a model."""
 
 NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
 BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
@@ -122,7 +131,7 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     if (ids := ids_of(value)) is not None:
         return [ids]
     if isinstance(value, list):
-        if (whole := _joined(value)) is not None:
+        if (whole := streams.joined(value)) is not None:
             return outputs_of(whole, skipped)
         if len(value) == 2 and isinstance(value[1], str) and value[1] in ENDS:  # Why it ended
             return outputs_of(value[0], skipped)
@@ -144,7 +153,19 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
             return outputs_of(inner, skipped)
     if chats.role_of(value) or value.keys() & {"content", "tool_calls", "parts"}:
         return _reply(chats.messages_of(value, skipped, ASSISTANT))
-    return next((outputs_of(value[name], skipped) for name in TEXTS if value.get(name)), [])
+    text = next((value[name] for name in TEXTS if value.get(name)), None)
+    return _named(value) if text is None else outputs_of(text, skipped)
+
+
+def _named(answers: Message) -> list[Output]:
+    """Return the texts in a map of texts by numbers or names of models; [] for other objects."""
+    texts = {name: text for name, text in answers.items() if text is not None}
+    if not all(isinstance(text, str) for text in texts.values()):
+        return []
+    if all(name.isdecimal() and " " in text for name, text in texts.items()):
+        return list(texts.values())
+    written = {name: text for name, text in texts.items() if not BESIDE.search(name)}
+    return [text for text in written.values() if text] if all(map(MODEL.search, written)) else []
 
 
 def _reply(messages: list[Message]) -> list[Output]:
@@ -196,122 +217,6 @@ def body_of(value: object) -> object:
         if isinstance(decoded, dict) and name in decoded and isinstance(body := parsed(decoded[name]), dict):
             return body
     return decoded
-
-
-# --- Streamed chunks
-
-
-Delta = tuple[int, Message, bool]
-"""The number of an answer among those to one request, pieces of its message, and whether they are the last."""
-
-
-def deltas_of(event: object) -> list[Delta] | None:
-    """Return the parts of answers in an event of a stream; None if the value is not one."""
-    if not isinstance(event, dict):
-        return None
-    choices, kind, candidates = event.get("choices"), event.get("type"), event.get("candidates")
-    if isinstance(choices, list):
-        return _chunk(event, choices)
-    if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
-        return [(0, _anthropic_piece(event), kind == "message_stop")]
-    if isinstance(candidates, list):  # Gemini
-        return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
-    if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
-        message = event.get("message")
-        fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
-        return [(0, fields, event["done"])]
-    return None
-
-
-def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
-    """Return the deltas of OpenAI's choices. Unlike a chunk of a text, a whole one has its usage."""
-    if choices and isinstance(choices[0], dict) and "message" in choices[0]:
-        return None
-    choices = [choice for choice in choices if isinstance(choice, dict)]
-    is_text = event.get("object") == "text_completion" and not event.get("usage") and "prompt" not in event
-    is_chunk = any("delta" in choice or (is_text and "finish_reason" in choice) for choice in choices)
-    if not is_chunk and not str(event.get("object")).endswith(".chunk"):
-        return None
-    pieces = [choice["delta"] if isinstance(choice.get("delta"), dict) else choice for choice in choices]
-    ended = [choice.get("finish_reason") is not None for choice in choices]
-    numbers = [index if isinstance(index := choice.get("index"), int) else 0 for choice in choices]
-    return list(zip(numbers, pieces, ended, strict=True))
-
-
-def _gemini_piece(candidate: Message) -> Delta:
-    index, content = candidate.get("index"), candidate.get("content")
-    parts = content.get("parts") if isinstance(content, dict) else None
-    return index if isinstance(index, int) else 0, {"parts": parts}, candidate.get("finishReason") is not None
-
-
-def _anthropic_piece(event: Message) -> Message:
-    delta, block = event.get("delta"), event.get("content_block")
-    if isinstance(block, dict) and str(block.get("type")).endswith("tool_use"):
-        return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
-    if not isinstance(delta, dict):
-        return {}
-    call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
-    return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
-
-
-class Streamed:
-    """A response whose pieces arrive one by one."""
-
-    def __init__(self) -> None:
-        self._pieces: defaultdict[tuple[int, str, str], list[str]] = defaultdict(list)
-        """Those of a field, by the number of the answer, the index of the tool call or "", and the name."""
-        self._parts: defaultdict[int, list[object]] = defaultdict(list)
-        """Gemini's, by the number of the answer."""
-        self._open: set[int] = set()
-        self._whole: object = None
-
-    def add(self, event: Mapping[str, Any]) -> bool:
-        """Add the pieces of an event, and return whether it ends the response."""
-        if event.get("type") == "response.completed":  # It repeats all pieces.
-            self._whole = event.get("response")
-            return True
-        deltas = deltas_of(event) or []
-        for number, fields, is_last in deltas:
-            self._pieces[number, "", "content"].append(_piece(fields, "content", "text"))
-            self._pieces[number, "", "reasoning"].append(_piece(fields, "reasoning_content", "reasoning", "thinking"))
-            self._parts[number] += parts if isinstance(parts := fields.get("parts"), list) else []
-            calls = fields.get("tool_calls") or [{"function": fields.get("function_call")}]
-            for position, call in enumerate(calls if isinstance(calls, list) else ()):
-                if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
-                    for name in ("name", "arguments"):
-                        index = str(call.get("index", position))
-                        self._pieces[number, index, name].append(_piece(function, name))
-            (self._open.discard if is_last else self._open.add)(number)
-        return bool(deltas) and not self._open
-
-    def response(self) -> object:
-        """Return what has arrived as a response with choices."""
-        messages: defaultdict[int, defaultdict[str, Message]] = defaultdict(lambda: defaultdict(dict))
-        for (number, call, name), pieces in self._pieces.items():
-            messages[number][call][name] = "".join(pieces)
-        choices = []
-        for number, calls in sorted(messages.items()):
-            message = calls.pop("") | {"parts": self._parts[number]}
-            choices.append({"message": message | {"tool_calls": [{"function": call} for call in calls.values()]}})
-        return self._whole or {"choices": choices}
-
-
-def _joined(events: list[Any]) -> object:
-    """Return the response whose pieces are in the events of a stream; None if the values are not its events."""
-    is_whole = bool(events) and isinstance(events[-1], dict) and events[-1].get("type") == "response.completed"
-    if not is_whole and (not events or deltas_of(events[0]) is None):
-        return None
-    streamed = Streamed()
-    for event in events:
-        if isinstance(event, dict):
-            streamed.add(event)
-    return streamed.response()
-
-
-def _piece(fields: Message, *names: str) -> str:
-    """Return the text in the first of the fields that has one; an object is JSON."""
-    value = next((fields[name] for name in names if fields.get(name)), "")
-    return value if isinstance(value, str) else chats.as_json(value) if isinstance(value, dict) else ""
 
 
 # --- Texts and token ids

@@ -39,13 +39,6 @@ ROLES = {
 SPEAKERS = ("system", "human", "user", "assistant")
 """Fields of pairs of messages."""
 PLAIN = (USER, ASSISTANT, SYSTEM, "developer")
-UNUSUAL = frozenset(
-    words(
-        "tool_calls function_call reasoning reasoning_content reasoning_details thinking thinking_blocks tool_call_id"
-        " name additional_kwargs refusal weight loss_weight source toolCalls toolRequests thoughts reasoningText"
-    )
-)
-"""Fields of messages with more than a text."""
 RENDERED = frozenset(("tool_calls", "reasoning_content"))
 """Fields of messages that only a chat template can convert to the text that the model wrote."""
 UNTRAINED = "weight"
@@ -76,6 +69,10 @@ THOUGHTS_BESIDE = words("reasoning_content reasoning thinking thinking_blocks re
 CONTENTS = ("content", "value", "parts", "text", "message", "result")
 CALLS_BESIDE = ("tool_calls", "function_call", "toolCalls", "toolRequests")
 """Fields with the tool calls of a message."""
+UNUSUAL = frozenset(
+    (*THOUGHTS_BESIDE, *CALLS_BESIDE, *words("tool_call_id name additional_kwargs refusal weight loss_weight source"))
+)
+"""Fields of messages with more than a text."""
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
 NAMELESS_CALL = "a tool call without the name of a function"
@@ -219,6 +216,9 @@ def chat_of(messages: object, request: object = None, skipped: list[str] | None 
     messages = _turns(messages)
     if not isinstance(messages, list) or not messages or role_of(messages[0]) is None:
         return None
+    if all(isinstance(one, dict) and one.get("object") == "thread.message" for one in messages):
+        # The Assistants API lists the last message first.
+        messages = sorted(messages, key=lambda one: one["created_at"] if isinstance(one.get("created_at"), int) else 0)
     read = read_messages(messages, [] if skipped is None else skipped)
     if len(read) < len(messages) and any(
         role_of(one) is None and not (isinstance(one, dict) and "type" in one) for one in messages
@@ -325,7 +325,8 @@ class _Parts:
         elif isinstance(part.get("parts"), list):
             self.add(part["parts"])
         elif not kind or "text" in kind or kind in ("refusal", "code"):
-            text = next((part[name] for name in TEXTS if isinstance(part.get(name), str)), None)
+            nested = part["text"] if isinstance(part.get("text"), dict) else part  # Assistants API
+            text = next((nested[name] for name in TEXTS if isinstance(nested.get(name), str)), None)
             if text is None and not kind and part and not FILES & part.keys() and "role" not in part:
                 text = as_json(part)
             self.texts += [text] if text else []

@@ -18,12 +18,13 @@ from fsspec.implementations.zip import ZipFileSystem
 
 from drafter_service.ingest.documents import Item, RecordError
 from drafter_service.ingest.files import File, Opened
-from drafter_service.ingest.formats import Record, is_markdown_chat, markdown_chat, read_records
+from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8, JsonText, layout_of, line_blocks, read_json_lines
+from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.snapshots import read_snapshot
+from drafter_service.ingest.sessions import Record, is_markdown_chat, markdown_chat
 from drafter_service.ingest.tables import is_csv, read_arrow, read_csv, read_parquet
-from drafter_service.ingest.token_arrays import read_npy, read_npz
+from drafter_service.ingest.token_files import read_npy, read_npz, read_snapshot
 from ssd.corpus.sections import MAGIC
 from ssd.errors import UserError
 
@@ -56,6 +57,7 @@ NO_RECORDS = "a file without records"
 BINARY = "a file that is neither text nor of a known format"
 NOT_TEXT = "a file that is neither JSON nor a table, nor text by its name; --text learns it as text"
 CHAT_LOG = "a chat or agent's log as text, in an unknown format; --text learns all of it, not only the model's part"
+ONE_SIDE = "the user's side of chats as text, which no model wrote; --text learns it"
 NOTEBOOK = "a notebook, whose outputs are those of programs; export its answers to JSON, or its code to .py"
 YAML = "YAML, which is not read; convert it to JSON, or --text learns it as text"
 DRAWN = "a table drawn with box characters, whose texts are cut; --text learns it as it is"
@@ -99,6 +101,8 @@ def read_batches(files: Sequence[File], reading: Reading) -> Iterator[Batch]:
                 yield Batch(items, bytes_read)
                 items, size, last = [], 0, bytes_read
         before += file.size
+    for place, _ in reading.requests.values():
+        reading.faults.record(NO_RESPONSE, place)
     if len(files) > reading.kinds.total():
         reading.kinds["skipped"] = len(files) - reading.kinds.total()
     yield Batch(items, before)
@@ -110,10 +114,11 @@ def _read_file(file: File, reading: Reading) -> Iterator[tuple[list[Item], int]]
         with Opened(file) as opened:
             kind = kind_of(opened, as_text=reading.as_text)
             reading.kinds[kind] += 1
-            skipped, found = reading.faults.count, False
+            skipped, waiting, found = reading.faults.count, len(reading.requests), False
             for items in _read(opened, kind, reading):
                 found = found or bool(items)
                 yield items, opened.bytes_read
+            found = found or len(reading.requests) > waiting
             if opened.problem or (not found and reading.faults.count == skipped):
                 raise RecordError(opened.problem or NO_RECORDS)
     except UserError:
@@ -136,7 +141,7 @@ def _read(opened: Opened, kind: str, reading: Reading) -> Iterator[list[Item]]:
                 for items, _ in _read_file(file, reading):
                     yield items
     elif kind in RECORDS:
-        for read in read_records(RECORDS[kind](opened, reading), reading.fields):
+        for read in read_records(RECORDS[kind](opened, reading), reading.fields, reading.requests):
             yield reading.items_of(read)
     else:
         for item in DOCUMENTS[kind](opened, reading):
@@ -182,9 +187,17 @@ def kind_of(opened: Opened, *, as_text: bool = False) -> str:
     if DICT.match(head):
         raise RecordError(NOT_JSON)
     users, models = map(any, zip(*CHAT_LINE.findall(head) or [("", "")], strict=True))
-    if users and models:
-        raise RecordError(CHAT_LOG)
+    if users and (models or any(_is_of_users(re.split(end, head)) for end in (b"\n", rb"\n[ \t\r]*\n"))):
+        raise RecordError(CHAT_LOG if models else ONE_SIDE)
     return "text"
+
+
+def _is_of_users(parts: list[bytes]) -> bool:
+    """Return whether most lines or paragraphs of a text, and at least two, begin as those of a user in a chat."""
+    parts = [part for part in parts if part.strip()]
+    marks = [CHAT_LINE.match(part.lstrip(b"\n")) for part in parts]
+    count = sum(mark is not None and mark[1] is not None for mark in marks)
+    return count > max(1, len(parts) // 2)
 
 
 def _kind_of_archive(names: list[str]) -> str:

@@ -13,9 +13,9 @@ import orjson
 
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.formats import Record, read_records
+from drafter_service.ingest.formats import read_records
 from drafter_service.ingest.reading import Reading
-from drafter_service.ingest.sessions import Unread
+from drafter_service.ingest.sessions import Record, Unread
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
 MAX_JSON = 32 << 20
@@ -181,10 +181,13 @@ class JsonText:
     def __iter__(self) -> Iterator[Record]:
         while self._next():
             yield from self._list(0)
+        if self._is_cut:
+            yield self._unread(JSON_CUT, breaks_streams=False)
 
     def _list(self, depth: int) -> Iterator[Record]:
         """Yield the records up to the end of the list here, or of the file."""
         while (char := self._next()) not in ("]", ""):
+            self._forget()
             if char == "[" and not self._begins_record():
                 self._at += 1
                 yield from self._list(depth + 1)
@@ -193,18 +196,19 @@ class JsonText:
             try:
                 value = self._value()
             except RecordError as problem:
-                line = self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
-                if str(problem) != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
-                    yield from self._unread(str(problem), "{" in line)
-                if is_only and str(problem) != NOT_JSON:
+                reason, line = str(problem), self._text[self._at : self._at + KEPT_CHARS].partition("\n")[0]
+                if reason == JSON_CUT:
+                    self._is_cut = True
+                elif reason != NOT_JSON or not IGNORED.match(line.encode(errors="replace")):
+                    yield self._unread(reason, breaks_streams="{" in line)
+                if is_only and reason != NOT_JSON:
                     yield from self._object()
-                elif str(problem) != NOT_UTF8:
+                elif reason != NOT_UTF8:
                     self._skip_line()
             else:
                 yield from self._only(value) if is_only and not self._next() else [self._record(value)]
         self._at += 1
-        if depth > 0 and not char:
-            yield from self._unread(JSON_CUT)
+        self._is_cut |= depth > 0 and not char
 
     def _only(self, value: Any) -> Iterator[Record]:
         """Yield the only object of a file; or the elements of its list of objects, if only they can be records."""
@@ -220,6 +224,7 @@ class JsonText:
         """Yield what is complete in the object here: elements of its lists, and lists of messages as a whole."""
         self._at += 1
         while (char := self._next()) == '"':
+            self._forget()
             try:
                 self._value()
                 if self._next() != ":":
@@ -245,44 +250,26 @@ class JsonText:
         self._number += 1
         return Record(value, f"{self._opened.label}:{self._number}")
 
-    def _unread(self, reason: str, breaks_streams: bool = False) -> Iterator[Record]:
-        if reason != JSON_CUT or not self._is_cut:
-            yield Record(
-                Unread(reason, breaks_streams and reason != JSON_CUT), f"{self._opened.label}:{self._number + 1}"
-            )
-        self._is_cut = reason == JSON_CUT
+    def _unread(self, reason: str, *, breaks_streams: bool) -> Record:
+        return Record(Unread(reason, breaks_streams), f"{self._opened.label}:{self._number + 1}")
 
     # --- The window
 
     def _next(self) -> str:
         """Skip white space and commas, and return the character after them; "" at the end."""
-        self._at += self._blank(0)
-        return self._text[self._at : self._at + 1]
-
-    def _blank(self, offset: int) -> int:
-        """Return the offset from the position at which white space and commas end that begin at `offset`."""
         while True:
-            end = BETWEEN.match(self._text, self._at + offset).end()  # type: ignore[union-attr]  # always matches
-            if end < len(self._text) or not self._read_on():
-                return end - self._at
+            self._at = BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
+            if self._at < len(self._text) or not self._read_on():
+                return self._text[self._at : self._at + 1]
 
     def _value(self) -> object:
         """Return the value here, and go to its end. Raises RecordError if it is cut off, too long or not JSON."""
-        value, size = self._peek(0)
-        text = self._text[self._at : self._at + size]
-        self._at += size
-        if not is_unicode(text):
-            raise RecordError(NOT_UTF8)
-        return value
-
-    def _peek(self, offset: int) -> tuple[object, int]:
-        """Return the value that begins at an offset from the position, and the offset of its end; errors as above."""
         while True:
             try:
-                value, end = _decoded(self._text, self._at + offset)
+                value, end = _decoded(self._text, self._at)
                 # A number at the end of the window may have further digits.
                 if end < len(self._text) or not isinstance(value, int | float) or not self._read_on():
-                    return value, end - self._at
+                    break
             except (ValueError, RecursionError) as error:
                 if not _is_cut(error, self._text):
                     raise RecordError(NOT_JSON) from None
@@ -290,14 +277,27 @@ class JsonText:
                     raise RecordError(JSON_TOO_LONG) from None
                 if not self._read_on():
                     raise RecordError(JSON_CUT) from None
+        text, self._at = self._text[self._at : end], end
+        if not is_unicode(text):
+            raise RecordError(NOT_UTF8)
+        return value
 
     def _begins_record(self) -> bool:
         """Return whether the array here is one record, by its first element."""
-        first = self._blank(1)
-        with suppress(RecordError):
-            char = self._text[self._at + first : self._at + first + 1]
-            return char not in ("[", "]", "") and _is_record([self._peek(first)[0]])
-        return False
+        start = self._at
+        self._at += 1
+        try:
+            return self._next() not in ("[", "]", "") and _is_record([self._value()])
+        except RecordError:
+            return False
+        finally:
+            self._at = start
+
+    def _forget(self) -> None:
+        """Drop the text before the position, except the last characters, once it is most of the window."""
+        dropped = self._at - KEPT_CHARS
+        if 2 * dropped > len(self._text):
+            self._text, self._at = self._text[dropped:], KEPT_CHARS
 
     def _skip_line(self) -> None:
         """Go to the next line that begins with a value and is not indented more than this one."""
@@ -306,6 +306,7 @@ class JsonText:
         while not (found := beginning.search(self._text, self._at)):
             last = self._text.rfind("\n", max(self._at, len(self._text) - KEPT_CHARS))
             self._at = len(self._text) if last < 0 else last
+            self._forget()
             if not self._read_on():
                 self._at = len(self._text)
                 return
@@ -315,7 +316,5 @@ class JsonText:
         """Extend the window, by as much as it has after the position. Return whether there was more to read."""
         data = self._opened.data.read(max(self._reading.block_bytes, len(self._text) - self._at))
         self._opened.advance()
-        dropped = max(0, self._at - KEPT_CHARS)
-        self._text = self._text[dropped:] + self._decode(data, not data)
-        self._at -= dropped
+        self._text += self._decode(data, not data)
         return bool(data)

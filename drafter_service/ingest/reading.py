@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from drafter_service.ingest.answers import Found
 from drafter_service.ingest.chats import Chat, Reply, plain_text
 from drafter_service.ingest.documents import (
     NO_TOKENIZER,
@@ -19,14 +20,14 @@ from drafter_service.ingest.documents import (
     RecordError,
     Sample,
 )
-from drafter_service.ingest.formats import Found, Read, is_conversation
+from drafter_service.ingest.formats import Requests, is_conversation
 from drafter_service.ingest.origins import Origin, origin_of
+from drafter_service.ingest.sessions import Read
 from drafter_service.ingest.vocabulary import Vocabulary
 from ssd.config import DrafterConfig
 from ssd.types import offsets_of
 
 BLOCK_BYTES = 1 << 20
-NO_OUTPUT = "a record without an output"
 PREFIX_TOKENS = DrafterConfig.learned_prompt_tokens
 PREFIX_CHARS = 32 * PREFIX_TOKENS
 """Number of last characters of a prompt in which `PREFIX_TOKENS` tokens fit. Tokenizing whole prompts is slow."""
@@ -47,6 +48,8 @@ class Reading:
     """Approximate size of a chunk."""
     as_text: bool = False
     """Whether all files that are not binary are learned as they are."""
+    requests: Requests = field(default_factory=dict)
+    """Requests of batches whose responses have not been read, by their `custom_id`."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of files by container."""
     faults: Faults = field(default_factory=Faults)
@@ -58,8 +61,6 @@ class Reading:
         place = read.record.place
         for reason in read.skipped:
             self.faults.record(reason, place)
-        if not read.outputs and not read.skipped:
-            self.faults.record(NO_OUTPUT, place)
         origin = self._origin(read) if self.has_origins else None
         items = []
         for index, found in enumerate(read.outputs):

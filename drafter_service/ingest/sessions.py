@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from drafter_service.ingest import chats
-from drafter_service.ingest.answers import BROKEN_STREAM, Found, Streamed, deltas_of, exchange
+from drafter_service.ingest.answers import BROKEN_STREAM, Found, exchange
 from drafter_service.ingest.chats import ASSISTANT, SYSTEM, TOOL, USER, Chat, Message, messages_of, reply_to, words
+from drafter_service.ingest.streams import Streamed, deltas_of, either
 
 Event = Mapping[str, Any]
+Messages = Callable[[Event, object, list[str]], tuple[object, list[Message]]]
+"""Returns the id of the response that an event is from, and the event's messages; gets the id of the response before,
+and a list for the reason of each part that is left out."""
 
 OTHERS = frozenset(words("prompt question messages choices response completion output conversations"))
 """Fields of records that are more than a message or an event."""
+REQUESTS = frozenset(words("contents request messages prompt"))
+"""Fields of responses of Gemini that are not chunks."""
+SESSIONS = words("sessionId session_id isSidechain agentId parent_tool_use_id thread_id")
+"""Fields that tell the conversations of a log apart."""
+CLAUDE_FIELDS = frozenset(words("sessionId session_id leafUuid messageId"))
 CLAUDE_EVENTS = frozenset(
-    words("system summary result progress stream_event attachment file-history-snapshot queue-operation")
+    words(
+        "system summary result progress stream_event attachment file-history-snapshot queue-operation last-prompt"
+        " ai-title custom-title agent-name pr-link"
+    )
 )
-"""Types of Claude Code's events that are no messages."""
+"""Types of Claude Code's events that are no messages, and fields of which they have one."""
+CODEX_EVENTS = frozenset(words("response_item session_meta turn_context event_msg compacted"))
+ACTION_TEXTS = words("content message final_thought thought")
+ACTION_ARGUMENTS = words("command code path content url browser_actions")
+"""Arguments of OpenHands' actions: texts of messages, and arguments of calls."""
 MAX_MESSAGES = 1000
 """Messages before an answer that are kept."""
 NO_ANSWER = "a conversation without an answer"
+UNNAMED = "chunks of Gemini without responseId, or responses: nothing tells where an answer ends"
 
 
 class Record(NamedTuple):
@@ -52,30 +69,45 @@ class Read(NamedTuple):
     """The reason for each part that is left out."""
 
 
+def stream_key(value: Event) -> Hashable | None:
+    """Return what the chunks of one response have in common; None for other records, and those of Gemini."""
+    kind = value.get("type")
+    if isinstance(kind, str) and kind.startswith("response."):
+        return "response"
+    if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
+        return None
+    known = value.get("id") or value.get("model")
+    return known if isinstance(known, str) else ""
+
+
+def gemini_key(value: Event) -> Hashable | None:
+    """Return the id of the response that a chunk of Gemini is from, "" without one; None for whole responses."""
+    if deltas_of(value) is None:
+        return None
+    if known := either(value, "responseId"):
+        return str(known)
+    # Responses with their requests are whole, and so are those of PaLM, which have other fields.
+    answers = [one for one in value["candidates"] if isinstance(one, dict)]
+    contents = [one.get("content", {} if "finishReason" in one else None) for one in answers]
+    is_whole = any(not isinstance(content, dict) or content.keys() - {"role", "parts"} for content in contents)
+    return None if is_whole or not contents or not REQUESTS.isdisjoint(value) else ""
+
+
 class Stream:
     """Chunks of a response."""
 
     def __init__(self, name: str, first: Record) -> None:
         """name: name of the format; first: the first record."""
+        self._name = name
+        self._begin(first)
+
+    def _begin(self, first: Record) -> None:
         self.first = first
         self.is_finished = False
         """Whether no further record belongs to it."""
         self.is_broken = False
         """Whether chunks may be missing."""
-        self._name = name
         self._streamed = Streamed()
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:
-        """Return what the records of one response have in common; None for records of other formats."""
-        kind = value.get("type")
-        if isinstance(kind, str) and kind.startswith("response."):
-            return "response"
-        if "candidates" in value and "choices" not in value:
-            known = value.get("responseId", "" if "usageMetadata" in value else None)
-            return known if isinstance(known, str) else None
-        known = value.get("id") or value.get("model")
-        return None if deltas_of(value) is None else known if isinstance(known, str) else ""
 
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answers that it completes."""
@@ -97,15 +129,72 @@ class Stream:
             yield Read(self.first, self._name, found, skipped if found or skipped else [NO_ANSWER])
 
 
+class GeminiStream(Stream):
+    """Chunks of Gemini. In its first versions they have no id, and each has a `finishReason`."""
+
+    def _begin(self, first: Record) -> None:
+        super()._begin(first)
+        self._last = first
+        self._has_ended = False
+        """Whether a chunk has a `finishReason`."""
+        self._is_clear = True
+        """Whether all chunks are known to belong together."""
+
+    def add(self, record: Record) -> Iterator[Read]:  # noqa: D102
+        if either(record.value, "responseId"):
+            yield from super().add(record)
+            return
+        continues = self._is_continued(record.value)
+        if continues is False:
+            yield from self.finish()
+            self._begin(record)
+        self._is_clear &= continues is not None
+        self._has_ended |= self._streamed.add(record.value)
+        self._last = record
+
+    def _is_continued(self, event: Event) -> bool | None:
+        """Return whether a chunk without an id belongs to the response; None if nothing tells it.
+
+        The numbers of tokens are those up to the chunk. Without them, the first chunk has the `promptFeedback`.
+        """
+        if not self._has_ended:
+            return True
+        before, after = _usage(self._last.value), _usage(event)
+        if before and after:
+            return before[0] == after[0] and before[1] < after[1]
+        if before or after:
+            return before is None
+        if either(event, "promptFeedback") is not None:
+            return False
+        return True if either(self.first.value, "promptFeedback") is not None else None
+
+    def finish(self) -> Iterator[Read]:  # noqa: D102
+        is_cut = self._last is not self.first and not self._has_ended
+        if not self.is_broken and (is_cut or not self._is_clear):
+            yield Read(self.first, self._name, [], [UNNAMED])
+        else:
+            yield from super().finish()
+
+
+def _usage(event: Event) -> tuple[int, int] | None:
+    """Return the numbers of tokens of the prompt and of the answer that a chunk of Gemini has."""
+    usage = either(event, "usageMetadata")
+    if not isinstance(usage, dict):
+        return None
+    prompt, answer = (either(usage, f"{part}TokenCount") for part in ("prompt", "candidates"))
+    return (prompt, answer) if isinstance(prompt, int) and isinstance(answer, int) else None
+
+
 class Session:
-    """Events of an agent's session. The prompt of each answer is what came before it. Subclasses read one format."""
+    """Events of an agent's session. The prompt of each answer is what came before it."""
 
     is_finished = is_broken = False
 
-    def __init__(self, name: str, first: Record) -> None:
-        """name: name of the format; first: the first record."""
+    def __init__(self, messages: Messages, name: str, first: Record) -> None:
+        """messages: reads an event; name: name of the format; first: the first record."""
         self.first = first
         self._name = name
+        self._messages = messages
         self._has_read = False
         self._before: list[Message] = []
         self._answer: Message | None = None
@@ -115,19 +204,10 @@ class Session:
         """Id of the response that the last answer is from."""
         self._skipped: list[str] = []
 
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:
-        """Return what the events of one session have in common; None for records of other formats."""
-        raise NotImplementedError
-
-    def messages(self, event: Event) -> tuple[object, list[Message]]:
-        """Return the id of the response that an event is from, if it has one, and the event's messages."""
-        raise NotImplementedError
-
     def add(self, record: Record) -> Iterator[Read]:
         """Add a record, and yield the answer that it completes. A system prompt begins another conversation."""
         self._event = record if self._answer is None else self._event
-        known, messages = self.messages(record.value)
+        known, messages = self._messages(record.value, self._id, self._skipped)
         for message in messages:
             is_answer = message["role"] == ASSISTANT
             if message["role"] != TOOL and reply_to(message) is None:
@@ -160,98 +240,97 @@ class Session:
         self._answer, self._skipped = None, []
 
 
-class Messages(Session):
-    """Messages of conversations, one per record."""
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
-        is_message = chats.role_of(value) in chats.ROLES.values() and not OTHERS & value.keys()
-        is_single = not {"role", "type"} <= value.keys() or "text" in value
-        source, _, event = str(value.get("type")).partition(".")
+def message_key(value: Event) -> Hashable | None:
+    """Return the ids of the session that a message or event is from; None for other records."""
+    kind = str(value.get("type"))
+    is_event = _is_item(value) or ("payload" in value and kind in CODEX_EVENTS) or value.get("record_type") == "state"
+    if not is_event and OTHERS.isdisjoint(value):
+        source, _, event = kind.partition(".")
         is_event = event != "" and isinstance(value.get("data"), dict) and source in (*chats.ROLES, "session")
-        return "" if is_event or (is_message and is_single) else None
-
-    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
-        return object(), messages_of(event, self._skipped)
-
-
-class ClaudeCode(Session):
-    """Sessions of Claude Code, and what it writes as stream-json."""
-
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        names = ("sessionId", "session_id", "isSidechain", "agentId", "parent_tool_use_id")
-        has_message = value.get("type") in (USER, ASSISTANT) and isinstance(value.get("message"), dict)
-        is_event = has_message or (str(value.get("type")) in CLAUDE_EVENTS and not OTHERS & value.keys())
-        return tuple(str(value.get(name)) for name in names) if is_event else None
-
-    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
-        message = event.get("message")
-        if not isinstance(message, dict) or message.get("model") == "<synthetic>" or event.get("isApiErrorMessage"):
-            return None, []
-        fields = {"role": event["type"], "content": message.get("content")}
-        known = message.get("id") or event.get("requestId") or object()
-        return known, messages_of(fields, self._skipped) if event["type"] in (USER, ASSISTANT) else []
+        # With `role` and `type` it is a response, or an item of one, unless it has a text of its own.
+        is_single = "role" not in value or "type" not in value or "text" in value
+        is_message = is_single and chats.role_of(value) in chats.ROLES.values()
+        is_event = is_event or is_message or _is_note(value)
+    return tuple([str(value.get(name)) for name in SESSIONS]) if is_event else None
 
 
-class Codex(Session):
-    """Sessions of Codex: items of the Responses API, as they are or as the payload of an event."""
-
-    EVENTS = frozenset(words("response_item session_meta turn_context event_msg compacted"))
-
-    @classmethod
-    def key_of(cls, value: Event) -> Hashable | None:  # noqa: D102
-        kind = value.get("type")
-        content = value.get("content")
-        part = content[0] if isinstance(content, list) and content else None
-        is_message = kind == "message" and isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
-        is_event = "payload" in value and str(kind) in cls.EVENTS
-        return "" if is_event or is_message or chats.item_role(kind) or value.get("record_type") == "state" else None
-
-    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
-        item, kind = event.get("payload", event), event.get("type")
-        if kind == "session_meta" and isinstance(item, dict):
-            instructions = item.get("instructions") or item.get("base_instructions")
-            return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
-        return None, messages_of(item, self._skipped) if "payload" not in event or kind == "response_item" else []
+def _is_item(value: Event) -> bool:
+    """Return whether an event is an item of the Responses API."""
+    kind, content = value.get("type"), value.get("content")
+    part = content[0] if kind == "message" and isinstance(content, list) and content else None
+    is_message = isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
+    return is_message or chats.item_role(kind) is not None
 
 
-class OpenHands(Session):
-    """Events of OpenHands: actions of the agent and of the user, and observations."""
+def _is_note(event: Event) -> bool:
+    """Return whether an event of Claude Code is no message."""
+    return str(event.get("type")) in CLAUDE_EVENTS and not CLAUDE_FIELDS.isdisjoint(event)
 
-    TEXTS = ("content", "message", "final_thought", "thought")
-    ARGUMENTS = ("command", "code", "path", "content", "url", "browser_actions")
 
-    @staticmethod
-    def key_of(value: Event) -> Hashable | None:  # noqa: D102
-        is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
-        return "" if is_event and not OTHERS & value.keys() else None
+def messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
+    """Read messages, those in events of agents, and items of the Responses API, of which several are one answer."""
+    item, kind, inner = event.get("payload", event), event.get("type"), event.get("message")
+    if kind == "session_meta" and isinstance(item, dict):  # Codex
+        instructions = item.get("instructions") or item.get("base_instructions")
+        return None, messages_of({"role": SYSTEM, "content": instructions}, []) if instructions else []
+    if _is_note(event) or event.get("isApiErrorMessage") or ("payload" in event and kind != "response_item"):
+        return None, []
+    if "payload" in event or _is_item(event):
+        return None, messages_of(item, skipped)
+    inner = inner if isinstance(inner, dict) else {}
+    known = inner.get("id") or event.get("requestId") or object()
+    return known, [] if inner.get("model") == "<synthetic>" else messages_of(event, skipped)
 
-    def messages(self, event: Event) -> tuple[object, list[Message]]:  # noqa: D102
-        action, args = event.get("action"), event.get("args")
-        args = args if isinstance(args, dict) else event
-        if not isinstance(action, str):
-            content = event.get("content")
-            is_result = isinstance(content, str) and "observation" in event
-            return None, [{"role": TOOL, "content": content}] if is_result else []
-        texts = [value for name in self.TEXTS if isinstance(value := args.get(name), str) and value]
-        source = event.get("source", USER if "wait_for_response" in event else "agent")
-        if action == "system" or source != "agent":
-            role = SYSTEM if action == "system" else USER
-            return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
-        metadata = event.get("tool_call_metadata")
-        response = metadata.get("model_response") if isinstance(metadata, dict) else None
-        if isinstance(response, dict) and isinstance(choices := response.get("choices"), list) and choices:
-            # Each tool call of a response is an event with the whole response.
-            known = response.get("id")
-            message = choices[0].get("message") if isinstance(choices[0], dict) and known != self._id else None
-            return known, messages_of(message, self._skipped, ASSISTANT)
-        if action in ("message", "finish", "think"):
-            return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
-        arguments = {name: args[name] for name in self.ARGUMENTS if args.get(name)}
-        calls = [{"name": action, "arguments": arguments}] if arguments else []
-        return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, self._skipped, ASSISTANT)
+
+def thread_key(value: Event) -> Hashable | None:
+    """Return the id of the thread of the Assistants API that an event is from; None for other records."""
+    names = (value.get("object"), value.get("event"))
+    is_event = any(isinstance(name, str) and (name == "thread" or name.startswith("thread.")) for name in names)
+    return str(_thread_data(value).get("thread_id")) if is_event else None
+
+
+def _thread_data(event: Event) -> Event:
+    return data if isinstance(data := event.get("data"), dict) else event
+
+
+def thread_messages(event: Event, _: object, skipped: list[str]) -> tuple[object, list[Message]]:
+    """Read the messages of the Assistants API once they are whole; other events only tell what happens to them."""
+    data = _thread_data(event)
+    is_whole = data.get("object") == "thread.message" and data.get("status") != "in_progress"
+    return object(), messages_of(data, skipped) if is_whole else []
+
+
+def action_key(value: Event) -> Hashable | None:
+    """Return "" for an event of OpenHands; None for other records."""
+    is_event = isinstance(value.get("args"), dict) or isinstance(value.get("observation"), str)
+    return "" if is_event and not OTHERS & value.keys() else None
+
+
+def action_messages(event: Event, before: object, skipped: list[str]) -> tuple[object, list[Message]]:
+    """Read an action of the agent or of the user, or an observation, of OpenHands."""
+    action, args = event.get("action"), event.get("args")
+    args = args if isinstance(args, dict) else event
+    if not isinstance(action, str):
+        content = event.get("content")
+        is_result = isinstance(content, str) and "observation" in event
+        return None, [{"role": TOOL, "content": content}] if is_result else []
+    texts = [value for name in ACTION_TEXTS if isinstance(value := args.get(name), str) and value]
+    source = event.get("source", USER if "wait_for_response" in event else "agent")
+    if action == "system" or source != "agent":
+        role = SYSTEM if action == "system" else USER
+        return None, [{"role": role, "content": texts[0]}] if texts and action in ("system", "message") else []
+    metadata = event.get("tool_call_metadata")
+    response = metadata.get("model_response") if isinstance(metadata, dict) else None
+    if isinstance(response, dict) and isinstance(choices := response.get("choices"), list) and choices:
+        # Each tool call of a response is an event with the whole response.
+        known = response.get("id")
+        message = choices[0].get("message") if isinstance(choices[0], dict) and known != before else None
+        return known, messages_of(message, skipped, ASSISTANT)
+    if action in ("message", "finish", "think"):
+        return None, [{"role": ASSISTANT, "content": "".join(texts[:1])}]
+    arguments = {name: args[name] for name in ACTION_ARGUMENTS if args.get(name)}
+    calls = [{"name": action, "arguments": arguments}] if arguments else []
+    return None, messages_of({"content": args.get("thought"), "tool_calls": calls}, skipped, ASSISTANT)
 
 
 # --- aider

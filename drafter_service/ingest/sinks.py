@@ -84,7 +84,11 @@ class RemoteSink:
             learned = self._answer.result()
         except grpc.RpcError as error:
             self._channel.close()
-            raise UserError(self._describe(error)) from None
+            reason = self._describe(error)
+            was_lost = error.code() is grpc.StatusCode.UNAVAILABLE and self._total.documents
+            if was_lost or error.code() is grpc.StatusCode.CANCELLED:
+                reason += "; the same command skips what it has saved in its --snapshot-folder"
+            raise UserError(reason) from None
         self._answer, total = None, self._total
         self._total = Totals(
             total.documents + learned.texts, total.tokens + learned.tokens, total.duplicates + learned.duplicates

@@ -10,13 +10,13 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-import orjson
-
+from drafter_service.ingest.chats import parsed
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import Opened
-from drafter_service.ingest.formats import FIELDS, Record, read_records
+from drafter_service.ingest.formats import FIELDS, read_records
 from drafter_service.ingest.json_text import MAX_JSON, NOT_UTF8, is_unicode
 from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.sessions import Record
 from ssd.errors import missing_extra
 
 MAX_ROWS = 4096
@@ -69,20 +69,12 @@ def read_csv(opened: Opened, reading: Reading) -> Iterator[Record]:
         if len(row) > len(header) or not is_unicode("".join(row)):
             reading.faults.record(BAD_ROW if len(row) > len(header) else NOT_UTF8, place)
         elif row:
-            yield Record(dict(zip(header, map(_cell, row), strict=False)), place)
+            cells = (parsed(cell) if cell else None for cell in row)
+            yield Record(dict(zip(header, cells, strict=False)), place)
 
 
 def _delimiter(head: bytes) -> str:
     return max(DELIMITERS, key=head.partition(b"\n")[0].decode(errors="replace").count)
-
-
-def _cell(text: str) -> object:
-    if text[:1] in ("{", "["):
-        try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError:
-            pass
-    return text or None
 
 
 # --- With pyarrow
@@ -142,15 +134,15 @@ def _pyarrow(name: str) -> Any:
 def _records(batch: Any, label: str, before: int) -> Iterator[Record]:
     """Yield the rows of a batch, which follow `before` other rows of the file."""
     names = batch.schema.names
-    for number, values in enumerate(zip(*map(_values, batch.columns), strict=True), before + 1):
+    for number, values in enumerate(zip(*map(_values, names, batch.columns), strict=True), before + 1):
         yield Record(dict(zip(names, values, strict=True)), f"{label}:{number}")
 
 
-def _values(column: Any) -> list[Any]:
-    """Return the values of a column, lists of integers as arrays."""
+def _values(name: str, column: Any) -> list[Any]:
+    """Return the values of a column: lists of integers as arrays, and JSON decoded unless the column is a known one."""
     types, kind = _pyarrow("types"), column.type
     is_list = types.is_list(kind) or types.is_large_list(kind)
     if not is_list or not types.is_integer(kind.value_type) or column.values.null_count:
-        return list(column.to_pylist())
+        return [value if name in FIELDS else parsed(value) for value in column.to_pylist()]
     values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
     return [values[first:end] for first, end in pairwise(offsets)]

@@ -86,7 +86,7 @@ class Namespaces:
         self._config = config
         self._profile = config.steps.profile()
         self._on_loaded, self._on_unload = on_loaded, on_unload
-        self.store = Store(config.snapshots.folder) if config.snapshots.folder else None
+        self.store = Store(config.snapshots.folder, may_trim=config.snapshots.trim) if config.snapshots.folder else None
         self.loaded: dict[str, Namespace] = {}
         self._reads = config.namespaces.reads
         self._readers = defaultdict[str, list[str]](list)

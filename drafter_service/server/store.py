@@ -99,9 +99,13 @@ def exclusive_use(folder: Path | None, in_use: str = "{} is in use") -> Iterator
 class Store:
     """A folder of namespaces, for one process at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make the folder if necessary. Raises UserError if it cannot be made or written to."""
+    def __init__(self, folder: Path, *, may_trim: bool = False) -> None:
+        """Make the folder if necessary; may_trim: as in `snapshot.load`.
+
+        Raises UserError if the folder cannot be made or written to.
+        """
         self.folder = folder
+        self._may_trim = may_trim
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor, probe = tempfile.mkstemp(dir=folder)
@@ -157,7 +161,7 @@ class Store:
         """
         return Stored(
             self._sound(name, DESCRIPTION, _read_description),
-            self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth)),
+            self._sound(name, CORPUS, lambda path: snapshot.load(path, capacity, depth, may_trim=self._may_trim)),
         )
 
     def model(self, name: str) -> ModelIdentity | None:

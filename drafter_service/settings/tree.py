@@ -84,6 +84,9 @@ class SnapshotsConfig:
     """Folder with a subfolder for each namespace. Without it everything is lost when the service stops."""
     interval_s: Seconds = 300.0
     """Seconds between two snapshots of a namespace that has learned something. Stopping the service saves, too."""
+    trim: bool = False
+    """Whether a namespace whose snapshot has more tokens than its capacity is loaded without the oldest, which its next
+    snapshot removes. Otherwise it is refused."""
 
 
 @dataclass(frozen=True)

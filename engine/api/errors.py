@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from engine.api.unsupported import UNSUPPORTED
+from engine.api.unsupported import UNSUPPORTED, UNSUPPORTED_PARTS
 from ssd.errors import UserError
 
 ERROR_TYPES = {
@@ -115,6 +115,8 @@ def from_validation(problem: RequestValidationError) -> ApiError:
         )
     if first["type"] == "extra_forbidden" and param in CHAT_FIELDS:
         return ApiError(400, f"{param}: only chats support it; send messages to /v1/chat/completions", param=param)
+    if first["type"] == "extra_forbidden" and param is not None and param in UNSUPPORTED_PARTS:
+        return ApiError(400, f"{param}: {UNSUPPORTED_PARTS[param]}", param=param, code="unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"there is no parameter {param}", param=param, code="unknown_parameter")
     message = _message_of(first)

@@ -74,6 +74,17 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_whitespace_pattern": Unsupported(_OLDER_NAME),
 }
 
+_SEND_FORMAT = "send response_format of the type json_schema or json_object"
+_NO_GRAMMARS = "this server takes no such grammars; send regex, choice, or response_format with a JSON schema"
+
+UNSUPPORTED_PARTS: Mapping[str, str] = {
+    "structured_outputs.json": _SEND_FORMAT,
+    "structured_outputs.json_object": _SEND_FORMAT,
+    "structured_outputs.grammar": _NO_GRAMMARS,
+    "structured_outputs.structural_tag": _NO_GRAMMARS,
+}
+"""Why parts of vLLM's fields are refused, or what to send instead, by the path of the part."""
+
 
 def without_unsupported(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a body without those of `UNSUPPORTED`. Raises ValueError for a value that is refused."""

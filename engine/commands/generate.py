@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -302,4 +303,7 @@ class CompletionWriter:
 
 
 def _open(path: Path) -> TextIO:
-    return sys.stdout if str(path) == "-" else path.open("w", encoding="utf-8")
+    """Open a file of outputs, or stdout for "-". A new file is readable by its owner only. Raises OSError."""
+    if str(path) == "-":
+        return sys.stdout
+    return open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))

@@ -2,7 +2,7 @@
 
 If a call raises, or returns arrays that are not drafts of the batch, the step runs without drafts. A single draft that
 cannot be verified is dropped. Failures are counted and logged with a traceback, at most once a minute. A drafter that
-fails repeatedly (`ssd.errors.Failures`) is not called any more.
+fails repeatedly (`ssd.errors.Failures`) is not called any more, except to finish sequences that it has started.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class GuardedDrafter:
         """Whether a call has failed since drafts were last requested."""
         self._vocab_size = vocab_size
         self._is_trusted = type(innermost(drafter)).__module__.split(".")[0] in TRUSTED
+        self._started: set[Sequence] = set()
+        """Sequences that the drafter has started and not finished."""
 
     @property
     def needs(self) -> TargetOutputs:
@@ -65,6 +67,8 @@ class GuardedDrafter:
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
+        if not self.failures.is_off:
+            self._started.add(sequence)
         self._call(lambda: self.inner.start(sequence))
 
     def propose(self, plan: StepPlan) -> Drafts:
@@ -109,8 +113,10 @@ class GuardedDrafter:
         self._call(lambda: self.inner.observe(result))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
-        """See `Drafter.finish`."""
-        self._call(lambda: self.inner.finish(sequence, learn))
+        """See `Drafter.finish`. A drafter that is switched off is called, too, if it has started the sequence."""
+        is_required = sequence in self._started
+        self._started.discard(sequence)
+        self._call(lambda: self.inner.finish(sequence, learn), is_required=is_required)
 
     def close(self) -> None:
         """See `Drafter.close`."""

@@ -81,13 +81,16 @@ def load(
     capacity: int | None = None,
     depth: int | None = None,
     clock: Callable[[], float] = time.time,
+    *,
+    may_trim: bool = True,
 ) -> Loaded:
     """Return a corpus with the contents of a snapshot.
 
     capacity: tokens, or None for that of the saved corpus; if it is less than the snapshot holds, the newest tokens are
-    loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. Raises DamagedError for a file
-    that is proven unusable, SnapshotError for one that cannot be read now, or is of another version or match depth, and
-    ValueError for an impossible capacity, with nothing loaded.
+    loaded. depth: the match depth that is expected, None for any. clock: see `Corpus`. may_trim: whether the capacity
+    may be less than the snapshot holds. Raises DamagedError for a file that is proven unusable, SnapshotError for one
+    that cannot be read now, is of another version or match depth, or must not be trimmed, and ValueError for an
+    impossible capacity, with nothing loaded.
     """
     path = Path(path)
     sections = read_sections(path)
@@ -106,6 +109,13 @@ def load(
         )
     if capacity is None:
         capacity = int(facts[CAPACITY])
+    # A corpus may hold a little more than its capacity.
+    held = min(facts[SIZE], facts[CAPACITY])
+    if held > capacity and not may_trim:
+        raise SnapshotError(
+            f"{path}: it has {held:,} tokens, and the capacity is {capacity:,}; set the capacity to at least {held:,}, "
+            "or snapshots.trim to keep only the newest tokens"
+        )
     corpus = Corpus(capacity, int(facts[DEPTH]), clock)
     corpus.restore(sections["text"], sections["order"], int(facts[COVERED]), rows)
     notes = []

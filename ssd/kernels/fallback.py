@@ -9,7 +9,9 @@ compression using adaptive coding and partial string matching", 1984).
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -257,6 +259,9 @@ def find_fallbacks(found, model, candidates, candidate_count, text, end, left, l
     return count
 
 
+_TABLES: WeakSet[FallbackTable] = WeakSet()
+
+
 class FallbackTable:
     """Counts of the tokens that the evidence lacked, for all sequences that share a corpus."""
 
@@ -265,6 +270,7 @@ class FallbackTable:
         self.arrays = Fallback(np.zeros((TOTAL_SLOTS, 2), np.uint32), np.zeros(1, np.uint32))
         self.since = now
         """When the table was made or last erased."""
+        _TABLES.add(self)
 
     def erase(self, now: float) -> None:
         """Remove all tokens."""
@@ -279,3 +285,13 @@ class FallbackTable:
     def nbytes(self) -> int:
         """Memory of the table."""
         return self.arrays.slots.nbytes
+
+
+def _release_locks() -> None:
+    """Release the locks of all tables: threads that held them do not exist in a forked child."""
+    for table in _TABLES:
+        table.arrays.lock[:] = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_locks)

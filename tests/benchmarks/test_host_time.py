@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from benchmarks.cluster.options import HOSTS
 from benchmarks.host_time.case import outcomes, run_case
 from engine.engine import Engine
 from engine.executor.fixed_step import INPUT_COLUMNS
@@ -44,16 +45,39 @@ def test_a_step_commits_the_accepted_tokens_and_one_more():
     assert outcomes(table, lengths, limits, history, 4).tolist() == [[0, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(("drafters", "more"), [(("none", "ssd-remote"), ()), (("none",), ("--server",))])
-def test_the_table_has_a_row_for_each_case(recorded, drafters, more):
-    command = ("-m", "benchmarks.host_time", "--trace", recorded, "--steps", "12", "--rounds", "1")
+def run(*arguments):
+    """Run the benchmark with 12 steps in one round; return its output, and what it says on stderr."""
     done = subprocess.run(
-        [sys.executable, *command, "--at-once", "1,2", "--drafters", ",".join(drafters), *more],
+        [sys.executable, "-m", "benchmarks.host_time", "--steps", "12", "--rounds", "1", *arguments],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("drafters", "more"), [(("none", "ssd-remote"), ()), (("none",), ("--server",))])
+def test_the_table_has_a_row_for_each_case(recorded, tmp_path, drafters, more):
+    options = ("--at-once", "1,2", "--drafters", ",".join(drafters), "--hosts", tmp_path)
+    output, said = run("--trace", recorded, *options, *more)
+    rows = json.loads(output.splitlines()[-1])["rows"]
     assert [(row["at once"], row["drafter"]) for row in rows] == [*product((1, 2), drafters)]
     assert all(0 < row["median"] <= row["p90"] for row in rows)
     assert all(("beyond the loop" in row) == bool(more) for row in rows)
-    assert "us per sequence" in done.stdout
+    assert "us per sequence" in output
+    assert ("make hosts-install" in said) == (not more)
+
+
+@pytest.mark.skipif(not (HOSTS / ".ready").exists(), reason="vLLM is not installed; `make hosts-install` installs it")
+def test_the_table_has_rows_of_vllm(recorded):
+    output, said = run("--trace", recorded, "--at-once", "3", "--drafters", "none", "--steps", "40")
+    rows = {row["drafter"]: row for row in json.loads(output.splitlines()[-1])["rows"]}
+    # A case fails if an output of vLLM is not the recorded one.
+    plain, suffix = rows["vllm"], rows.get("vllm suffix")
+    assert plain["tokens per step"] == 1
+    assert plain["draft"] == 0
+    assert all(plain[stage] > 0 for stage in ("schedule", "forward", "commit"))
+    if suffix is None:
+        assert "arctic-inference" in said
+    else:
+        assert suffix["tokens per step"] > 1
+        assert suffix["draft"] > 0

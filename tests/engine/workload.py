@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from engine.config import EngineConfig
+from engine.scheduling.table import ADMISSION
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
@@ -210,8 +211,9 @@ class Workload:
         alive = [*scheduler.running, *scheduler.waiting]
         before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
         # With a step in flight, a sequence may start with this step, which is reported later.
+        is_ahead = bool(self.engine._in_flight)
         decoding = [
-            s for s in scheduler.running if s.room and s.computed == len(s) - 1 and (s.in_flight or not self.in_flight)
+            s for s in scheduler.running if s.room and s.computed == len(s) - 1 and (s.in_flight or not is_ahead)
         ]
         # Tokens of a step in flight were counted when it was launched.
         launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
@@ -233,8 +235,16 @@ class Workload:
     def check_in_flight(self):
         """Check that `Sequence.in_flight` is the largest number of tokens that the step in flight may append."""
         steps = self.engine._in_flight
-        assert len(steps) <= (0 if self.in_flight in (None, 0) else 1)
-        begun = {entry.sequence: 1 + entry.max_verified for step in steps for entry in step.plan.producing}
+        assert len(steps) <= (0 if self.in_flight is None else 1)
+        state = self.engine.scheduler.table.state
+        begun = {
+            self.engine.scheduler.table.sequences[row]: 1 + length
+            for step in steps
+            for row, length, admission in zip(
+                step.plan.rows, step.plan.draft.lengths.tolist(), step.plan.admissions, strict=True
+            )
+            if state[row, ADMISSION] == admission
+        }
         for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             assert sequence.in_flight in (0, begun.get(sequence, 0))
             assert sequence.in_flight or sequence not in begun or sequence.preemptions

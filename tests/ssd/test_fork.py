@@ -1,6 +1,7 @@
 """A forked child refuses text for a corpus whose maintainer runs in its parent: it would never be indexed."""
 
 import os
+import signal
 
 import pytest
 
@@ -76,3 +77,17 @@ def test_a_forked_child_may_use_a_corpus_without_a_maintainer():
 
     assert succeeds_in_fork(maintains)
     assert maintains()
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
+    corpus = Corpus.from_config(CONFIG)
+    lock = corpus.fallback.arrays.lock
+    lock[0] = 1  # As while a thread of this process learns.
+
+    def erases():
+        signal.alarm(20)  # It ends the process, as nothing else would end the wait for the lock.
+        corpus.fallback.erase(0.0)
+        return True
+
+    assert succeeds_in_fork(erases)
+    assert lock[0] == 1

@@ -69,6 +69,7 @@ def advise(
 
     Nothing leaves this machine. Prints a verdict and a comparison of settings.
     """
+    import signal
     import tempfile
 
     from drafter_service.ingest.files import list_files
@@ -88,12 +89,16 @@ def advise(
     if dry_run:
         preview(files, reading, quiet=quiet)
         return
+    # SIGTERM ends the command as Ctrl-C does: otherwise Python warns that semaphores of the processes are left.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         # A file without a name: its text is gone with the process, however that ends.
         with tempfile.TemporaryFile() as tokens:
             advice, traffic, facts = _analyze(files, reading, tokens, profile, concurrency, quiet=quiet)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     _show(advice)
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)

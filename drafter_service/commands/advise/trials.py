@@ -247,6 +247,10 @@ def run_trials(
             return [future.result() for future in futures]
         except BrokenProcessPool:
             raise UserError("the system ended a replay, perhaps for lack of memory; give a part of the log") from None
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()  # It would finish its trial first.
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -18,7 +18,7 @@ from drafter_service.observability.measuring.results import prepare, write
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.compare.page import notes, render_markdown, render_page, table_of
 from engine.commands.compare.profile import measure_steps
-from engine.commands.compare.results import Comparison, Condition, Result
+from engine.commands.compare.results import MIN_PROMPTS, Comparison, Condition, Result
 from engine.commands.compare.rows import Row, unusable
 from engine.commands.compare.trial import BATCH, Counted, Trial, Workload
 from engine.commands.interruption import StoppedError, deferred_interruption
@@ -95,6 +95,8 @@ def run_comparison(options: CompareOptions) -> bool:
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     prepare(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
     console = Console(highlight=False)
+    if (prompts := len(workload.measured)) < MIN_PROMPTS:
+        console.print(f"note: a recommendation takes at least {MIN_PROMPTS} prompts; there will be none from {prompts}")
     model = load(options.engine)
     with console.status("measuring steps"):
         profile = measure_steps(model, options.engine, sorted({1, *options.concurrency, BATCH}))

@@ -64,6 +64,7 @@ def test_unknown_fields_are_ignored(socket_address):
         (Reporter("[1]"), "is not a report"),
         (Reporter(refusal=(grpc.StatusCode.PERMISSION_DENIED, "not\x1byours")), "refused: not\ufffdyours"),
         (Reporter(refusal=(grpc.StatusCode.INTERNAL, "")), "refused: INTERNAL"),
+        (Reporter(refusal=(grpc.StatusCode.CANCELLED, "CANCELLED")), "was stopped before it had answered; start one"),
         (Reporter(refusal=(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")), "(no answer in time)"),
     ],
 )

@@ -28,8 +28,9 @@ from tests.servers import served
 
 
 def invoke(*arguments):
-    """Run the command; return what it prints. Raises its errors."""
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(
+    """Run the command; return what it prints, in lines of up to 300 characters. Raises its errors."""
+    # With FORCE_COLOR, lines would have 80 characters where TERM is "dumb".
+    result = CliRunner(env={"COLUMNS": "300", "FORCE_COLOR": None}).invoke(
         warm, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False
     )
     return result.stdout
@@ -158,19 +159,22 @@ def test_every_file_and_document_is_accounted_for(tmp_path):
         "d.csv": "essay\nx\n",
         "e.yaml": "a: 1",
         "f.txt": "User: a\nAssistant: b",
+        "g.part": "a",
     }.items():
         (tmp_path / name).write_text(content)
     printed = invoke("--from", tmp_path, "--snapshot", tmp_path / "c.ssd")
-    assert re.search(r"files +│ 3 skipped, 1 JSON lines, 1 npz, 1 CSV +│", printed)
+    assert re.search(r"files +│ 4 skipped, 1 JSON lines, 1 npz, 1 CSV +│", printed)
     assert re.search("documents +│ 3 +│", printed)
-    skipped = " ".join(re.findall(r"^│ (.*?) *│", printed, re.MULTILINE))
+    skipped = re.findall(r"^│ (.+?) +│ 1 +│ /", printed, re.MULTILINE)
     for reason in (
         "an empty file",
         "text, but no --tokenizer",
         "an output without tokens",
+        "neither JSON nor a table",
+        "YAML",
         "a chat",
     ):
-        assert reason in skipped
+        assert any(reason in each for each in skipped), reason
 
 
 def test_dry_runs_read_everything_and_learn_nothing(tmp_path):
@@ -246,6 +250,24 @@ def test_interruption_says_what_is_kept(tmp_path, monkeypatch):
         invoke("--from", tmp_path / "a.jsonl", "--snapshot", tmp_path / "c")
     with pytest.raises(UserError, match="skips what the service has learned"):
         invoke("--from", tmp_path / "a.jsonl", "--namespace", "n")
+
+
+def test_a_load_into_a_service_that_stops_says_what_is_kept(tmp_path, monkeypatch):
+    log = write_jsonl(tmp_path / "a.jsonl", [{"tokens": [1]}])
+    address = f"unix:{tmp_path}/s"
+    with served("--listen", address, "--capacity", "300k") as process:
+        accept = sinks.RemoteSink.accept
+
+        def stop_between_two(sink, documents):
+            accept(sink, documents)
+            sink._wait()
+            process.terminate()
+            process.wait()
+            accept(sink, documents)
+
+        monkeypatch.setattr(sinks.RemoteSink, "accept", stop_between_two)
+        with pytest.raises(UserError, match=r"no drafter answers .*; the same command skips what it has saved"):
+            invoke("--from", log, "--address", address, "--namespace", "n")
 
 
 def test_a_service_scores_requests_in_shadow_mode(tmp_path):

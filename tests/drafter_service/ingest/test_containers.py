@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from drafter_service.ingest import containers, tables, token_arrays
+from drafter_service.ingest import containers, tables, token_files
+from drafter_service.ingest.answers import Found
 from drafter_service.ingest.containers import (
     BINARY,
     CHAT_LOG,
@@ -25,14 +26,16 @@ from drafter_service.ingest.containers import (
     NO_RECORDS,
     NOT_TEXT,
     NOTEBOOK,
+    ONE_SIDE,
     YAML,
     kind_of,
 )
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.files import CUT, NOT_SEEKABLE, Opened, list_files
-from drafter_service.ingest.formats import Found, Read
 from drafter_service.ingest.json_text import NOT_JSON, NOT_UTF8
+from drafter_service.ingest.readers import NO_RESPONSE
 from drafter_service.ingest.reading import PREFIX_TOKENS, Reading
+from drafter_service.ingest.sessions import Read
 from drafter_service.ingest.tables import BAD_ROW, NO_HEADER
 from ssd.corpus import snapshot
 from ssd.corpus.corpus import Corpus
@@ -162,6 +165,24 @@ def test_columns_that_no_format_names_are_read_if_they_are_needed(tmp_path, monk
     assert columns == (["id", "conversation"] if name == "conversation" else ["id", "other", "large"])
 
 
+def test_requests_of_batches_are_joined_with_their_responses(tmp_path, vocabulary):
+    user, answer = {"role": "user", "content": "import os"}, {"role": "assistant", "content": "def f"}
+    write_jsonl(tmp_path / "1.jsonl", [{"custom_id": name, "body": {"messages": [user]}} for name in ("a", "b")])
+    response = {"body": {"choices": [{"message": answer}]}}
+    write_jsonl(tmp_path / "2.jsonl", [{"custom_id": "a", "response": response, "error": None}])
+    documents, reading = documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))
+    assert list(documents.values()) == [tokenized("<|user|>import os<|end|><|assistant|>") + tokenized("def f")]
+    assert counts_of(reading.faults) == {NO_RESPONSE: 1}
+    assert reading.faults.by_reason[NO_RESPONSE].places == [f"{tmp_path}/1.jsonl:2"]
+    write_jsonl(tmp_path / "1.jsonl", [{"custom_id": "a", "params": {"messages": [user]}}])
+    assert list(documents_in(tmp_path, reading=Reading(vocabulary, whole_prompts=True))[0].values()) == list(
+        documents.values()
+    )
+    (tmp_path / "11.jsonl").write_bytes((tmp_path / "1.jsonl").read_bytes())
+    documents, _ = documents_in(tmp_path, reading=Reading(vocabulary))
+    assert list(documents.values()) == [tokenized("def f")], "it is not known which request it answers"
+
+
 def test_samples_are_taken_of_each_format(tmp_path, vocabulary):
     write_jsonl(tmp_path / "a.jsonl", [{"completion": f"{index} " + "x" * 1000} for index in range(5)])
     (tmp_path / "b.py").write_text("import os\n")
@@ -220,6 +241,18 @@ def test_parquet_with_messages_and_with_json_in_strings(tmp_path, vocabulary, co
     assert list(documents.values()) == [prompt + tokenized("def f")]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_json_in_columns_of_unknown_names_is_decoded(tmp_path, kind):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    table = pa.table({"log": [orjson.dumps(chat).decode(), "[not JSON"], "completion": [None, '{"c": 1}']})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet")
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+    assert outputs_in(tmp_path / f"a.{kind}") == (["b", '{"c": 1}'], {})
+
+
 def test_parquet_without_known_columns(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"essay": ["a"], "ids": [[5, 6]]}), path)
@@ -238,7 +271,7 @@ def test_rows_of_an_array_are_documents(tmp_path, dtype):
 
 
 def test_arrays_without_lengths_are_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_arrays, "PIECE_TOKENS", 400)
+    monkeypatch.setattr(token_files, "PIECE_TOKENS", 400)
     np.save(tmp_path / "a.npy", np.arange(1000))
     documents, _ = documents_in(tmp_path / "a.npy", reading=small())
     assert [len(document) for document in documents.values()] == [400, 400, 200]
@@ -373,6 +406,9 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "empty.json": (b" \n", EMPTY),
         "chat.md": (b"## User\n\nWhy?\n\n## Assistant\n\nSo.\n", CHAT_LOG),
         "agent.txt": (b"Question: who?\nThought 1: I search.\nAction 1: Search[a]\nObservation 1: b\n", CHAT_LOG),
+        "user.txt": (b"User: Why?\nUser: And then?\n", ONE_SIDE),
+        "users.txt": (b"User: Why\nis it?\n\nUser: And\nthen?\n\nUser: So?\n", ONE_SIDE),
+        "manual.txt": (b"Roles\n\nUser: who asks.\nUser: many.\nHost: who answers.\nPort: where.\n", "text"),
         "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
     }
     for name, (content, expected) in contents.items():

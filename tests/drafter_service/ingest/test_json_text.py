@@ -12,6 +12,7 @@ from drafter_service.ingest.documents import MAX_PLACES, NO_TOKENIZER
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.json_text import JSON_CUT, JSON_TOO_LONG, NOT_JSON, NOT_UTF8
 from drafter_service.ingest.reading import Reading
+from drafter_service.ingest.sessions import Unread
 from tests.drafter_service.ingest.loads import (
     LEARNED,
     RECORDS,
@@ -151,9 +152,9 @@ def test_a_cut_conversation_keeps_its_complete_messages(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"id": 1, "messages": [*CHAT, *CHAT]}, indent=1)[:-30])
     records = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(containers, "read_records", lambda found, _: records.extend(found) or [])
+        patch.setattr(containers, "read_records", lambda found, *_: records.extend(found) or [])
         outputs_in(tmp_path / "a.json")
-    assert [record.value for record in records][-1:] == [[*CHAT, CHAT[0]]]
+    assert [record.value for record in records] == [[*CHAT, CHAT[0]], Unread(JSON_CUT, breaks_streams=False)]
 
 
 def test_memory_for_an_array_does_not_grow_with_it(tmp_path):

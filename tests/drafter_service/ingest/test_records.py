@@ -15,25 +15,10 @@ from hypothesis import strategies as st
 from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
 from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.formats import (
-    FIELDS,
-    FORMATS,
-    NO_ANSWER,
-    NO_FIELD,
-    NO_FORMAT,
-    NO_OUTPUT,
-    NO_RESPONSE,
-    NOT_A_MODEL,
-    NOT_A_RECORD,
-    REJECTED,
-    SCORES,
-    SHORTER,
-    Record,
-    is_markdown_chat,
-    markdown_chat,
-    read_records,
-)
-from drafter_service.ingest.sessions import Unread
+from drafter_service.ingest.formats import FIELDS, FORMATS, NO_OUTPUT, NOT_A_RECORD, read_records
+from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
+from drafter_service.ingest.refusals import NO_FIELD, NO_FORMAT
+from drafter_service.ingest.sessions import NO_ANSWER, UNNAMED, Record, Unread, is_markdown_chat, markdown_chat
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +31,8 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "seen"}
 BROKEN = {"role": "assistant", "content": "Well.", "tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}
 CHUNK = {"id": "c", "object": "chat.completion.chunk"}
+THREADED = {"object": "thread.message", "thread_id": "t", "status": "completed", "role": "assistant",
+            "content": [{"type": "text", "text": {"value": "Because.", "annotations": []}}]}  # fmt: skip
 
 
 def reads(*values, fields=()):
@@ -79,6 +66,16 @@ def deltas(*pieces, **fields):
             for piece, end in zip(pieces, ends, strict=True)]  # fmt: skip
 
 
+def gemini(text, **fields):
+    """Return a chunk of Gemini's first versions: each has a `finishReason`."""
+    return {"candidates": [{"content": {"role": "model", "parts": [{"text": text}]}, "finishReason": "STOP"}]} | fields
+
+
+def used(text, prompt, answer):
+    """Return such a chunk with the numbers of tokens so far."""
+    return gemini(text, usageMetadata={"promptTokenCount": prompt, "candidatesTokenCount": answer})
+
+
 def claude(role, content, **fields):
     message = {"role": role, "content": content} | ({"id": fields.pop("id")} if "id" in fields else {})
     return {"type": role, "sessionId": "s", "message": message, "uuid": f"u-{content}"[:12]} | fields
@@ -89,6 +86,15 @@ def codex(**payload):
 
 
 CASES = {
+    "Assistants API, events of threads": [
+        ([{"id": "t", "object": "thread", "created_at": 1}, {"object": "thread.run", "thread_id": "t", "instructions": "Be short."},
+          {"object": "thread.run.step", "thread_id": "t", "type": "message_creation", "step_details": {"type": "message_creation"}},
+          {"object": "thread.message", "thread_id": "t", "status": "in_progress", "role": "assistant", "content": []},
+          {"object": "thread.message.delta", "delta": {"content": [{"index": 0, "type": "text", "text": {"value": "Be"}}]}}, THREADED],
+         [(None, "Because.")]),
+        ([{"event": "thread.message.completed", "data": THREADED | {"role": "user"}}, {"event": "thread.message.completed", "data": THREADED},
+          {"event": "done", "data": "[DONE]"}], [(["Because."], "Because.")]),
+    ],
     "OpenAI, streamed chunks": [
         (deltas({"role": "assistant", "content": ""}, {"content": "Be"}, {"content": "cause."}), [(None, "Because.")]),
         (deltas({"reasoning_content": "Hm."}, {"content": "So."}, {}), [(None, "Hm.\n\nSo.")]),
@@ -124,7 +130,15 @@ CASES = {
         ([{"model": "m", "message": {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "it"}}}]},
            "done": True}], [(None, CALLED)]),
     ],
-    "Claude Code, session": [
+    "OpenHands, events": [
+        ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
+          {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
+           "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
+          {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
+          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
+         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
+    ],
+    "messages, one per record": [
         ([{"type": "summary", "summary": "s", "leafUuid": "l"}, claude("user", "Why?"),
           claude("assistant", [{"type": "thinking", "thinking": "Hm."}], id="m1"),
           claude("assistant", [{"type": "text", "text": "I look."}], id="m1"),
@@ -137,8 +151,6 @@ CASES = {
           claude("assistant", "Because.")], [(["Why?"], "Because."), (["Task"], "Done.")]),
         ([claude("user", "Why?"), claude("assistant", "So."), claude("assistant", "I", requestId="r"), claude("assistant", "look.", requestId="r")],
          [(["Why?"], "So."), (["Why?", "So."], "I\nlook.")]),
-    ],
-    "Codex, session": [
         ([{"timestamp": "t", "type": "session_meta", "payload": {"id": "s", "instructions": "Be short."}},
           codex(type="message", role="user", content=[{"type": "input_text", "text": "Why?"}]),
           codex(type="reasoning", summary=[{"type": "summary_text", "text": "Hm."}], encrypted_content="x"),
@@ -154,16 +166,6 @@ CASES = {
           {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]},
           {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Because."}]}],
          [(["Why?"], "Because.")]),
-    ],
-    "OpenHands, events": [
-        ([{"id": 0, "source": "user", "action": "message", "args": {"content": "Why?"}},
-          {"id": 1, "source": "agent", "action": "run", "args": {"command": "ls", "thought": "I look."},
-           "tool_call_metadata": {"model_response": {"id": "r", "choices": [{"message": CALLING}]}}},
-          {"id": 2, "source": "agent", "observation": "run", "content": "seen", "extras": {}},
-          {"id": 3, "source": "agent", "action": "finish", "args": {"thought": "Because."}}],
-         [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-    ],
-    "messages, one per record": [
         ([{"role": "system", "content": "Be short."}, USER, ANSWER, {"role": "system", "content": "New"}, USER, ANSWER],
          [(["Be short.", "Why?"], "Because."), (["New", "Why?"], "Because.")]),
         ([{"type": "message", "role": role, "text": text} for role, text in (("user", "Why?"), ("assistant", "Because."))],
@@ -186,11 +188,9 @@ CASES = {
            "toolCalls": [{"name": "look", "args": {"at": "it"}, "result": [{"functionResponse": {"response": {"output": "seen"}}}]}]}],
          [(["Why?"], f"Hm.\n\n{CALLED}")]),
     ],
-    "MT-Bench": [
+    "OpenAI chat and completions": [
         ([{"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["one", "two"]}]}],
          [(None, "one"), (None, "two")]),
-    ],
-    "OpenAI chat and completions": [
         ([{"messages": [USER], "choices": CHOICES}], [(["Why?"], "Because.")]),
         ([{"prompt": "p", "choices": [{"text": "t"}, {"text": "u"}]}], [("p", "t"), ("p", "u")]),
         ([{"prompt": ["p", "q"], "choices": [{"text": "t", "index": 0}, {"text": "u", "index": 1}]}],
@@ -246,6 +246,14 @@ CASES = {
             ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
             ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
          [(None, "Hm.\n\nSo."), (None, "B")]),
+        ([used("Be", 3, 1), used("cause.", 3, 2), used("So.", 3, 2), used("No.", 4, 3)], [(None, "Because."), (None, "So."), (None, "No.")]),
+        ([gemini("Be", promptFeedback={}), gemini("cause."), gemini("So.", promptFeedback={})], [(None, "Because."), (None, "So.")]),
+        ([gemini("Be"), used("cause.", 3, 2), gemini("So.")], [(None, "Because."), (None, "So.")]),
+        ([gemini("So.", contents=[{"role": "user", "parts": [{"text": text}]}]) for text in "ab"], [(["a"], "So."), (["b"], "So.")]),
+        ([{"candidates": [{"output": "Because."}]}] * 2, [(None, "Because.")] * 2),
+        ([{"candidates": [{"content": {"parts": [{"text": text}]}, "finish_reason": "STOP"}],
+           "usage_metadata": {"prompt_token_count": 3, "candidates_token_count": count}} for text, count in (("Be", 1), ("cause.", 2), ("So.", 2))],
+         [(None, "Because."), (None, "So.")]),
     ],
     "OpenTelemetry and OpenInference, span": [
         ([{"gen_ai.input.messages": json.dumps([USER]), "gen_ai.output.messages": json.dumps([PARTS])}], [(["Why?"], "Because.")]),
@@ -294,7 +302,12 @@ CASES = {
                 {"id": "1", "function": "look", "arguments": {"at": "it"}, "type": "function"}]}], "output": {"choices": CHOICES}}]}],
          [(["Why?"], f"So.\n\n{CALLED}")]),
     ],
-    "LangSmith": [
+    "request and response": [
+        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": {"messages": [USER]}, "output": {"role": "assistant", "content": "Because."}}],
+         [(["Why?"], "Because.")]),
+        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
+        ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
         ([{"run_type": "llm", "inputs": {"messages": [[{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": {"content": "Why?"}}]]},
            "outputs": {"generations": [[{"text": "Because.", "message": {"kwargs": {"content": "Because."}}}]]}}],
          [(["Why?"], "Because.")]),
@@ -302,15 +315,6 @@ CASES = {
            "outputs": {"output": {"type": "ai", "content": "", "tool_calls": [{"name": "look", "args": {"at": "it"}, "id": "1"}]}}}],
          [(["Why?"], CALLED)]),
         ([{"run_type": "chain", "inputs": {"messages": [USER]}, "outputs": {"messages": [USER, ANSWER]}}], []),
-    ],
-    "Langfuse": [
-        ([{"type": "GENERATION", "input": [USER], "output": ANSWER}], [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": {"messages": [USER]}, "output": {"role": "assistant", "content": "Because."}}],
-         [(["Why?"], "Because.")]),
-        ([{"type": "GENERATION", "input": json.dumps([USER]), "output": json.dumps(ANSWER)}], [(["Why?"], "Because.")]),
-        ([{"type": "SPAN", "input": {"q": "x"}, "output": {"documents": ["x"]}}], []),
-    ],
-    "request and response": [
         ([{"request": {"messages": [USER]}, "response": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
         ([{"custom_id": "1", "request": {"body": {"messages": [USER]}}, "response": {"status_code": 200, "body": {"choices": CHOICES}}}],
          [(["Why?"], "Because.")]),
@@ -340,6 +344,8 @@ CASES = {
         ([{"input": {"inputBodyJson": {"messages": [USER]}}, "output": {"outputBodyJson": ANSWER}}], [(["Why?"], "Because.")]),
         ([{"request": {"input": "Why?"}, "response": {"output": [ANSWER | {"type": "message"}]}}], [(["Why?"], "Because.")]),
         ([{"request": {"messages": [USER]}, "response": {"model": "m", "message": ANSWER, "done": True}}], [(["Why?"], "Because.")]),
+        ([{"prompt": "p", "outputs": {"4": "a b", "5": "c d"}}], [("p", "a b"), ("p", "c d")]),
+        ([{"prompt": "p", "response": {"gpt35": "a", "vicuna": "b", "human_ref": "c"}}], [("p", "a"), ("p", "b")]),
     ],
     "OpenAI batch, input": [([{"custom_id": "1", "method": "POST", "body": {"messages": [USER, ANSWER, USER]}}], [])],
     "token ids with a mask": [
@@ -378,10 +384,8 @@ CASES = {
         ([{"trajectory": [{"action": "ls", "observation": "a", "response": "I look."}, {"response": "So."}]}],
          [(None, "I look."), (["I look.", "a"], "So.")]),
     ],
-    "vLLM and SGLang, benchmark": [
-        ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
-    ],
     "prompt and completion": [
+        ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
         ([{"responses": [{"message": ANSWER}, {"message": ANSWER}]}], [(None, "Because.")] * 2),
         ([{"messages": [USER], "response": "r"}], [(["Why?"], "r")]),
         ([{"prompt": [USER], "completion": [ANSWER]}], [(["Why?"], "Because.")]),
@@ -413,10 +417,8 @@ CASES = {
         ([{"prompt": "p", "test": "t", "is_solved": True, "solution": "s", "implementations": ["i", "s"], "reflections": ["r"]}],
          [("p", "i"), ("p", "s"), ("p", "r")]),
     ],
-    "aider, chat history": [
-        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
-    ],
     "conversation": [
+        ([{"aider": [USER, ANSWER]}], [(["Why?"], "Because.")]),
         ([{"input": "x", "message_log": [USER, ANSWER, USER, ANSWER], "output": "Because."}],
          [(["Why?"], "Because."), (["Why?", "Because.", "Why?"], "Because.")]),
         ([{"messages": [{"type": "user", "content": "Why?"}, {"type": "info", "content": "x"}, {"type": "gemini", "content": "So."}]}],
@@ -439,6 +441,7 @@ CASES = {
                         {"role": "function", "name": "look", "content": "seen"}, ANSWER]}],
          [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
         ([{"messages": [USER, {"role": "model", "content": "m"}]}], [(["Why?"], "m")]),
+        ([{"messages": [THREADED | {"created_at": 2}, THREADED | {"created_at": 1, "role": "user"}]}], [(["Because."], "Because.")]),
         ([{"messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], '{"answer": "a"}')]),
         ([{"uid": "1", "messages": [USER, {"role": "assistant", "content": {"answer": "a"}}]}], [(["Why?"], "a")]),
         ([{"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]}], [(["Why?", "Because.", "Why?"], "Because.")]),
@@ -456,11 +459,9 @@ CASES = {
         ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
         ([{"info": {"model_stats": {}}, "messages": [USER, ANSWER | {"extra": {"response": {"choices": CHOICES}}}]}], [(["Why?"], "Because.")]),
     ],
-    "Alpaca and AlpacaEval": [
+    "input and output": [
         ([{"instruction": "Say it.", "input": "", "output": "a"}], [("Say it.", "a")]),
         ([{"instruction": "Say it.", "input": "it", "output": "a", "generator": "m"}], [("Say it.\nit", "a")]),
-    ],
-    "input and output": [
         ([{"input": "p", "output": "c"}], [("p", "c")]),
         ([{"prompt": "p", "output": [["nested"]]}], [("p", "nested")]),
         ([{"model_input": "<u>q<a>", "chat_history": ["q"], "output": ["a"], "answer": "gold"}], [("<u>q<a>", "a")]),
@@ -537,6 +538,8 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"custom_id": "1", "response": None, "error": {"code": "x"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "response": None, "status": "failure"}, NO_OUTPUT),
         ({"request": {"messages": [USER, ANSWER, USER]}, "response": {"error": "x"}}, NO_OUTPUT),
+        ({"prompt": "p", "response": {"stdout": "a b", "gpt_score": "1"}}, NO_OUTPUT),
+        ({"prompt": "p", "result": {"1": "passed"}}, NO_OUTPUT),
         ({"messages": [USER, ANSWER, USER], "choices": [{"message": {"role": "assistant", "content": None}}]}, NO_OUTPUT),
         ({"choices": [{"message": BROKEN | {"content": None}}]}, BROKEN_CALL),
         ({"choices": [{"message": {"tool_calls": [{"function": {}}]}}]}, NAMELESS_CALL),
@@ -637,6 +640,38 @@ def test_refusals_have_neither_values_nor_names_that_may_be_texts():
 def test_text_that_may_be_of_tools_and_users_is_not_read(record):
     assert outputs(record) == []
     assert skipped(record) != []
+
+
+def test_chunks_of_which_nothing_tells_the_end_are_refused():
+    assert outputs(gemini("Because.")) == [(None, "Because.")]
+    assert skipped(gemini("Be"), gemini("cause."), gemini("So.")) == [UNNAMED]
+    cut = {"candidates": [{"content": {"parts": [{"text": "Be"}]}}]}
+    assert skipped(cut, cut) == [UNNAMED]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "ping"},
+        {"event": "ping", "data": {"type": "ping"}},
+        {"type": "session.created", "session": {"instructions": "Be short.", "tools": []}},
+        {"type": "session", "version": 3, "id": "s", "cwd": "/home/a b"},
+        {"type": "model_change", "provider": "p", "modelId": "m"},
+        {"type": "permission-mode", "permissionMode": "plan", "sessionId": "s"},
+        {"type": "last-prompt", "lastPrompt": "Why is it so?", "sessionId": "s"},
+        {"sessionId": "s", "projectHash": "p", "startTime": "2026-01-01T00:00:00Z"},
+    ],
+)
+def test_settings_of_sessions_are_not_worth_a_reason(event):
+    assert reads(event) == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"type": "mode", "answer_html": "a b"}, {"sessionId": "s", "note": "a b"}, {"sessionId": "s", "prompt": "p"}],
+)
+def test_records_that_may_have_a_text_are_worth_a_reason(record):
+    assert skipped(record)
 
 
 def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():

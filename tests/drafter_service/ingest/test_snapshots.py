@@ -6,7 +6,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from drafter_service.ingest import pipeline, snapshots
+from drafter_service.ingest import pipeline, token_files
 from drafter_service.ingest.files import list_files
 from drafter_service.ingest.reading import Reading
 from drafter_service.ingest.sinks import OfflineSink
@@ -83,7 +83,7 @@ def test_the_copy_of_a_remote_snapshot_has_no_name(tmp_path, monkeypatch):
         listed.extend([*folder.iterdir(), path.exists()])
         return read_sections(path)
 
-    monkeypatch.setattr(snapshots, "read_sections", read_and_list)
+    monkeypatch.setattr(token_files, "read_sections", read_and_list)
     documents, _ = documents_in("memory://remote.ssd")
     assert list(documents.values()) == [[1, 2]]
     assert listed == [True]

@@ -20,13 +20,13 @@ DRAFTING = DrafterConfig(capacity=5000, refresh_interval_s=0.001)
 UNKNOWN_MODEL = ModelIdentity()
 
 
-def config_of(folder=None, *, fit=10, **changes):
+def config_of(folder=None, *, fit=10, trim=False, **changes):
     """Return a configuration; fit: number of namespaces within the memory limit."""
     limit = fit * max_bytes(DRAFTING.capacity)
     return ServiceConfig(
         drafting=DRAFTING,
         namespaces=NamespacesConfig(memory_limit=limit, **changes),
-        snapshots=SnapshotsConfig(folder=folder),
+        snapshots=SnapshotsConfig(folder=folder, trim=trim),
     )
 
 

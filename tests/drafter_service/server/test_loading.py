@@ -115,7 +115,8 @@ def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, has_othe
         path = tmp_path / "a" / "corpus.ssd"
         if has_other_depth:
             load = snapshot.load
-            monkeypatch.setattr(snapshot, "load", lambda path, capacity, depth: load(path, capacity, depth + 1))
+            load_deeper = lambda path, capacity, depth, **given: load(path, capacity, depth + 1, **given)  # noqa: E731
+            monkeypatch.setattr(snapshot, "load", load_deeper)
         else:
             path.write_bytes(other_version(path.read_bytes()))
         before = contents(tmp_path)
@@ -129,6 +130,21 @@ def test_a_snapshot_of_another_version_or_depth_is_left_alone(tmp_path, has_othe
             assert (await learned(namespaces, "a")).corpus.tokens == 0
 
     test()
+
+
+@run
+async def test_a_snapshot_with_more_tokens_than_the_capacity_is_trimmed_only_by_request(tmp_path):
+    async with opened(tmp_path) as namespaces:
+        await namespaces.save(await learned(namespaces, "a", counted(0, 4500)))
+    before = contents(tmp_path)
+    for capacity, trim in ((4500, True), (4501, False)):
+        async with opened(tmp_path, trim=trim, capacities={"a": capacity}) as namespaces:
+            assert draft_of(await learned(namespaces, "a"), counted(4480, 8), 1) == [4488]
+    async with opened(tmp_path, capacities={"a": 4500}) as namespaces:
+        with pytest.raises(LoadError, match=r"has 4,501 tokens, and the capacity is 4,500; .* or snapshots.trim"):
+            await learned(namespaces, "a")
+        await namespaces.save_changed()
+    assert contents(tmp_path) == before
 
 
 @run
@@ -158,10 +174,10 @@ def blocked_loads(monkeypatch):
     """Block loading until the returned event is set; the returned list has the names of the files."""
     may_load, begun, load = threading.Event(), [], snapshot.load
 
-    def waits(path, *given):
+    def waits(path, *given, **options):
         begun.append(path.parent.name)
         may_load.wait(60)
-        return load(path, *given)
+        return load(path, *given, **options)
 
     monkeypatch.setattr(snapshot, "load", waits)
     return may_load, begun
@@ -245,7 +261,6 @@ def test_without_free_descriptors_a_namespace_is_not_lost(tmp_path, socket_addre
             assert code is grpc.StatusCode.UNAVAILABLE
         assert contents(tmp_path) == before
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
-    with served(*arguments), connected(socket_address) as caller:
         eventually(lambda: caller.opened("a"))
         assert caller.probe("a", counted(100)[:8], limit=1) == [108]
 

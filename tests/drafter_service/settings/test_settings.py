@@ -33,6 +33,7 @@ SAMPLES = {
     "access.allow_plaintext": True,
     "access.socket_mode": "660",
     "snapshots.folder": Path("/snapshots"),
+    "snapshots.trim": True,
     "log.url": "redis://somewhere",
     "log.prefix": "5",
     "reports.metrics": "127.0.0.1:9",

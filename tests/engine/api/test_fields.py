@@ -10,7 +10,7 @@ from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from engine.api.schemas import ChatRequest, CompletionRequest, ContentPart, Message, StreamOptions
-from engine.api.unsupported import UNSUPPORTED
+from engine.api.unsupported import UNSUPPORTED, UNSUPPORTED_PARTS
 from engine.models.shipped import SHIPPED_MODEL
 from engine.models.tokenizer import Tokenizer
 from tests.engine.api.serving import MODEL
@@ -96,6 +96,17 @@ def test_unsupported_values_are_refused_with_a_reason(http, request_type, name):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
     assert error["message"] == f"{name}: {UNSUPPORTED[name].reason}"
+
+
+@pytest.mark.parametrize("request_type", ROUTES)
+@pytest.mark.parametrize("path", UNSUPPORTED_PARTS)
+def test_unsupported_parts_of_fields_are_refused_and_documented(http, request_type, path):
+    field, part = path.split(".")
+    error = http.post(ROUTES[request_type], json=body_of(request_type, **{field: {part: True}})).json()["error"]
+    assert (error["param"], error["code"]) == (path, "unsupported_parameter")
+    assert error["message"] == f"{path}: {UNSUPPORTED_PARTS[path]}"
+    assert f"`{path}`" in DOCS
+    assert f"| {UNSUPPORTED_PARTS[path]} |" in DOCS
 
 
 @pytest.mark.parametrize("request_type", ROUTES)

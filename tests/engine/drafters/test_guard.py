@@ -179,6 +179,30 @@ def test_a_drafter_that_fails_again_and_again_is_switched_off(caplog):
     caplog.clear()
 
 
+def test_a_drafter_that_is_switched_off_finishes_what_it_has_started(caplog):
+    class Failing(Faulty):
+        def __init__(self):
+            self.finished = []
+
+        def finish(self, sequence, learn):
+            self.finished.append((sequence, learn))
+            raise RuntimeError("broken finish")
+
+    guarded = GuardedDrafter(Failing(), VOCAB)
+    guarded.start("early")
+    for _ in range(MAX_FAILURES):
+        guarded.propose(Plan)
+    assert guarded.failures.is_off
+    guarded.start("late")
+    count = guarded.failures.count
+    guarded.observe(None)
+    for sequence in ("late", "early", "early"):
+        guarded.finish(sequence, learn=True)
+    assert guarded.inner.finished == [("early", True)]
+    assert guarded.failures.count == count + 1
+    caplog.clear()
+
+
 class Partly:
     """Drafts the batches that it was given, by the name of the method."""
 

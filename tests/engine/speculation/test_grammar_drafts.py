@@ -23,7 +23,7 @@ from engine.speculation.selection import DraftSelection, path_prob
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
-from ssd.types import DraftBatch, Path
+from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.curves import line
 from tests.engine.conftest import VOCAB
 from tests.engine.drafters.kinds import EMBEDDED
@@ -132,12 +132,18 @@ def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder,
     assert {(True, False), (False, True)} <= set(seen)
 
 
+class UselessDrafter(NoDrafter):
+    """Drafts nothing, but does not declare it."""
+
+    limits = NO_LIMITS
+
+
 def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compiler, plain):
     """The drafter is useless, so that the budget seldom calls it."""
     selection = DraftSelection(line(1e-9, 1e-7))  # Calling the drafter takes longer than a step.
     built = build_engine(model, CONFIG, NoDrafter(), grammars=compiler)
     executors = Executors(built._executor, built.scheduler.pages)
-    engine = Engine(model.config, CONFIG, executors, NoDrafter(), selection=selection, grammars=compiler)
+    engine = Engine(model.config, CONFIG, executors, UselessDrafter(), selection=selection, grammars=compiler)
     reports = []
     compare(plain, engine.generate(requests(), reports.append))
     drafted = [sum(each.drafted for each in report.results) for report in reports if report.is_backing_off]

@@ -16,7 +16,7 @@ from drafter_service.commands.advise.trials import TracedDrafter, Trial, curve_a
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.errors import UserError
-from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of
+from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
 from tests.drafter_service.raw import eventually
 
 PROFILE = roofline("h100", "8b")
@@ -114,6 +114,33 @@ def test_processes_end_with_their_parent(tmp_path):
     children = [int(pid) for pid in ended.stdout.split()]
     assert len(children) == 2
     eventually(lambda: not any(is_running(child) for child in children))
+
+
+TERMINATED = """
+import os, signal, sys
+from drafter_service.commands.advise import trials
+from drafter_service.commands.main import cli
+
+if __name__ == "__main__":
+    trials.usable_processors = lambda: {0, 1}
+    trials.INLINE_TOKENS = 0
+    run_trials = trials.run_trials
+
+    def run(*arguments):
+        return run_trials(*arguments[:-1], lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+    trials.run_trials = run
+    cli(["advise", "--from", sys.argv[1], "--quiet"])
+"""
+
+
+def test_sigterm_ends_the_command_as_an_interruption_does(tmp_path):
+    script, log = tmp_path / "terminated.py", write_log(tmp_path / "log.jsonl", repeated_requests())
+    script.write_text(TERMINATED)
+    ended = subprocess.run([sys.executable, script, log], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("error: interrupted; nothing was written\n")
+    assert "leaked" not in ended.stderr
 
 
 def is_running(pid):

@@ -149,6 +149,8 @@ def test_few_prompts_recommend_nothing_and_the_range_of_rounds_is_shown(run, cho
     document = read(tmp_path)
     assert document["recommendation"].startswith("No recommendation: it takes at least 10 prompts") != recommends
     assert document["recommendation"] in out
+    notice = "note: a recommendation takes at least 10 prompts; there will be none from 9\n"
+    assert out.startswith(notice) != recommends
     [ngram] = [result for result in document["results"] if result["drafter"] == "ngram"]
     low, high = ngram["speedup_range"]
     assert low <= ngram["speedup"] <= high

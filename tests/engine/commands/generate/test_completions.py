@@ -27,6 +27,15 @@ def test_completions_are_in_the_order_of_their_prompts(run, model_folder, tmp_pa
     assert [line["prompt"] for line in completions(tmp_path / "out")] == prompts
 
 
+def test_a_new_file_of_outputs_is_readable_by_its_owner_only(run, model_folder, tmp_path):
+    arguments = ("--model", model_folder, "--max-tokens", 1, PROMPT)
+    assert run("generate", *arguments, "--out", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "out").chmod(0o640)
+    assert run("generate", *arguments, "--out", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.fixture
 def call_at_step(monkeypatch):
     """Return a function that lets the engine call a function before a step, counted from 0."""

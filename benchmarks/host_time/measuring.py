@@ -1,0 +1,85 @@
+"""What cases of all engines share: requests, the clock of the device, and figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpu.requests import Item, Limits, replay_items
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.traces import load_trace
+
+MAX_DRAFT = 16
+MAX_POSITIONS = 8192
+PROMPT_TOKENS, OUTPUT_TOKENS = 5000, 128
+LEARNED = 400
+"""Number of requests that the drafter has learned before."""
+STAGES = ("schedule", "draft", "forward", "verify", "commit")
+
+
+def step_tokens(at_once: int) -> int:
+    """Return the largest number of tokens in a step with a number of requests at once."""
+    return at_once * (1 + MAX_DRAFT) + 4096
+
+
+def recorded_items(path: Path) -> tuple[list[Item], list[Item], int]:
+    """Return the requests that a drafter has learned, those that are served, and the size of their vocabulary."""
+    trace = load_trace(path)
+    short = replace(trace, requests=[each for each in trace.requests if len(each.prompt) <= PROMPT_TOKENS])
+    items = replay_items(
+        short, len(short.requests), Limits(PROMPT_TOKENS, OUTPUT_TOKENS), replace(SHAPES["tiny"], vocab_size=1 << 18)
+    )
+    vocabulary = 1 + max(int(part.max()) for item in items for part in (item.request.prompt, item.request.recorded))
+    learned = min(LEARNED, len(items) // 2)
+    return items[:learned], items[learned:], vocabulary
+
+
+@dataclass
+class Device:
+    """A device that answers at once. Counts its own time, and that during which a GPU would have waited."""
+
+    seconds: float = 0.0
+    """Time taken to stand in for the device, which is not the engine's."""
+    critical: list[float] = field(default_factory=list)
+    """Seconds from the results of a step to the launch of the next one, where none was in flight."""
+    in_flight: int = 0
+    read_at: float | None = None
+
+    @contextmanager
+    def work(self, *, is_step: bool) -> Iterator[None]:
+        """Measure a launch; is_step: whether its results are read."""
+        began = time.perf_counter()
+        if self.read_at is not None:
+            self.critical.append(began - self.read_at)
+            self.read_at = None
+        self.in_flight += is_step
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def read(self) -> None:
+        """Note that the results of the oldest step have been read."""
+        self.in_flight -= 1
+        self.read_at = None if self.in_flight else time.perf_counter()
+
+
+def summary(
+    total: np.ndarray, stages: np.ndarray, other: np.ndarray, critical: Sequence[float], tokens_per_step: float
+) -> dict[str, float]:
+    """Return the figures of measured steps in milliseconds.
+
+    total, other: seconds [steps]. stages: seconds [steps, STAGES].
+    """
+    return {
+        "median": 1e3 * float(np.median(total)),
+        "p90": 1e3 * float(np.percentile(total, 90)),
+        "mean": 1e3 * float(total.mean()),
+        "critical": 1e3 * float(np.median(critical)) if critical else 0.0,
+        **dict(zip(STAGES, (1e3 * np.median(stages, axis=0)).tolist(), strict=True)),
+        "other": 1e3 * float(np.median(other)),
+        "tokens per step": tokens_per_step,
+    }

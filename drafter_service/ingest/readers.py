@@ -1,0 +1,398 @@
+"""Readers of records: each returns the outputs of the records of some formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from drafter_service.ingest import answers, chats, sessions
+from drafter_service.ingest.answers import (
+    MODELS,
+    PROMPTS,
+    Found,
+    body_of,
+    conversation,
+    exchange,
+    outputs_of,
+    prompt_of,
+)
+from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.sessions import NO_ANSWER, Record
+
+Value = dict[str, Any]
+Reader = Callable[[Value, list[str]], list[Found] | None]
+"""Returns the outputs of a record, and adds a reason for each part that is left out to the list; None if the record
+does not have the format."""
+
+REQUESTS = words("request request_body requestBody body reqPayload proxy_server_request kwargs inputs input")
+RESPONSES = words("response response_body responseBody respPayload response_obj result outputs output")
+COMPLETIONS = words(
+    "completion completions response responses generation generations generated_text generated_texts model_output"
+    " model_outputs model_response full_model_response raw_output raw_outputs output_text output_list llm_output"
+    " generated_answer prediction predictions pred"
+)
+"""Names of fields with what a model wrote, the most exact ones first."""
+OUTPUTS = ("output", "outputs")
+"""Names of fields that may also have a reference. They are read only if there is none of the others."""
+EXTRACTED = frozenset(words("generated_answer prediction predictions pred"))
+"""Those that may have only the answer that was extracted from a longer text or conversation."""
+LONGER = re.compile(
+    r"code|solution|generat|output|respon|complet|reason|thought|cot$|rationale|traj|^raw_", re.IGNORECASE
+)
+"""Names of fields with such texts."""
+THOUGHTS = ("reasoning", "reasoning_content", "thinking")
+CONVERSATIONS = (
+    *answers.CHATS,
+    *words("traj history trajectory dialogue dialog chat chat_history message_log events aider"),
+)
+MASKS = words("labels loss_mask assistant_masks completion_mask")
+TASK = frozenset(words("canonical_solution test test_list tests test_cases options choices code starter_code targets"))
+"""Fields of tasks, whose text is a prompt, and whose answer or solution is the right one."""
+FAILED = frozenset(words("error error_message exception status status_code"))
+"""Fields that say why there is no response."""
+GIVEN = re.compile(
+    r"(^|[._-])(tool|function|user|human|observation)([._-]|$)|(^|[._-])(prompt|input|request)$"
+    r"|(tool|function)(call)?(result|response|output)"
+)
+"""Types of records, and of objects in them, whose text no model wrote: results of tools, texts of users, requests.
+In lowercase."""
+OF_TOOLS = frozenset(words("toolCallId tool_call_id toolUseId tool_use_id"))
+"""Fields of results of tools."""
+READABLE = (str, list, dict, np.ndarray, type(None))
+NO_RESPONSE = "a request of a batch without its response"
+REJECTED = "an answer that is labelled as bad"
+SHORTER = "an answer that is extracted from a longer text beside it; name the text with --field"
+SCORES = "scores of given answers, which are not outputs"
+NOT_SEARCHED = re.compile(
+    "prompt|reject|refer|gold|ground|target|expected|judg|demo|example|shot|task|config|tool|^function|args|input"
+    "|requests?$|^user|^human(?!.?eval)|question|query|template|metadata|instance|annotat|observ|^id$|_id$|^gt_|model_name",
+    re.IGNORECASE,
+)
+"""Names of fields in which no outputs are searched."""
+STEPS = frozenset(
+    words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace")
+)
+"""Types of steps in traces that are not calls of a model, or repeat those of others."""
+OPERATIONS = words("chat text_completion generate_content")
+"""Values of `gen_ai.operation.name` of calls of a model."""
+WRAPPERS = frozenset(words("message tool_call message_content"))
+"""Parts of the names of OpenInference's attributes that say what their number stands for."""
+QUESTIONS = tuple(name for name in PROMPTS if name not in ("input", "inputs", "request", "raw"))
+NAMED = re.compile(
+    rf"(?!ref|gold|human|user)\w*({MODELS}|model|assistant|bot|llm)[\w.-]*_(response|completion|output|answer|generation)s?",
+    re.IGNORECASE,
+)
+"""Names of fields with the answer of a model that they name."""
+BFCL_ID = re.compile(r"[a-z_]+_\d[\d-]*")
+
+NOT_A_MODEL = "a step of a trace that is not a call of a model"
+OTHER_BRANCH = "an answer in a branch of a conversation that was left"
+
+
+def is_given(value: Value, read: Reader | None = None) -> bool:
+    """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
+    kind = str(value.get("run_type", value.get("type"))).lower()
+    is_step = kind in STEPS and read in (request_and_response, COLUMNS[1])
+    is_named = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    return is_step or is_named or any(value.get(name) for name in OF_TOOLS)
+
+
+def response(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a record that is a response, with its request or without."""
+    name = next((name for name in ("choices", "candidates", "output") if record.get(name) is not None), "")
+    parts = record.get(name, [record])
+    is_response = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    if name == "output":
+        is_response = is_response and parts != [] and all("type" in part for part in parts)
+    elif not name:
+        is_response = record.get("type") == "message" and role_of(record) == ASSISTANT
+    return exchange(record, record, skipped, record.get("request_id")) if is_response or name == "candidates" else None
+
+
+def request_and_response(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a request and its response, or a step of a trace; not columns of texts."""
+    request = next((body_of(record[name]) for name in REQUESTS if record.get(name)), None)
+    response = next((body_of(record[name]) for name in RESPONSES if name in record), None)
+    first = request[0] if isinstance(request, list) and request else request
+    if not isinstance(response, dict) and not isinstance(first, dict | list):
+        return None
+    if isinstance(response, dict) and isinstance(response.get("message"), dict) and "type" in response:
+        response = response["message"]  # Anthropic's batches
+    return exchange(record if request is None else request, response, skipped, record.get("request_id"))
+
+
+def ids(outputs: Iterable[str], prompts: Iterable[str] = ()) -> Reader:
+    """Return a reader of token ids in the first of these fields that has some."""
+
+    def read(record: Value, _: list[str]) -> list[Found] | None:
+        output = answers.first_ids(record, outputs)
+        return None if output is None else [Found(output, answers.first_ids(record, prompts))]
+
+    return read
+
+
+def masked_ids(record: Value, _: list[str]) -> list[Found] | None:
+    """Read token ids with a mask: the label -100, or the mask 0, is of the prompt."""
+    ids, name = answers.ids_of(record["input_ids"]), next(name for name in MASKS if name in record)
+    try:
+        mask = np.asarray(record[name], np.int64)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if ids is None or mask.shape != ids.shape:
+        return None
+    is_output = mask != -100 if name == "labels" else mask != 0
+    edges = np.flatnonzero(np.diff(is_output, prepend=False, append=False)).reshape(-1, 2)
+    return [Found(ids[begin:end], ids[:begin] if begin else None) for begin, end in edges]
+
+
+def lm_eval(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the samples of lm-eval, whose prompt is within the arguments of the request."""
+    prompt: object = record.get("arguments")
+    while isinstance(prompt, list | dict) and prompt and not is_chat(prompt):
+        prompt = body_of(next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0])
+    samples = record.get("resps") or record.get("filtered_resps") or []
+    samples = samples if isinstance(samples, list) else []
+    texts = [text for one in samples for text in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(text, str) for text in texts):
+        skipped.append(SCORES)
+        return []
+    return exchange(prompt, texts, skipped)
+
+
+def chosen(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the better one of two answers."""
+    chosen = record.get("chosen") or record.get("chosen_messages")
+    prompt = prompt_of(record)
+    if isinstance(chosen, str) and prompt is None:  # Conversations of HH-RLHF
+        before, mark, answer = chosen.rpartition("\n\nAssistant:")
+        return exchange(before + mark, answer.strip(), skipped)
+    if isinstance(chosen, list) and len(chosen) > 1 and is_chat(chosen):
+        return (conversation(chosen, record, skipped) or [])[-1:]
+    return [Found(output, prompt) for output in outputs_of(chosen, skipped)]
+
+
+def columns(names: Iterable[str]) -> Reader:
+    """Return a reader of rows with an output in the first of these fields that has one."""
+
+    def read(record: Value, skipped: list[str]) -> list[Found] | None:
+        present = [name for name in names if name in record and isinstance(record[name], READABLE)]
+        name = next((name for name in present if record[name] is not None and len(record[name])), None)
+        if not present or (names is not COMPLETIONS and TASK & record.keys()):
+            return None
+        if name is None:
+            is_null = not FAILED & record.keys() and all(record[name] is None for name in present)  # In a table
+            return None if is_null else []
+        if name in EXTRACTED and _is_extracted(record, name):
+            skipped.append(SHORTER)
+            return []
+        if _is_rejected(record, skipped):
+            return []
+        prompt, value = prompt_of(record, name), body_of(record[name])
+        if name in EXTRACTED and isinstance(prompt, Chat) and prompt.messages[-1]["role"] == ASSISTANT:
+            return None
+        if is_chat(value):
+            return conversation(value, record, skipped, prompt)
+        while isinstance(prompt, Chat) and prompt.messages[-1:] and prompt.messages[-1]["role"] == ASSISTANT:
+            prompt = prompt._replace(messages=prompt.messages[:-1])  # The same answer, or another one
+        outputs = outputs_of(value, skipped)
+        thoughts: Any = next((record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)), [])
+        thoughts = thoughts if isinstance(thoughts, list) else [thoughts]
+        texts = value if isinstance(value, list) and len(value) == len(thoughts) else outputs
+        if len(texts) == len(thoughts) and all(isinstance(part, str | None) for part in (*texts, *thoughts)):
+            pairs = [(text, thought) for text, thought in zip(texts, thoughts, strict=True) if text]
+            messages = [{"role": ASSISTANT, "content": text, "reasoning": thought} for text, thought in pairs]
+            outputs = [output for message in messages for output in outputs_of(message, skipped)]
+        several = next((record[key] for key in ("prompts", "inputs", "input_texts") if key in record), None)
+        if isinstance(several, list) and len(several) == len(outputs):
+            return [Found(output, prompt_of(one)) for output, one in zip(outputs, several, strict=True)]
+        return [Found(output, prompt) for output in outputs]
+
+    return read
+
+
+def _is_extracted(record: Value, name: str) -> bool:
+    """Return whether another field has the longer text that the answer in a field was extracted from."""
+    others = [other for other in record if LONGER.search(other) and not NOT_SEARCHED.search(other)]
+    return any(2 * len(str(record[name])) < len(_first_text(record[other])) for other in others if other != name)
+
+
+def _first_text(value: object) -> str:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else ""
+
+
+def _is_rejected(record: Value, skipped: list[str]) -> bool:
+    """Return whether a row, as of KTO, has an answer that is not wanted, and note it."""
+    is_rejected = record.get("label") is False or record.get("kto_tag") is False
+    skipped += [REJECTED] if is_rejected else []
+    return is_rejected
+
+
+def messages(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a conversation."""
+    for name in CONVERSATIONS:
+        chat: Any = parsed(record.get(name))
+        if "uid" in record and is_chat(chat):  # Arena-Hard has answers as objects.
+            contents = [one.get("content") for one in chat]
+            texts = [content.get("answer", content) if isinstance(content, dict) else content for content in contents]
+            chat = [{**one, "content": text} for one, text in zip(chat, texts, strict=True)]
+        notes: list[str] = []
+        if (found := conversation(chat, record, notes)) is not None:
+            if _is_rejected(record, skipped):
+                return []
+            skipped += notes if found or notes else [NO_ANSWER]
+            return found
+    return None
+
+
+def solutions(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read code that a model wrote, and its reflections. Tasks have the right solution in a field of that name."""
+    if TASK & record.keys() and "is_solved" not in record:
+        return None
+    names = ("implementations", "code_list", "raw_solution", "solution")
+    written = [next((record[name] for name in names if record.get(name)), None), record.get("reflections")]
+    return [Found(output, prompt_of(record)) for value in written for output in outputs_of(value, skipped)]
+
+
+def steps(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a trajectory of SWE-agent that has no messages."""
+    steps = record["trajectory"] if isinstance(record["trajectory"], list) and "history" not in record else []
+    messages = [
+        {"role": role, "content": step[name]}
+        for step in steps
+        for role, name in ((ASSISTANT, "response"), (USER, "observation"))
+        if isinstance(step, dict) and isinstance(step.get(name), str)
+    ]
+    return conversation(messages, record, skipped) or None
+
+
+def events(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
+    history = record["history"] if isinstance(record["history"], list) else []
+    events = [event for one in history for event in (one if isinstance(one, list) else [one])]
+    events = [event for event in events if isinstance(event, dict)]
+    if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
+        return None
+    session = sessions.Session(sessions.action_messages, "", Record(record, ""))
+    reads = [read for event in events for read in session.add(Record(event, ""))] + list(session.finish())
+    skipped += [reason for read in reads for reason in read.skipped]
+    return [found for read in reads for found in read.outputs]
+
+
+def text(record: Value, _: list[str]) -> list[Found] | None:
+    """Read a text that is neither a task nor a message."""
+    written = record["text"]
+    is_text = isinstance(written, str) and written and not TASK & record.keys()
+    return [Found(written)] if is_text and "role" not in record and not is_chat([record]) else None
+
+
+def unanswered(_: Value, skipped: list[str]) -> list[Found]:
+    """Read a request of a batch."""
+    skipped.append(NO_RESPONSE)
+    return []
+
+
+def span(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a span of a trace that is a call of a model."""
+    fields = record.get("attributes", record)
+    if isinstance(fields, list):  # OTLP
+        pairs = [pair for pair in fields if isinstance(pair, dict) and isinstance(pair.get("value"), dict)]
+        fields = {str(pair.get("key")): next(iter(pair["value"].values()), None) for pair in pairs}
+    if not isinstance(fields, dict):
+        return None
+    kind = str(fields.get("openinference.span.kind", record.get("span_kind", ""))).lower()
+    operation, identity = fields.get("gen_ai.operation.name", "chat"), str(fields.get("ai.operationId", ".doStream"))
+    if kind in STEPS or operation not in OPERATIONS or not identity.endswith((".doGenerate", ".doStream")):
+        skipped.append(NOT_A_MODEL)
+        return []
+    text = next((fields[name] for name in ("ai.response.text", "ai.response.object") if fields.get(name)), "")
+    if calls := parsed(fields.get("ai.response.toolCalls")):
+        text = {"role": ASSISTANT, "content": text, "tool_calls": calls}
+    before: object = parsed(fields.get("gen_ai.input.messages", fields.get("ai.prompt.messages")))
+    after = parsed(fields.get("gen_ai.output.messages")) or _attributes(fields, "llm.output_messages") or text
+    if not after:
+        return [] if kind == "llm" or "gen_ai.operation.name" in fields else None
+    return exchange(before or _attributes(fields, "llm.input_messages"), after, skipped)
+
+
+def _attributes(fields: Value, prefix: str) -> object:
+    """Return the list whose elements have attributes of their own, such as "PREFIX.0.message.content"."""
+    nested: Value = {}
+    for name in (name for name in fields if name.startswith(f"{prefix}.")):
+        path = [
+            part for part in name[len(prefix) + 1 :].replace("contents", "content").split(".") if part not in WRAPPERS
+        ]
+        inner: Any = nested
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+        if path and isinstance(inner, dict):
+            inner[path[-1]] = fields[name]
+    return _lists(nested) or fields.get(prefix)
+
+
+def _lists(tree: object) -> object:
+    """Return a tree in which objects with numbers as names are lists."""
+    if not isinstance(tree, dict):
+        return tree
+    if all(name.isdecimal() for name in tree):
+        return [_lists(tree[name]) for name in sorted(tree, key=int)]
+    return {name: _lists(value) for name, value in tree.items()}
+
+
+def tree(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the messages from the current node of a tree to its root; without such a node, from the last one."""
+    nodes = record["mapping"]
+    if not isinstance(nodes, dict) or not all(isinstance(node, dict) and "message" in node for node in nodes.values()):
+        return None
+    name = record.get("current_node", next(reversed(nodes), None))
+    path: dict[str, Value] = {}
+    while isinstance(name, str) and name in nodes and name not in path:
+        path[name] = nodes[name]
+        name = nodes[name].get("parent")
+    messages = [node["message"] for node in reversed(path.values()) if isinstance(node["message"], dict)]
+    left = [node["message"] for name, node in nodes.items() if name not in path]
+    skipped += [OTHER_BRANCH for message in left if chats.role_of(message) == ASSISTANT]
+    return conversation(messages, record, skipped) if messages else []
+
+
+def function_calls(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the result of a task of BFCL: a text, or the calls and texts of each step of each turn."""
+    if not isinstance(record["id"], str) or not BFCL_ID.fullmatch(record["id"]):
+        return None
+    found: list[Found] = []
+    steps = [record["result"]]
+    while steps:
+        step = steps.pop(0)
+        if isinstance(step, list) and step and all(isinstance(call, dict) and len(call) == 1 for call in step):
+            calls = [{"name": name, "arguments": arguments} for call in step for name, arguments in call.items()]
+            step = {"role": ASSISTANT, "content": None, "tool_calls": calls}
+        elif isinstance(step, list):
+            steps[:0] = step
+        found += [] if isinstance(step, list) else [Found(output) for output in outputs_of(step, skipped)]
+    return found
+
+
+def samples(record: Value, _: list[str]) -> list[Found] | None:
+    """Read samples of a model: texts, or objects with an output."""
+    written = record["samples"] if isinstance(record["samples"], list) else []
+    texts = [one.get("output") if isinstance(one, dict) and "messages" not in one else one for one in written]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return None
+    return [Found(text, prompt_of(record)) for text in texts if text]
+
+
+def named_answers(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the answers to a question in fields with the names of models, such as "chatgpt_response"."""
+    names = [name for name in record if NAMED.fullmatch(name)]
+    prompt = prompt_of({name: record[name] for name in QUESTIONS if name in record})
+    return [Found(output, prompt) for name in names for output in outputs_of(record[name], skipped)] or None
+
+
+COLUMNS = (columns(COMPLETIONS), columns(OUTPUTS), columns(("answer",)))
+ALL_IDS = ids(("tokens", "input_ids"))
+WEAK = (request_and_response, *COLUMNS, text)
+"""Readers of fields that steps without a model have, too."""
