@@ -413,6 +413,8 @@ class Engine:
         is_on_graph = executor is self._graph
         if not plan.sequences or ((self._in_flight or self._launched) and not is_on_graph):
             return False
+        self._speculation.start(self.scheduler.take_admitted())
+        watch.lap("draft")
         if self._graph is not None and is_on_graph and self._graph.chain is not None:
             self._speculation.leave_to_device(plan)
             watch.lap("draft")

@@ -117,8 +117,6 @@ class StepPlan:
     table: RequestTable | None = None
     decoding: np.ndarray = field(default_factory=lambda: NO_ROWS)
     """int64 [D]: rows of the other sequences, in the order of their arrival."""
-    admitted: list[Sequence] = field(default_factory=list)
-    """Sequences that were admitted for this step, again if they were preempted."""
     drafts: DraftBatch | None = None
     """Drafts of the producing sequences, if they are not in `entries`."""
     lengths: np.ndarray | None = None

@@ -63,7 +63,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In the order of arrival."""
         self._admitted: list[Sequence] = []
-        """Sequences that were admitted since the last plan."""
+        """Sequences that were admitted since the last call of `take_admitted`."""
         self._rows: np.ndarray | None = None
         """int64 [running]: their rows in the table; None after a change of `running`."""
         self.refused: list[tuple[Sequence, UserError]] = []
@@ -113,8 +113,7 @@ class Scheduler:
         chunks = self._plan_prompts(self.table.of(prompts), len(decoding))
         # Prompts may have preempted newer sequences.
         decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
-        plan = StepPlan(chunks, self.table, decoding, [each for each in self._admitted if each.is_running])
-        self._admitted = []
+        plan = StepPlan(chunks, self.table, decoding)
         _ = plan.admissions  # Kept with the plan, since sequences may end before its results are read.
         plan.rooms = self._allocate_draft_room(plan)
         if self._extra_rows:
@@ -156,6 +155,12 @@ class Scheduler:
             produces = sequence.request.sampling.max_tokens > 0 and sequence.computed + scheduled == len(sequence)
             entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
         return [entry for entry in entries if entry.sequence.is_running]
+
+    def take_admitted(self) -> list[Sequence]:
+        """Return the running sequences that were admitted since the last call, also after a preemption."""
+        admitted = [sequence for sequence in self._admitted if sequence.is_running]
+        self._admitted = []
+        return admitted
 
     def register_pages(self, sequence: Sequence) -> None:
         """Register a sequence's full pages with the prefix cache; their tokens must be committed."""

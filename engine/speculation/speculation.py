@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -57,9 +58,15 @@ class Speculation:
         """The drafter in use."""
         return self._drafter
 
+    def start(self, sequences: Iterable[Sequence]) -> None:
+        """Let the drafter start the sequences that it has not started yet."""
+        for sequence in sequences:
+            if sequence.sequence_id not in self._started:
+                self._started.add(sequence.sequence_id)
+                self._drafter.start(sequence)
+
     def prepare(self, plan: StepPlan) -> bool:
-        """Start new sequences and set the plan's price. Return whether the drafter is called in this step."""
-        self._start(plan)
+        """Set the plan's price. Return whether the drafter is called in this step."""
         plan.lengths = np.zeros(plan.producers, np.int64)
         if self._never_drafts or not plan.rooms.any():
             return False
@@ -119,8 +126,7 @@ class Speculation:
             self._assign(entry, drafts, index, length, by_depth=False)
 
     def leave_to_device(self, plan: StepPlan) -> None:
-        """Start new sequences of a plan whose drafts the device makes, and decide whether it drafts in this step."""
-        self._start(plan)
+        """Decide whether the device drafts in a step."""
         plan.drafts_on_device = True
         if any(entry.sequence.request.is_drafted for entry in plan.entries):
             plan.is_backing_off = self._device_drafting is not None and self._device_drafting.is_backing_off
@@ -161,12 +167,6 @@ class Speculation:
         part, at = drafted_part(plan)
         drafts = self._drafter.propose(part)
         return drafts if at is None else drafts.scatter(at, len(plan.producing))
-
-    def _start(self, plan: StepPlan) -> None:
-        for sequence in plan.admitted:
-            if sequence.sequence_id not in self._started:
-                self._started.add(sequence.sequence_id)
-                self._drafter.start(sequence)
 
     def _usable_lengths(self, batch: DraftBatch) -> np.ndarray:
         """Return the number of verifiable tokens of each draft, int64 [B]; without tree drafts, those before a

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.scheduling.table import ADMISSION
 from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.table import ADMISSION
 from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
@@ -70,7 +70,8 @@ class StrictDrafter:
         assert self.most[sequence_id] != 0 or self.calls[sequence_id] <= 1
 
     def record(self, sequence_id, committed, verified, steps=1):
-        assert verified == self.offered[sequence_id]
+        # The results of a step in flight are dropped if its sequence is cancelled or preempted.
+        assert verified in (0, self.offered[sequence_id])
         self.steps[sequence_id] += steps if len(committed) else 0
         text = self.texts[sequence_id]
         text += committed.tolist()
@@ -85,6 +86,7 @@ class RandomBackoff:
         self.is_stopped = False
 
     def admits(self, plan):
+        plan.is_stopped = self.is_stopped
         return not self.is_stopped
 
     def price(self, plan):
@@ -94,7 +96,7 @@ class RandomBackoff:
         return usable
 
     def record(self, plan, accepted, committed, seconds):
-        assert not (self.is_stopped and (plan.is_drafting or accepted))
+        assert not (getattr(plan, "is_stopped", False) and (plan.is_drafting or accepted))
         self.is_stopped = bool(self.rng.random() < 0.5)
 
 
@@ -209,21 +211,24 @@ class Workload:
     def step(self):
         scheduler = self.engine.scheduler
         alive = [*scheduler.running, *scheduler.waiting]
-        before = {sequence: (sequence.computed, len(sequence), sequence.in_flight) for sequence in alive}
+        before = {each: (each.computed, len(each), each.in_flight, each.preemptions) for each in alive}
         # With a step in flight, a sequence may start with this step, which is reported later.
         is_ahead = bool(self.engine._in_flight)
         decoding = [
             s for s in scheduler.running if s.room and s.computed == len(s) - 1 and (s.in_flight or not is_ahead)
         ]
         # Tokens of a step in flight were counted when it was launched.
-        launched = {entry.sequence for step in self.engine._in_flight for entry in step.plan.entries}
+        launched = {
+            *self.in_flight_tokens(),
+            *(c.sequence for step in self.engine._in_flight for c in step.plan.chunks),
+        }
         report = self.engine.step()
         scheduler.check_integrity()
         assert self.engine._speculation.drafter.failures.count == 0
         self.check_in_flight()
         self.check_output(report)
         self.check_progress([one for one in alive[:1] if one not in launched], decoding, before, report)
-        if self.in_flight in (1, "any"):
+        if self.in_flight is not None:
             # Two steps may have been planned, the second one with pages that the first one filled.
             for sequence in alive:
                 self.record_computed(sequence)
@@ -232,19 +237,21 @@ class Workload:
         for sequence in alive:
             self.record_computed(sequence)
 
+    def in_flight_tokens(self):
+        """Running sequences of the step in flight, and the largest number of tokens that it may append to each."""
+        table, found = self.engine.scheduler.table, {}
+        for step in self.engine._in_flight:
+            plan = step.plan
+            is_running = table.state[plan.rows, ADMISSION] == plan.admissions
+            lengths = plan.draft.lengths[is_running].tolist()
+            for sequence, length in zip(table.of(plan.rows[is_running]), lengths, strict=True):
+                found[sequence] = 1 + length
+        return found
+
     def check_in_flight(self):
         """Check that `Sequence.in_flight` is the largest number of tokens that the step in flight may append."""
-        steps = self.engine._in_flight
-        assert len(steps) <= (0 if self.in_flight is None else 1)
-        state = self.engine.scheduler.table.state
-        begun = {
-            self.engine.scheduler.table.sequences[row]: 1 + length
-            for step in steps
-            for row, length, admission in zip(
-                step.plan.rows, step.plan.draft.lengths.tolist(), step.plan.admissions, strict=True
-            )
-            if state[row, ADMISSION] == admission
-        }
+        assert len(self.engine._in_flight) <= (0 if self.in_flight is None else 1)
+        begun = self.in_flight_tokens()
         for sequence in (*self.engine.scheduler.running, *self.engine.scheduler.waiting):
             assert sequence.in_flight in (0, begun.get(sequence, 0))
             assert sequence.in_flight or sequence not in begun or sequence.preemptions
@@ -272,7 +279,7 @@ class Workload:
             if sequence.in_flight == 0 or before[sequence][2]:
                 assert (sequence.computed, len(sequence)) > before[sequence][:2]
         for sequence in decoding:
-            assert sequence.sequence_id in report.tokens or sequence in self.engine.scheduler.waiting
+            assert sequence.sequence_id in report.tokens or sequence.preemptions > before[sequence][3]
 
     def check_cache(self, sequence):
         """Check the cache entries of a running sequence, and that reused pages were computed before."""

@@ -9,8 +9,8 @@ from torch.nn import Module
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.kinds import KINDS
-from engine.drafters.tokens import NOT_STARTED
 from engine.drafters.registry import build_drafter
+from engine.drafters.tokens import NOT_STARTED
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.ngram import NgramDrafter
@@ -27,8 +27,8 @@ def held(drafter):
     found, owners = set(), [drafter]
     while owners:
         for name, value in vars(owners.pop()).items():
-            is_empty = (value[:, 0] == NOT_STARTED).all() if isinstance(value, np.ndarray) else not value
-            if isinstance(value, (dict, set, np.ndarray)) and not is_empty:
+            is_reported = name == "_reported" and (value[:, 0] != NOT_STARTED).any()
+            if (isinstance(value, (dict, set)) and value) or is_reported:
                 found.add(name)
             owners += [each for each in (value if isinstance(value, list) else [value]) if is_drafting(each)]
     return found
