@@ -17,6 +17,9 @@ from benchmarks.traces import load_trace
 MAX_DRAFT = 16
 MAX_POSITIONS = 8192
 PROMPT_TOKENS, OUTPUT_TOKENS = 5000, 128
+SHIFT = 1009
+VARIANTS = 8
+"""Number of versions of each request that is served, so that none repeats an earlier one."""
 LEARNED = 400
 """Number of requests that the drafter has learned before."""
 STAGES = ("schedule", "draft", "forward", "verify", "commit")
@@ -28,7 +31,10 @@ def step_tokens(at_once: int) -> int:
 
 
 def recorded_items(path: Path) -> tuple[list[Item], list[Item], int]:
-    """Return the requests that a drafter has learned, those that are served, and the size of their vocabulary."""
+    """Return the requests that a drafter has learned, those that are served, and the size of their vocabulary.
+
+    After all recorded requests, each is served again with other tokens: token ids are shifted.
+    """
     trace = load_trace(path)
     short = replace(trace, requests=[each for each in trace.requests if len(each.prompt) <= PROMPT_TOKENS])
     items = replay_items(
@@ -36,7 +42,15 @@ def recorded_items(path: Path) -> tuple[list[Item], list[Item], int]:
     )
     vocabulary = 1 + max(int(part.max()) for item in items for part in (item.request.prompt, item.request.recorded))
     learned = min(LEARNED, len(items) // 2)
-    return items[:learned], items[learned:], vocabulary
+    served = [shifted(item, SHIFT * number, vocabulary) for number in range(VARIANTS) for item in items[learned:]]
+    return items[:learned], served, vocabulary
+
+
+def shifted(item: Item, by: int, vocabulary: int) -> Item:
+    """Return an item with other token ids, whose equal tokens are those that were equal before."""
+    request = item.request
+    parts = {name: (getattr(request, name) + np.uint32(by)) % np.uint32(vocabulary) for name in ("prompt", "recorded")}
+    return replace(item, request=replace(request, **parts))
 
 
 @dataclass
