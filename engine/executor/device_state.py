@@ -73,33 +73,41 @@ class DeviceState:
         """Index of the idle slot."""
         return len(self.lengths) - 1
 
-    def install(self, slots: SequenceOf[int], sequences: SequenceOf[Sequence]) -> None:
+    def install(self, slots: SequenceOf[int], sequences: SequenceOf[Sequence], *, texts: bool) -> None:
         """Copy the state of sequences to slots; all tokens of a sequence but the last one are in the cache.
 
-        Their pages are copied by `add_pages`.
+        Their pages are copied by `add_pages`. texts: whether the history is to have their committed tokens.
         """
         device = self.history.device
-        texts = [np.concatenate((each.tokens, each.recorded_rest)) for each in sequences]
         samplings = [each.request.sampling for each in sequences]
         at = on_device(np.array(slots, np.int64), device)
         counts = np.array([(len(each), each.max_length, each.tokens[-1]) for each in sequences], np.int64)
-        limits = np.array([(each.temperature, each.top_p, each.min_p) for each in samplings], np.float64)
+        reals = np.array([(each.temperature, each.top_p, each.min_p) for each in samplings], np.float64)
         whole = np.array([(each.seed, each.top_k) for each in samplings], np.int64)
         for columns, values in (
             ((self.lengths, self.limits, self.last_tokens), on_device(counts.astype(np.int32), device)),
-            ((self.temperatures, self.top_p, self.min_p), on_device(limits, device)),
+            ((self.temperatures, self.top_p, self.min_p), on_device(reals, device)),
             ((self.seeds, self.top_k), on_device(whole, device)),
         ):
             for index, column in enumerate(columns):
                 column[at] = values[:, index]
-        sizes = np.array([len(text) for text in texts])
-        self.history[at] = NOT_RECORDED
-        rows = on_device(np.repeat(np.array(slots, np.int64), sizes), device)
-        places = on_device(np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes), device)
-        self.history[rows, places] = on_device(np.concatenate(texts).astype(np.int32), device)
         self.page_tables[at] = self.scratch_page
+        firsts = np.zeros(len(sequences), np.int64) if texts else counts[:, 0]
+        parts = [_history(each, first) for each, first in zip(sequences, firsts.tolist(), strict=True)]
+        sizes = np.array([len(part) for part in parts])
+        rows = on_device(np.repeat(np.array(slots, np.int64), sizes), device)
+        places = np.arange(sizes.sum()) + np.repeat(firsts - np.cumsum(sizes) + sizes, sizes)
+        self.history[rows, on_device(places, device)] = on_device(np.concatenate(parts), device)
 
     def add_pages(self, added: np.ndarray) -> None:
         """Write pages into page tables. added: int32 [3, N], slot, place and page of each."""
         slots, places, pages = on_device(added, self.page_tables.device)
         self.page_tables[slots.long(), places.long()] = pages
+
+
+def _history(sequence: Sequence, first: int) -> np.ndarray:
+    """Return a sequence's row of `DeviceState.history` from position `first` on, int32 [max_length - first]."""
+    known = np.concatenate((sequence.tokens[first:], sequence.recorded_rest))
+    row = np.full(sequence.max_length - first, NOT_RECORDED, np.int32)
+    row[: len(known)] = known
+    return row

@@ -81,7 +81,7 @@ class GraphExecutor:
         assert table is not None
         missing = rows[table.state[rows, ON_DEVICE] == ABSENT]
         if len(missing):
-            self.grid.state.install(missing.tolist(), table.of(missing))
+            self.grid.state.install(missing.tolist(), table.of(missing), texts=self.chain is not None)
             table.state[missing, ON_DEVICE] = 0
         added = np.empty((3, int((table.state[rows, PAGES] - table.state[rows, ON_DEVICE]).sum())), np.int32)
         if new_pages(table.state, table.pages, rows, added):

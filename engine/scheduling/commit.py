@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import types
 
 from engine.drafters.sources import SOURCE_NAMES
 from engine.scheduling.table import (
@@ -22,7 +21,7 @@ from engine.scheduling.table import (
     STEPS,
     TEXT,
 )
-from ssd.kernels.jit import Int, IntRows, LongRows, Longs, Nothing, Tokens, TokensOut, kernel, peek, poke
+from ssd.kernels.jit import Int, IntRows, LongRows, Longs, Nothing, SourceCodes, Tokens, TokensOut, kernel, peek, poke
 
 DROPPED, CONTINUES, ENDED, FULL, UNDECIDED = range(5)
 """Outcomes of a step for a sequence: it does not run any more; it continues; it ended with an end token, or at its
@@ -34,7 +33,6 @@ PRODUCED, VERIFIED, FIRST_TOKEN = range(3)
 """Columns of a step's results: numbers of produced tokens and of verified draft tokens, and the first token."""
 
 SOURCES = len(SOURCE_NAMES)
-SourceCodes = types.Array(types.uint8, 1, "C", readonly=True)
 
 
 @kernel(LongRows, Longs, Tokens, Tokens, Longs, IntRows, returns=Nothing)

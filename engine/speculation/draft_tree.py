@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ssd.kernels.jit import BoolRows, Longs, Nothing, Parents, kernel
+from ssd.kernels.jit import BoolRows, Longs, Nothing, Parents, Tokens, kernel
 from ssd.types import ROOT
 
 
@@ -90,10 +90,16 @@ def straight_length(parents: np.ndarray) -> int:
 
 def straight_lengths(parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return `straight_length` of each draft of a batch, int64 [B]; parents and offsets as in `DraftBatch`."""
-    bounds = offsets.astype(np.int64)
-    lengths = np.diff(bounds)
-    branches = np.flatnonzero(parents != np.arange(len(parents)) - 1 - bounds[:-1].repeat(lengths))
-    if not len(branches):
-        return lengths
-    first = np.append(branches, len(parents))[np.searchsorted(branches, bounds[:-1])]
-    return np.minimum(first, bounds[1:]) - bounds[:-1]
+    lengths = np.empty(len(offsets) - 1, np.int64)
+    _fill_straight_lengths(parents, offsets, lengths)
+    return lengths
+
+
+@kernel(Parents, Tokens, Longs, returns=Nothing)
+def _fill_straight_lengths(parents, offsets, lengths):
+    for index in range(len(lengths)):
+        first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
+        length = 0
+        while first + length < end and parents[first + length] == length - 1:
+            length += 1
+        lengths[index] = length

@@ -14,9 +14,11 @@ from engine.scheduling.plan import StepPlan
 from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
+from ssd.kernels.jit import Float, Floats, FloatsOut, Longs, Nothing, Parents, SourceCodes, Tokens, kernel
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits
 
 LOG = logging.getLogger(__name__)
+GRAMMAR = int(DraftSource.GRAMMAR)
 DECAY = 0.98
 """Decay per step of the sums that calibrate drafts: an effective window of about 50 steps."""
 PRIOR_ACCEPTED = 0.5
@@ -75,16 +77,12 @@ class DraftSelection:
         """
         sequences = plan.producers
         self._budget.prepare(sequences, plan.scheduled + plan.extra_rows - sequences)
-        likely = path_prob(drafts.accept_prob, drafts.parents, drafts.offsets)
-        offsets = drafts.offsets.astype(np.int64)
-        starts, sizes = offsets[:-1], np.diff(offsets)
-        places = np.arange(len(likely)) - starts.repeat(sizes)
-        likely[places >= usable.repeat(sizes)] = 0
-        # What a grammar forces is accepted with certainty, and says nothing about the drafter.
-        is_forced = drafts.source == DraftSource.GRAMMAR
-        calibrated = np.where(is_forced & (likely == 1), 1.0, likely * self.calibration)
-        lengths = np.minimum(self._budget.select(calibrated.astype(np.float32), offsets), usable)
-        self._expected += float(likely[(places < lengths.repeat(sizes)) & ~is_forced].sum())
+        likely, calibrated = np.empty((2, len(drafts.tokens)), np.float32)
+        # Drafters of third parties may return views.
+        accept_prob, parents = np.ascontiguousarray(drafts.accept_prob), np.ascontiguousarray(drafts.parents)
+        calibrate(accept_prob, parents, drafts.source, drafts.offsets, usable, self.calibration, likely, calibrated)
+        lengths = np.minimum(self._budget.select(calibrated, drafts.offsets.astype(np.int64)), usable)
+        self._expected += expected_tokens(likely, drafts.source, drafts.offsets, lengths)
         return lengths
 
     def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
@@ -166,16 +164,42 @@ class DraftSelection:
         self._warn = None
 
 
+@kernel(Floats, Parents, SourceCodes, Tokens, Longs, Float, FloatsOut, FloatsOut, returns=Nothing)
+def calibrate(accept_prob, parents, sources, offsets, usable, calibration, likely, calibrated):
+    """Write the path probabilities of draft tokens, as drafted and calibrated, float32 [T] each.
+
+    accept_prob, parents, sources, offsets: as in `DraftBatch`. usable: int64 [B], number of leading tokens of each
+    draft that can be verified; others get 0.
+    """
+    for index in range(len(usable)):
+        first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
+        for token in range(first, end):
+            parent = parents[token]
+            before = np.float32(1) if parent < 0 else likely[first + parent]
+            likely[token] = before * accept_prob[token] if token - first < usable[index] else np.float32(0)
+            # What a grammar forces is accepted with certainty, and says nothing about the drafter.
+            is_certain = sources[token] == GRAMMAR and likely[token] == 1
+            calibrated[token] = likely[token] if is_certain else likely[token] * calibration
+
+
+@kernel(Floats, SourceCodes, Tokens, Longs, returns=Float)
+def expected_tokens(likely, sources, offsets, lengths):
+    """Return the sum of the path probabilities of the first `lengths` tokens of each draft that no grammar forced."""
+    total = 0.0
+    for index in range(len(lengths)):
+        first = np.int64(offsets[index])
+        for token in range(first, first + lengths[index]):
+            if sources[token] != GRAMMAR:
+                total += likely[token]
+    return total
+
+
 def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the product of `accept_prob` along each token's path from the root, float64 [T].
+    """Return the product of `accept_prob` along each token's path from the root, float32 [T].
 
     accept_prob: float [T], of each token given its parent. parents and offsets as in `DraftBatch`.
     """
-    starts = np.repeat(np.asarray(offsets[:-1], np.int64), np.diff(offsets).astype(np.int64))
-    root = len(accept_prob)
-    ancestor = np.append(np.where(parents < 0, root, parents + starts), root)
-    logs = np.append(np.log(np.maximum(np.asarray(accept_prob, np.float64), 1e-30)), 0.0)
-    # Each round doubles the number of ancestors that are included.
-    while np.count_nonzero(ancestor < root):
-        logs, ancestor = logs + logs[ancestor], ancestor[ancestor]
-    return np.exp(logs[:root])
+    likely, calibrated = np.empty((2, len(accept_prob)), np.float32)
+    arrays = accept_prob.astype(np.float32), parents.astype(np.int32), np.zeros(len(likely), np.uint8)
+    calibrate(*arrays, offsets.astype(np.uint32), np.diff(offsets.astype(np.int64)), 1.0, likely, calibrated)
+    return likely

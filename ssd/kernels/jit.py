@@ -31,6 +31,10 @@ TokensOut = types.Array(types.uint32, 1, "C")
 """uint32 [N], written by the kernel."""
 TokenRows = types.Array(types.uint32, 2, "C")
 """uint32 [N, columns], written by the kernel."""
+Floats = types.Array(types.float32, 1, "C", readonly=True)
+"""float32 [N], read only."""
+SourceCodes = types.Array(types.uint8, 1, "C", readonly=True)
+"""uint8 [N], read only: a source of each draft token."""
 FloatsOut = types.Array(types.float32, 1, "C")
 """float32 [N], written by the kernel."""
 Bytes = types.Array(types.uint8, 1, "C")

@@ -247,7 +247,7 @@ class LookaheadDrafter(Drafter):
             depth=depths,
             q_row=np.full(len(owner), DETERMINISTIC),
             accept_prob=accept_prob,
-            path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))).astype(np.float32),
+            path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))),
             score=scores,
         )
         return drafts_of(nodes, np.array([entry.draft_room for entry in entries]), DraftSource.LOOKAHEAD)

@@ -43,7 +43,7 @@ def test_path_prob_is_the_product_along_the_path(drafts, data):
     accept_prob, offsets = np.array([prob for draft in drafts for prob in draft]), np.cumsum([0, *map(len, drafts)])
     parents = [data.draw(st.integers(-1, index - 1)) for draft in drafts for index in range(len(draft))]
     found = path_prob(accept_prob, np.array(parents, np.int32), offsets)
-    np.testing.assert_allclose(found, slow_path_prob(accept_prob, parents, offsets), rtol=1e-9)
+    np.testing.assert_allclose(found, slow_path_prob(accept_prob, parents, offsets), rtol=1e-5)
 
 
 def test_tokens_of_prompts_and_extra_rows_are_part_of_the_step():
