@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.scheduling.page_hashes import WORDS
-from ssd.kernels.jit import Bool, Int, IntRows, Ints, Longs, Nothing, UlongRows, fields_of, inline, kernel
+from ssd.kernels.jit import Int, IntRows, Ints, Longs, Nothing, UlongRows, fields_of, inline, kernel
 
 UNUSED, IDLE = range(2)
 """Elements of `Pool.counts`."""
@@ -92,13 +92,17 @@ class PagePool:
         """Register owned pages, int32 [n], under their hashes, uint64 [n, WORDS], where no other page has the hash."""
         register_pages(self.arrays, pages, hashes)
 
-    def find(self, hashes: np.ndarray, *, owned: bool = False) -> np.ndarray:
+    def find(self, hashes: np.ndarray) -> np.ndarray:
         """Return the pages with these hashes, up to the first hash without a page, int32 [at most n].
 
-        hashes: uint64 [n, WORDS]. owned: whether idle pages count as missing.
+        hashes: uint64 [n, WORDS].
         """
         pages = np.empty(len(hashes), np.int32)
-        return pages[: find_pages(self.arrays, hashes, owned, pages)]
+        return pages[: find_pages(self.arrays, hashes, pages)]
+
+    def count_owned(self, pages: np.ndarray) -> int:
+        """Return the number of leading pages, of int32 [n], that have an owner."""
+        return int(np.append(self.arrays.owners[pages] > 0, False).argmin())
 
     def forget(self) -> None:
         """Drop all hashes, so that no page is found any more. Pages with an owner keep it and must not be shared."""
@@ -240,12 +244,12 @@ def register_pages(pool, pages, hashes):
             pool.has_hash[page] = 1
 
 
-@kernel(POOL, UlongRows, Bool, Ints, returns=Int)
-def find_pages(pool, hashes, owned, pages):
+@kernel(POOL, UlongRows, Ints, returns=Int)
+def find_pages(pool, hashes, pages):
     """Write the result of `PagePool.find` to `pages`, and return its length."""
     for index in range(len(hashes)):
         page = pool.places[_place_of(pool, hashes[index, 0], hashes[index, 1])]
-        if page == FREE or (owned and pool.owners[page] == 0):
+        if page == FREE:
             return index
         pages[index] = page
     return len(hashes)

@@ -270,13 +270,14 @@ class Scheduler:
             except UserError as problem:
                 self.refused.append((self.waiting.popleft(), problem))
                 continue
-            needed = reserved + self.pages.pages_for(len(sequence)) - self._owned_prefix(sequence)
+            found = self._find_prefix(sequence)
+            needed = reserved + self.pages.pages_for(len(sequence)) - self.pages.count_owned(found)
             if sequence.row == NO_ROW and not self.table.has_room:
                 break
             # A sequence that fits only alone is admitted when nothing else runs.
             if self.running and needed + self._watermark > self.pages.free_count:
                 break
-            self._start(self.waiting.popleft())
+            self._start(self.waiting.popleft(), found)
             reserved += self._missing_pages(sequence, len(sequence))
         self.waiting.extendleft(reversed(skipped))
 
@@ -293,7 +294,8 @@ class Scheduler:
         missing.add(name)
         return False
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, found: np.ndarray) -> None:
+        """Let a sequence run, with pages of the prefix cache for its first tokens, int32."""
         if self._adapters is not None and sequence.request.adapter is not None:
             self._adapters.acquire(sequence.request.adapter)
         insort(self.running, sequence, key=BY_ARRIVAL)
@@ -303,7 +305,7 @@ class Scheduler:
             self.table.add(sequence)
         self.table.admit(sequence)
         self._admitted.append(sequence)
-        self._reuse(sequence)
+        self._take_over(sequence, found)
 
     def _missing_pages(self, sequence: Sequence, tokens: int) -> int:
         """Return the number of additional pages that a sequence needs for `tokens` tokens."""
@@ -322,9 +324,9 @@ class Scheduler:
             return 0
         return (len(sequence) - 1) // self.pages.page_size
 
-    def _owned_prefix(self, sequence: Sequence) -> int:
-        """Return the number of leading pages that a waiting sequence can share with their owners."""
-        return len(self.pages.find(self._hashes(sequence, self._reusable_pages(sequence)), owned=True))
+    def _find_prefix(self, sequence: Sequence) -> np.ndarray:
+        """Return the pages of the prefix cache for the first tokens of a sequence without pages, int32."""
+        return self.pages.find(self._hashes(sequence, self._reusable_pages(sequence)))
 
     def _reuse(self, sequence: Sequence) -> None:
         """Append pages of the prefix cache for the tokens after the computed ones."""
@@ -332,11 +334,15 @@ class Scheduler:
         reusable = self._reusable_pages(sequence)
         if sequence.computed != before * size or reusable <= before:
             return
-        found = self.pages.find(self._hashes(sequence, reusable)[before:])
-        self.pages.share(found)
-        sequence.add_pages(found)
-        sequence.reuse(len(found) * size)
-        sequence.state[REGISTERED] = len(sequence.held_pages)
+        self._take_over(sequence, self.pages.find(self._hashes(sequence, reusable)[before:]))
+
+    def _take_over(self, sequence: Sequence, found: np.ndarray) -> None:
+        """Append pages of the prefix cache, int32, to the page table of a sequence, which has computed all before."""
+        if len(found):
+            self.pages.share(found)
+            sequence.add_pages(found)
+            sequence.reuse(len(found) * self.pages.page_size)
+            sequence.state[REGISTERED] = sequence.state[PAGES]
 
     def _is_planned(self, sequence: Sequence, planned_pages: set[bytes]) -> bool:
         """Return whether another sequence computes the next page of this prompt in the same step."""
