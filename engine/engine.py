@@ -248,7 +248,7 @@ class Engine:
             values = step.read()
             watch.lap("verify")
             self._read_at = perf_counter()
-            report = self._commit_rows(step.plan, values)
+            report = self._commit_rows(step.plan, values, step.choose())
             watch.lap("commit")
             if not self._in_flight:
                 # The device runs the next step while this one is accounted for, here and by the caller.
@@ -413,6 +413,8 @@ class Engine:
         is_on_graph = executor is self._graph
         if not plan.sequences or ((self._in_flight or self._launched) and not is_on_graph):
             return False
+        if self._in_flight and self.scheduler.needs_host:
+            return False
         self._speculation.start(self.scheduler.take_admitted())
         watch.lap("draft")
         if self._graph is not None and is_on_graph and self._graph.chain is not None:
@@ -424,7 +426,7 @@ class Engine:
             if is_drafting:
                 return False
         else:
-            self._speculation.propose(plan)
+            self._speculation.propose(plan, by_rows=is_on_graph)
             if not is_on_graph:
                 self._speculation.assign(plan)
             watch.lap("draft")
@@ -446,20 +448,25 @@ class Engine:
                 entry.sequence.in_flight += 1 + entry.max_verified
 
     def _executor_for(self, plan: StepPlan) -> Executor:
-        """Return the executor for a step: the graph executor if no running request needs the host."""
+        """Return the executor for a step: the graph executor, unless a request needs the host and the device drafts."""
         if self._graph is None:
             return self._executor
-        if self.scheduler.needs_host:
+        if self._graph.chain is not None and self.scheduler.needs_host:
             # The eager executor advances sequences on the host only, which outdates the state on the device.
             if plan.sequences and not self._in_flight and not self._launched:
                 self._graph.release(self.scheduler.table)
             return self._executor
         return self._graph
 
-    def _commit_rows(self, plan: StepPlan, values: np.ndarray) -> StepReport:
-        """Commit the results of a step of the graph executor whose drafts the host made, see `GraphStep.read`."""
+    def _commit_rows(self, plan: StepPlan, values: np.ndarray, chosen: dict[int, SequenceResult]) -> StepReport:
+        """Commit the results of a step of the graph executor whose drafts the host made.
+
+        values, chosen: see `GraphStep.read` and `GraphStep.choose`.
+        """
+        report = StepReport(is_backing_off=plan.is_backing_off)
         state = self.scheduler.table.state
-        results = RowResults(plan, values, state[plan.rows, COMPUTED])
+        report.results = results = RowResults(plan, values, state[plan.rows, COMPUTED])
+        results.choose(chosen)
         draft = plan.draft
         commit_results(
             state, plan.rows, plan.admissions, values, draft.sources, draft.offsets, draft.lengths, self._end_tokens,
@@ -469,16 +476,31 @@ class Engine:
             sequence, outcome = self.scheduler.table.of(plan.rows[index : index + 1])[0], results.outcomes[index]
             cut = Cut(int(results.kept[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
             if outcome == UNDECIDED:
-                cut = self._append(results.at(index))
-                results.kept[index] = cut.length
+                cut = self._append_chosen(results, index, report)
             if cut.reason is not None:
                 self._end(sequence, cut)
+        for chunk in plan.chunks:
+            if chunk.sequence.is_running and chunk.sequence.is_scored:
+                self._end(chunk.sequence, Cut(0, FinishReason.LENGTH))
         if self._speculation.observes_rows:
             produced = np.flatnonzero(results.kept)
-            self._speculation.observe_rows(plan.rows[produced], values[produced, VERIFIED].astype(np.int64))
+            verified = values[:, VERIFIED].astype(np.int64)
+            for index, result in chosen.items():
+                verified[index] = self._speculation.verified_of(result)
+            self._speculation.observe_rows(plan.rows[produced], verified[produced])
         else:
             self._speculation.observe(StepResult(plan, list(results)))
-        return StepReport(results=results, is_backing_off=plan.is_backing_off)
+        return report
+
+    def _append_chosen(self, results: RowResults, index: int, report: StepReport) -> Cut:
+        """Commit the tokens of a sequence whose request decides where it ends."""
+        result = results.at(index)
+        cut = self._append(result) if len(result.tokens) else Cut(0, None)
+        results.kept[index] = len(result.tokens)
+        if cut.reason is None and result.error is not None:
+            report.refused[result.sequence_id] = str(result.error)
+            return Cut(0, FinishReason.ABORT)
+        return cut
 
     def _commit(self, result: StepResult, watch: Stopwatch) -> StepReport:
         """Commit the tokens of a step."""

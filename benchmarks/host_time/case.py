@@ -48,16 +48,17 @@ from ssd.config import DrafterConfig
 
 
 @contextmanager
-def instant_device() -> Iterator[Device]:
-    """Replace the work of the device by recorded outputs, on a CPU."""
+def instant_device(vocabulary: int) -> Iterator[Device]:
+    """Replace the work of the device by recorded outputs, on a CPU. All tokens have the same logits."""
     device = Device()
     read = PendingArray.read
 
-    def step(self: FixedStep, _kind: Kind) -> torch.Tensor:
+    def step(self: FixedStep, _kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         with device.work(is_step=True):
             state = self._state
             columns = (self._table, state.lengths, state.limits, state.history)
-            return torch.from_numpy(outcomes(*(column.numpy() for column in columns), self._shape.width))
+            results = outcomes(*(column.numpy() for column in columns), self._shape.width)
+            return torch.from_numpy(results), torch.zeros(1, 1).expand(self._shape.rows, vocabulary)
 
     def forward(_self: Runner, batch: Any) -> torch.Tensor:
         with device.work(is_step=False):
@@ -230,7 +231,7 @@ def run_case(
     with ExitStack() as stack:
         remote = drafter == "ssd-remote"
         address = stack.enter_context(running_sidecar("--capacity", "4M")).address if remote else ""
-        device = stack.enter_context(instant_device())
+        device = stack.enter_context(instant_device(vocabulary))
         engine = build(drafter, at_once, learned, vocabulary, curve, address)
         steps = Steps(engine, device)
         first, count = measured // 4, measured + measured // 4

@@ -58,6 +58,16 @@ class HostInputs(NamedTuple):
         return self.table[:, 1].tolist()
 
 
+class StepOutput(NamedTuple):
+    """What a launched step computes."""
+
+    results: PendingArray
+    """int32 [B, RESULT_COLUMNS + width]; with drafts from the device, the draft follows, [B, RESULT_COLUMNS + width +
+    width - 1] in total."""
+    logits: Tensor
+    """float32 [N, V], of all rows; the next step overwrites them."""
+
+
 class FixedStep:
     """A step of up to B sequences on N rows."""
 
@@ -81,14 +91,11 @@ class FixedStep:
         self._idle[:, 0] = state.idle
         self._table = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
         self._pool: MemoryPool | None = None
-        self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, inputs: HostInputs, kind: Kind) -> PendingArray:
-        """Launch a step and return its results, int32 [B, RESULT_COLUMNS + width]. Capture its graph if necessary.
-
-        With drafts from the device, the draft follows, [B, RESULT_COLUMNS + width + width - 1] in total.
-        """
+    def run(self, inputs: HostInputs, kind: Kind) -> StepOutput:
+        """Launch a step. Capture its graph if necessary."""
         if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
         padding = [0] * (len(self._idle) - len(inputs.contexts))
@@ -98,10 +105,11 @@ class FixedStep:
         rows[: len(inputs.table)] = inputs.table
         self._table.copy_(on_device(rows, self._table.device), non_blocking=True)
         if not self._table.is_cuda:
-            return self._copies.fetch(self._step(kind))
-        graph, result = self._graphs[kind]
-        graph.replay()
-        return self._copies.fetch(result)
+            results, logits = self._step(kind)
+        else:
+            graph, results, logits = self._graphs[kind]
+            graph.replay()
+        return StepOutput(self._copies.fetch(results), logits)
 
     @torch.inference_mode()
     def capture(self, kind: Kind, pool: MemoryPool | None) -> None:
@@ -118,8 +126,8 @@ class FixedStep:
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            result = self._step(kind)
-        self._graphs[kind] = graph, result
+            results, logits = self._step(kind)
+        self._graphs[kind] = graph, results, logits
         self._pool = pool
 
     def _plan(self, contexts: list[int], rows: list[int], kind: Kind) -> None:
@@ -127,7 +135,7 @@ class FixedStep:
         if self._chain is not None and kind.drafts:
             self._chain.plan(contexts, rows)
 
-    def _step(self, kind: Kind) -> Tensor:
+    def _step(self, kind: Kind) -> tuple[Tensor, Tensor]:
         state, table, shape, chain = self._state, self._table, self._shape, self._chain
 
         def choose(rows: StepInputs, logits: Tensor) -> Tensor:
@@ -148,12 +156,12 @@ class FixedStep:
         columns = (verified.counts, (inputs.counts - 1).clamp(min=0))
         results = torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
         if chain is None:
-            return results
+            return results, logits
         if kind.drafts:
             chain.draft(slots, inputs, hidden, chosen, verified.counts, choose)
         else:
             chain.keep_states(inputs, hidden)
-        return torch.cat((results, drafts.tokens), dim=1)
+        return torch.cat((results, drafts.tokens), dim=1), logits
 
     def _drafts(self, slots: Tensor) -> Drafts:
         """Return the drafts of the step."""

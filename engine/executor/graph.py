@@ -10,7 +10,8 @@ import numpy as np
 
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import build_batch
-from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs, Kind
+from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs, Kind, StepOutput
+from engine.executor.host_rows import Chunks, HostRows
 from engine.executor.runner import Runner
 from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
@@ -49,9 +50,9 @@ class GraphExecutor:
         self.grid = grid
         self.chain = chain
         self._runner = runner
-        self._page_size = page_size
+        self.page_size = page_size
         self._vocab_size = vocab_size
-        self._max_draft = max_draft
+        self.max_draft = max_draft
 
     @property
     def draft_ahead(self) -> int:
@@ -60,13 +61,14 @@ class GraphExecutor:
 
     def launch(self, plan: StepPlan) -> GraphStep:
         """Start a step; on a GPU this returns before the device has run it."""
-        self._run_chunks(plan)
+        chunks = self._run_chunks(plan)
         if plan.producers:
             self._install(plan)
         if self.chain is not None:
             self.chain.prepare(plan, lambda sequence: self.grid.state.history[sequence.row])
-        results = self._launch_step(plan) if plan.producers else None
-        return GraphStep(plan, results, self._max_draft, None if self.chain is None else self.chain.source)
+        output = self._launch_step(plan) if plan.producers else None
+        host_rows = None if output is None or self.chain is not None else HostRows.of(plan, output.logits)
+        return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
 
     def release(self, table: RequestTable) -> None:
         """Forget the state of all sequences, because another executor runs the next step. No step may be in flight."""
@@ -87,7 +89,7 @@ class GraphExecutor:
         if new_pages(table.state, table.pages, rows, added):
             self.grid.state.add_pages(added)
 
-    def _run_chunks(self, plan: StepPlan) -> None:
+    def _run_chunks(self, plan: StepPlan) -> Chunks | None:
         """Run the scheduled prompt tokens, except the last token of producing entries."""
         chunks = [
             SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
@@ -95,18 +97,18 @@ class GraphExecutor:
             if entry.scheduled > entry.produces
         ]
         if not chunks:
-            return
-        batch = build_batch(chunks, self._page_size)
+            return None
+        batch = build_batch(chunks, self.page_size)
         if self.chain is None:
-            self._runner.forward(batch)
-        else:
-            hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)[1]
-            self.chain.observe_chunks(chunks, hidden, drafts=plan.is_drafting)
+            return Chunks(chunks, batch, self._runner.forward(batch))
+        logits, hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)
+        self.chain.observe_chunks(chunks, hidden, drafts=plan.is_drafting)
+        return Chunks(chunks, batch, logits)
 
-    def _launch_step(self, plan: StepPlan) -> PendingArray:
+    def _launch_step(self, plan: StepPlan) -> StepOutput:
         table, rows = plan.table, plan.rows
         assert table is not None
-        inputs = np.zeros((len(rows), INPUT_COLUMNS + self._max_draft), np.int32)
+        inputs = np.zeros((len(rows), INPUT_COLUMNS + self.max_draft), np.int32)
         draft = plan.draft
         state = table.state[rows]
         ends = state[:, COMPUTED] + plan.scheduled_of_rows + state[:, IN_FLIGHT]
@@ -127,32 +129,46 @@ class GraphExecutor:
 class GraphStep:
     """A launched step."""
 
-    def __init__(self, plan: StepPlan, results: PendingArray | None, max_draft: int, source: int | None) -> None:
-        """results: None if no sequence produces. source: code of the draft tokens if the device made them."""
+    def __init__(
+        self,
+        executor: GraphExecutor,
+        plan: StepPlan,
+        results: PendingArray | None,
+        chunks: Chunks | None,
+        host_rows: HostRows | None,
+    ) -> None:
+        """results: None if no sequence produces. chunks: prompt tokens that ran before. host_rows: sequences that need
+        the host; None without any.
+        """
         self.plan = plan
+        self._executor = executor
         self._results = results
-        self._max_draft = max_draft
-        self._source = source
+        self._chunks = chunks
+        self._host_rows = host_rows
 
     def read(self) -> np.ndarray:
         """Wait for the results of the producing sequences, int32 [P, RESULT_COLUMNS + longest output]."""
         return np.empty((0, RESULT_COLUMNS), np.int32) if self._results is None else self._results.read()
 
+    def choose(self) -> dict[int, SequenceResult]:
+        """Choose the tokens of sequences that need the host, and score prompts; see `HostRows.results`."""
+        if self._chunks is not None:
+            self._chunks.score()
+        return {} if self._host_rows is None else self._host_rows.results(self.plan, self._executor.page_size)
+
     def result(self) -> StepResult:
-        """See `InFlightStep.result`."""
-        rows = self.read()
+        """See `InFlightStep.result`; for steps in which the device drafts."""
+        chain, rows = self._executor.chain, self.read()
+        assert chain is not None
         tokens, counts = rows[:, RESULT_COLUMNS:].astype(np.uint32), iter(rows[:, :RESULT_COLUMNS].tolist())
-        drafts = tokens[:, 1 + self._max_draft :]
+        drafts = tokens[:, 1 + self._executor.max_draft :]
         results, index = [], 0
         for entry in self.plan.entries:
             if not entry.produces:
                 results.append(SequenceResult(entry, NO_TOKENS, NO_ROWS))
                 continue
             produced, drafted = next(counts)
-            if self._source is None:
-                entry.draft, entry.sources = entry.draft[:drafted], entry.sources[:drafted]
-            else:
-                entry.draft, entry.sources = drafts[index, :drafted], np.full(drafted, self._source, np.uint8)
+            entry.draft, entry.sources = drafts[index, :drafted], np.full(drafted, chain.source, np.uint8)
             results.append(SequenceResult(entry, tokens[index, :produced], np.arange(produced - 1)))
             index += 1
         return StepResult(self.plan, results)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind
+from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind, StepOutput
 from engine.executor.kernels.dispatch import next_power_of_2
-from engine.executor.transfer import PendingArray
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
 from ssd.budget.curve import StepCurve
@@ -113,7 +112,7 @@ class StepGrid:
         self.captured = Captured(len(shapes), perf_counter() - began)
         notify(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 
-    def run(self, inputs: HostInputs, kind: Kind) -> PendingArray:
+    def run(self, inputs: HostInputs, kind: Kind) -> StepOutput:
         """Run a step in the smallest shape that holds it; see `FixedStep.run`."""
         return self.step_of(*self.shape_for(len(inputs.contexts), sum(inputs.rows))).run(inputs, kind)
 
@@ -141,7 +140,7 @@ class StepGrid:
     def _run_empty(self, shape: tuple[int, int], kind: Kind) -> None:
         """Run a step without sequences and wait for it."""
         nothing = HostInputs(np.zeros((0, INPUT_COLUMNS + self._max_draft), np.int32), [])
-        self.step_of(*shape).run(nothing, kind).read()
+        self.step_of(*shape).run(nothing, kind).results.read()
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:
         """Return the step of a shape."""

@@ -122,6 +122,8 @@ class StepPlan:
     lengths: np.ndarray | None = None
     """int64 [P]: number of leading tokens of each of these drafts that the step verifies; None if the drafts are in
     `entries`."""
+    own_entries: dict[int, SequencePlan] = field(default_factory=dict)
+    """Entries that were made before the others, by index in `rows`: those of requests with a grammar."""
     price: StepPrice | None = None
     """What draft tokens and time are worth; None if durations of steps are not measured."""
     q: Tensor | None = None

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED
+from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan
 from engine.scheduling.sequence import Sequence
 
@@ -26,9 +26,18 @@ class RowResults(SequenceOf[SequenceResult]):
         """int64 [P]: number of committed tokens of each producing sequence; 0 for one that had ended before."""
         self.outcomes = np.zeros(len(values), np.int64)
         """int64 [P], see `engine.scheduling.commit`."""
+        self.chosen: dict[int, SequenceResult] = {}
+        """Results of the sequences whose tokens the host chose, by index."""
         self._computed = computed
         assert plan.table is not None
         self._sequences: SequenceOf[Sequence] = plan.table.of(plan.rows)
+
+    def choose(self, chosen: dict[int, SequenceResult]) -> None:
+        """Replace results by those of the host."""
+        self.chosen = chosen
+        for index, result in chosen.items():
+            self.values[index, PRODUCED], self.values[index, VERIFIED] = 1 + result.accepted, result.drafted
+            self.values[index, FIRST_TOKEN : FIRST_TOKEN + len(result.tokens)] = result.tokens
 
     @property
     def committed(self) -> int:
@@ -47,6 +56,8 @@ class RowResults(SequenceOf[SequenceResult]):
 
     def at(self, index: int) -> SequenceResult:
         """Return the result of producing sequence `index` of the plan, with all of its tokens so far."""
+        if index in self.chosen:
+            return self.chosen[index]
         _, verified, *_ = row = self.values[index]
         draft, kept = self.plan.draft, int(self.kept[index])
         first = int(draft.offsets[index])

@@ -16,7 +16,7 @@ from engine.drafters.guard import GuardedDrafter
 from engine.drafters.tokens import TokenDrafter, adapt, limits_of
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.table import HAS_GRAMMAR
+from engine.scheduling.table import HAS_GRAMMAR, KIND
 from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.draft_tree import DraftTree, straight_length, straight_lengths
 from engine.speculation.grammar_drafts import follow_grammars, has_grammar_drafts
@@ -77,22 +77,39 @@ class Speculation:
             plan.price = self._selection.price(plan)
         return not plan.is_backing_off
 
-    def propose(self, plan: StepPlan) -> None:
-        """Set the drafts of a plan: as arrays if a drafter of tokens makes them, otherwise in its entries."""
+    def propose(self, plan: StepPlan, *, by_rows: bool) -> None:
+        """Set the drafts of a plan. by_rows: as arrays, if a drafter of tokens makes them; otherwise in its entries."""
         is_drafting = self.prepare(plan)
-        has_grammars = plan.has(HAS_GRAMMAR) and has_grammar_drafts(plan.producing)
+        has_grammars = plan.has(HAS_GRAMMAR) and bool(plan.rooms.any())
         if not is_drafting and not has_grammars:
             return
-        if self._drafts_tokens and not has_grammars:
+        if not self._drafts_tokens or (has_grammars and not by_rows):
+            self._propose_entries(plan, is_drafting=is_drafting)
+            return
+        drafts = DraftBatch.empty(plan.producers)
+        if is_drafting:
             began = perf_counter()
-            plan.drafts = self._drafter.draft(plan)
+            drafts = self._drafter.draft(plan)
             plan.drafting_s = perf_counter() - began
             plan.is_drafting = True
-            plan.lengths = self._usable_lengths(plan.drafts)
-            if self._selection is not None:
-                plan.lengths = self._selection.select(plan, plan.drafts, plan.lengths)
-            return
-        self._propose_entries(plan, is_drafting=is_drafting)
+        if has_grammars:
+            drafts = self._follow_grammars(plan, drafts)
+        plan.drafts, plan.lengths = drafts, self._usable_lengths(drafts)
+        if self._selection is not None:
+            plan.lengths = self._selection.select(plan, drafts, plan.lengths)
+
+    def _follow_grammars(self, plan: StepPlan, drafts: DraftBatch) -> DraftBatch:
+        """Return drafts that follow the grammars of their requests; others are as before."""
+        assert plan.table is not None
+        at = np.flatnonzero((plan.table.state[plan.rows, KIND] & HAS_GRAMMAR) & (plan.rooms > 0))
+        if not len(at):
+            return drafts
+        for index, sequence in zip(at.tolist(), plan.table.of(plan.rows[at]), strict=True):
+            plan.own_entries[index] = SequencePlan(sequence, 0, 1, produces=True, draft_room=int(plan.rooms[index]))
+        own = follow_grammars(Drafts(drafts.take(at)), [plan.own_entries[index] for index in at.tolist()]).batch
+        order = np.arange(plan.producers)
+        order[at] = plan.producers + np.arange(len(at))
+        return DraftBatch.concatenate([drafts, own]).take(order)
 
     def _propose_entries(self, plan: StepPlan, *, is_drafting: bool) -> None:
         """Set the drafts of the producing entries of a plan."""
@@ -136,6 +153,12 @@ class Speculation:
     def observes_rows(self) -> bool:
         """Whether `observe_rows` replaces `observe`."""
         return self._drafts_tokens or self._never_drafts
+
+    def verified_of(self, result: SequenceResult) -> int:
+        """Return how many tokens of the drafter's own draft a step verified, for `observe_rows`."""
+        if uses_rejection(result.plan):
+            self._rates.record(result)
+        return _own_result(result).drafted
 
     def observe_rows(self, rows: np.ndarray, verified: np.ndarray) -> None:
         """Note a step that produced tokens of sequences, see `TokenDrafter.note_step`."""

@@ -168,7 +168,7 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
-    results = step.run(host_inputs(sequences), GREEDY).read()
+    results = step.run(host_inputs(sequences), GREEDY).results.read()
     assert results[:, 0].tolist() == [5, 1, 1, 0]
     assert results[:, 1].tolist() == [4, 4, 0, 0]
     assert results[0, 2:6].tolist() == draft
@@ -205,7 +205,8 @@ def run_without_values(model, kind):
     step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
     forward.plan([LONGEST - 1] * 4, [0] * 4)
     with torch.inference_mode():
-        assert step._step(kind).shape == (4, 2 + 1 + MAX_DRAFT)
+        results, logits = step._step(kind)
+        assert (results.shape, len(logits)) == ((4, 2 + 1 + MAX_DRAFT), 20)
 
 
 class Recorded:

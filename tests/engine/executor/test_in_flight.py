@@ -139,7 +139,7 @@ def run_and_log(drafter, selection=None, *, in_flight=1, **fields):
     engine = chain_engine(config, 40, drafter, selection, in_flight=in_flight)
     events, launch, commit = [], engine._graph.launch, engine._commit_rows
     engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
-    engine._commit_rows = lambda plan, values: (events.append("read"), commit(plan, values))[1]
+    engine._commit_rows = lambda *arguments: (events.append("read"), commit(*arguments))[1]
     [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS), **fields)])
     assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
     assert engine.drafter_failures.count == 0

@@ -350,7 +350,7 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     with torch.inference_mode():
         for kind in (Kind(False, None, True), Kind(True, None, True), Kind(True, 32, True), Kind(True, None, False)):
             step._plan([longest - 1] * 4, [0] * 4, kind)
-            assert step._step(kind).shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
+            assert step._step(kind)[0].shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
 
 
 def of_the_same_position(monkeypatch):

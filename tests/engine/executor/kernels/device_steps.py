@@ -61,9 +61,9 @@ def padded_drafts(entries, max_draft, device, *, rng):
 
 
 def history_of(sequence):
-    """The expected row of the state's history."""
+    """The expected row of the state's history, up to the sequence's largest length."""
     known = [*sequence.tokens.tolist(), *sequence.recorded_rest.tolist()]
-    return known + [NOT_RECORDED] * (MAX_LENGTH - len(known))
+    return known + [NOT_RECORDED] * (sequence.max_length - len(known))
 
 
 def same_state(state, sequences, slots):
@@ -72,7 +72,7 @@ def same_state(state, sequences, slots):
         (
             int(state.lengths[slot]) == len(sequence)
             and int(state.last_tokens[slot]) == int(sequence.tokens[-1])
-            and state.history[slot].tolist() == history_of(sequence)
+            and state.history[slot, : sequence.max_length].tolist() == history_of(sequence)
         )
         for slot, sequence in zip(slots.tolist(), sequences, strict=True)
     )
