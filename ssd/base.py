@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 NO_TOKENS = np.empty(0, np.uint32)
 
 LONG_PROMPT = 2048
-"""Minimum number of new tokens of a prompt that another thread sorts. These take 0.14 ms, and 100,000 take 15 ms; for 1,500
-tokens, passing them to the thread delays `begin` as long as sorting them.
-"""
+"""Minimum number of new tokens of a prompt that another thread sorts. These take 0.14 ms, and 100,000 take 15 ms; with
+1,500, `begin` takes as long whether it sorts them or passes them to the thread."""
 
 PROPOSE_SESSION = ("propose",)
 """Session id of the sequence that `propose` keeps, so that only tokens after a shared prefix are indexed."""
