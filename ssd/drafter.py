@@ -47,13 +47,14 @@ class SuffixDrafter(CorpusDrafter):
         stats: Stats | None = None,
         remember: Callable[[np.ndarray, str | None, int], object] | None = None,
         curve: StepCurve | None = None,
+        sorts_in_thread: bool = False,
     ) -> None:
         """See `CorpusDrafter`.
 
         curve: durations of the engine's steps, which decide how much is drafted; None: those of `config.cost`, or if
         that is None, a guess until `Progress.step_times` has durations.
         """
-        super().__init__(config, corpus=corpus, stats=stats, remember=remember)
+        super().__init__(config, corpus=corpus, stats=stats, remember=remember, sorts_in_thread=sorts_in_thread)
         cost = self.config.cost
         self.budget = TokenBudget(curve or (StepCurve.unknown() if cost is None else StepCurve.constant(cost)))
         self._is_tree = self.config.draft_shape == "tree"

@@ -141,7 +141,7 @@ class HostNamespaces:
 
             max_draft = min(self._limits.max_draft, MAX_DRAFT)
             config = DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape)
-            return SuffixDrafter(config, curve=StepCurve.unknown(self._limits.padding))
+            return SuffixDrafter(config, curve=StepCurve.unknown(self._limits.padding), sorts_in_thread=True)
         return DrafterClient(
             settings.sidecar,
             deadline_s=settings.deadline_s,

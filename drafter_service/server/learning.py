@@ -8,7 +8,7 @@ import numpy as np
 
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import read_texts
-from drafter_service.server.session import LONG_PROMPT, NO_TOKENS
+from drafter_service.server.session import NO_TOKENS
 from drafter_service.server.shadow import ShadowDrafter
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.types import Progress
@@ -54,11 +54,10 @@ async def _score(namespace: Namespace, prompt: np.ndarray, output: np.ndarray) -
     shadow, limit = ShadowDrafter(drafter), namespace.config.max_draft
     try:
         with budget.spend():
-            prepared = drafter.prepare(prompt, learn=False)
-            if len(prompt) >= LONG_PROMPT:
-                await asyncio.to_thread(prepared.index)
+            shadow.begin(0, prompt, learn=False)
+            if drafter.is_sorting:
+                await asyncio.to_thread(drafter.wait_for_sorting)
                 namespace.check_is_open()
-            shadow.begin(0, prepared)
             shadow.advance(Progress.of_one(0, NO_TOKENS, max_draft=limit))
         for first in range(0, len(output), SCORED_PER_TURN):
             with budget.spend():

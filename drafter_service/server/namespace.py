@@ -198,7 +198,9 @@ class Namespace:
         config = self.config if draft_shape is None else replace(self.config, draft_shape=draft_shape)
         stats = stats or self._earlier
         curve = curve or self.new_curve()
-        drafter = SuffixDrafter(config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve)
+        drafter = SuffixDrafter(
+            config, corpus=self.corpus, stats=stats, remember=self.learn, curve=curve, sorts_in_thread=True
+        )
         self.drafters.add(drafter)
         if stats is not self.shadow.stats:
             self._budgets.add(drafter.budget)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 import grpc
 import numpy as np
-import structlog
 
 from drafter_service.observability.facts import Engine
 from drafter_service.observability.report.schema import ClientTotals
@@ -30,31 +27,10 @@ from drafter_service.transport.wire import WireError, drafts_message, pack, read
 from ssd.budget.padding import NO_PADDING, Padding
 from ssd.config import DraftShape
 from ssd.drafter import SuffixDrafter
-from ssd.sequences.prepared import PreparedSequence
 from ssd.types import DraftBatch, Progress, offsets_of
-
-logger = structlog.get_logger(__name__)
-
-LONG_PROMPT = 8192
-"""Minimum length of prompts that are indexed in another thread; this many tokens take about 2 ms."""
 
 NO_TOKENS = np.empty(0, np.uint32)
 UNKNOWN_ENGINE = Engine("", "")
-
-
-@dataclass(frozen=True, eq=False)
-class Indexing:
-    """A sequence whose long prompt is being indexed."""
-
-    task: asyncio.Task[None]
-    prepared: PreparedSequence
-    committed: list[np.ndarray] = field(default_factory=list)
-    """Tokens that were committed since indexing began, one run for each step."""
-
-    @property
-    def size(self) -> int:
-        """Number of tokens, prompt included."""
-        return len(self.prepared.text) + sum(len(run) for run in self.committed)
 
 
 class Drafted(NamedTuple):
@@ -90,7 +66,6 @@ class Session:
         """Drafter of the sequences whose drafts are withheld; None before the first."""
         self._withheld: set[int] = set()
         """Sequences whose drafts are withheld."""
-        self._indexing: dict[int, Indexing] = {}
         self._tokens = 0
         """Number of tokens of all sequences, prompts included."""
         self._pause_steps = 0
@@ -138,8 +113,6 @@ class Session:
 
     def close(self) -> None:
         """Drop all sequences without learning from them."""
-        for indexing in self._indexing.values():
-            indexing.task.cancel()
         self.namespace.engines.disconnect(self._use)
         self.namespace.release(self._drafter)
         if self._shadow is not None:
@@ -187,7 +160,7 @@ class Session:
 
         Raises WireError, and ValueError for a failure of the drafter.
         """
-        if message.steps or self._indexing or self._withheld:
+        if message.steps or self._withheld:
             return None
         _check_count(message.sequence_ids, "batch")
         batch = unpack_batch(message, self.namespace.model.vocab_size)
@@ -226,11 +199,10 @@ class Session:
                 )
 
     def _check_starts(self, starts: list[StartedSequence], new: set[int]) -> None:
-        """Check that sequences are new and that there is room. Sequences being indexed cannot be dropped."""
+        """Check that sequences are new and that there is room for them, once all others are dropped."""
         if len(new) < len(starts) or any(self._has(sequence_id) for sequence_id in new):
             raise WireError("starts contains a sequence that is already running")
-        tokens = sum(len(start.hints) + len(start.prompt) + len(start.committed) for start in starts)
-        tokens += sum(indexing.size for indexing in self._indexing.values())
+        tokens = sum(map(_size, starts))
         if tokens > self._limits.stream_tokens:
             raise WireError(f"starts has {tokens} tokens; a stream may have {self._limits.stream_tokens}")
 
@@ -253,7 +225,8 @@ class Session:
         if start.shadow:
             self._shadow = self._shadow or self._new_shadow()
             self._withheld.add(sequence_id)
-        prepared = self._drafter_of(sequence_id).prepare(
+        self._drafter_of(sequence_id).begin(
+            sequence_id,
             start.prompt,
             hints=start.hints,
             committed=start.committed,
@@ -263,71 +236,29 @@ class Session:
             rollout=start.rollout,
             seed=start.seed,
         )
-        self._tokens += len(prepared.text)
-        if len(prepared.text) < LONG_PROMPT:
-            self._drafter_of(sequence_id).begin(sequence_id, prepared)
-        else:
-            task = asyncio.get_running_loop().create_task(self._index(sequence_id, prepared))
-            task.add_done_callback(partial(self._check_indexed, sequence_id))
-            self._indexing[sequence_id] = Indexing(task, prepared)
+        self._tokens += _size(start)
         self._make_room()
-
-    async def _index(self, sequence_id: int, prepared: PreparedSequence) -> None:
-        """Index a prompt in another thread, begin its sequence, and commit its tokens since then."""
-        await asyncio.to_thread(prepared.index)
-        drafter, runs = self._drafter_of(sequence_id), self._indexing[sequence_id].committed
-        drafter.begin(sequence_id, prepared)
-        progress = Progress.of_one(sequence_id, np.concatenate([NO_TOKENS, *runs]), steps=len(runs))
-        if isinstance(drafter, ShadowDrafter):
-            drafter.advance(progress)
-        else:
-            drafter.draft(progress)
-        del self._indexing[sequence_id]
-
-    def _check_indexed(self, sequence_id: int, task: asyncio.Task[None]) -> None:
-        """Drop a sequence whose task has failed, so that it is unknown in the next batch."""
-        indexing = self._indexing.get(sequence_id)
-        if indexing is not None and indexing.task is task:  # Otherwise the sequence has begun, or ended meanwhile.
-            self._drop(sequence_id)
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            logger.error("sequence not begun", namespace=self.namespace.name, reason=repr(problem))
 
     def _drop(self, sequence_id: int) -> None:
         """End a sequence without learning from it."""
         drafter = self._drafter_of(sequence_id)
         self._remove(sequence_id)
-        if sequence_id in drafter.running.ids:
-            drafter.finish(sequence_id, NO_TOKENS, learn=False)
+        drafter.finish(sequence_id, NO_TOKENS, learn=False)
 
     def _finish(self, finish: FinishedSequence) -> bool:
         """End a sequence; return whether it existed."""
         if not self._has(finish.sequence_id):
             return False
         drafter = self._drafter_of(finish.sequence_id)
-        indexing = self._remove(finish.sequence_id)
+        self._remove(finish.sequence_id)
         learn = finish.learn and self._may_learn
         if isinstance(drafter, ShadowDrafter):
             self.namespace.shadow.observed += 1
-            self.namespace.shadow.scored += indexing is None
-        if indexing is not None:
-            indexing.task.cancel()
-            self._finish_unindexed(indexing, finish, learn, counts=drafter is self._drafter)
-        elif isinstance(drafter, ShadowDrafter):
+            self.namespace.shadow.scored += 1
             drafter.finish(finish.sequence_id, finish.tokens, learn=learn)
         else:
             drafter.finish(finish.sequence_id, finish.tokens, verified=finish.verified, steps=finish.steps, learn=learn)
         return True
-
-    def _finish_unindexed(self, indexing: Indexing, finish: FinishedSequence, learn: bool, *, counts: bool) -> None:
-        """End a sequence before its prompt is indexed. counts: whether its steps count, all of them without a draft."""
-        running = indexing.prepared.running
-        committed = np.concatenate([*indexing.committed, finish.tokens])
-        if counts and len(committed):
-            last = finish.steps if len(finish.tokens) else 0
-            self._use.stats.record_path(len(committed), 0, 0, len(indexing.committed) + last)
-        if learn and running.learn:
-            text = np.concatenate([indexing.prepared.learned, committed])
-            self.namespace.learn(text, running.request_id, running.tag)
 
     def _draft(self, batch: Progress) -> tuple[DraftBatch, list[int]]:
         """Return drafts, and the sequences that are unknown; the drafts that are withheld are empty."""
@@ -343,35 +274,24 @@ class Session:
     def _withhold(self, batch: Progress) -> None:
         """Score the withheld drafts against the tokens of a batch, and make the next ones."""
         assert self._shadow is not None
-        ids, bounds = batch.sequence_ids.tolist(), batch.offsets.tolist()
         self._tokens += len(batch.tokens)
-        for index, sequence_id in enumerate(ids):
-            if (indexing := self._indexing.get(sequence_id)) is not None:
-                indexing.committed.append(batch.tokens[bounds[index] : bounds[index + 1]].copy())
-        ready = [index for index, sequence_id in enumerate(ids) if sequence_id not in self._indexing]
-        self._shadow.advance(_part(batch, ready))
+        self._shadow.advance(batch)
 
     def _draft_openly(self, batch: Progress, part: Progress, ids: list[int]) -> tuple[DraftBatch, list[int]]:
-        """Return drafts for the sequences of a part of a batch that are known and indexed, and the unknown ones.
+        """Return drafts for the sequences of a part of a batch that are known, and the unknown ones.
 
         ids: the sequences of the part.
         """
-        running, bounds = self._drafter.running.ids, part.offsets.tolist()
-        lost, ready = [], []
-        for index, sequence_id in enumerate(ids):
-            if sequence_id in running:
-                ready.append(index)
-            elif (indexing := self._indexing.get(sequence_id)) is not None:
-                indexing.committed.append(part.tokens[bounds[index] : bounds[index + 1]].copy())
-            else:
-                lost.append(sequence_id)
-                continue
-            self._tokens += bounds[index + 1] - bounds[index]
-        drafts = self._draft_part(batch, _part(part, ready))
-        return drafts.scatter(np.array(ready, np.int64), len(ids)), lost
+        running = self._drafter.running.ids
+        known = [index for index, sequence_id in enumerate(ids) if sequence_id in running]
+        lost = [sequence_id for sequence_id in ids if sequence_id not in running]
+        part = _part(part, known)
+        drafts = self._draft_part(batch, part)
+        self._tokens += len(part.tokens)
+        return drafts.scatter(np.array(known, np.int64), len(ids)), lost
 
     def _drafter_of(self, sequence_id: int) -> SuffixDrafter | ShadowDrafter:
-        """Return the drafter that has a sequence, or will have it."""
+        """Return the drafter of a sequence."""
         if sequence_id not in self._withheld:
             return self._drafter
         assert self._shadow is not None
@@ -379,19 +299,14 @@ class Session:
 
     def _has(self, sequence_id: int) -> bool:
         """Return whether a sequence runs."""
-        return any(sequence_id in each for each in (self._drafter.running.ids, self._withheld, self._indexing))
+        return sequence_id in self._drafter.running.ids or sequence_id in self._withheld
 
-    def _remove(self, sequence_id: int) -> Indexing | None:
-        """Stop counting a sequence, before its drafter ends it; return it if it was being indexed."""
-        indexing = self._indexing.pop(sequence_id, None)
-        if indexing is not None:
-            self._tokens -= indexing.size
-        else:
-            drafter = self._drafter_of(sequence_id)
-            sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
-            self._tokens -= sizes.size_of(sequence_id)
+    def _remove(self, sequence_id: int) -> None:
+        """Stop counting a sequence, before its drafter ends it."""
+        drafter = self._drafter_of(sequence_id)
+        sizes = drafter if isinstance(drafter, ShadowDrafter) else drafter.running
+        self._tokens -= sizes.size_of(sequence_id)
         self._withheld.discard(sequence_id)
-        return indexing
 
     def _make_room(self) -> None:
         """Drop the least recently used sequences until the others are within the limits."""
@@ -407,9 +322,7 @@ class Session:
 
     @property
     def _is_within_limits(self) -> bool:
-        sequences = len(self._drafter.running)
-        if self._withheld or self._indexing:
-            sequences += len(self._withheld.union(self._indexing))
+        sequences = len(self._drafter.running) + len(self._withheld)
         return sequences <= self._limits.sequences and self._tokens <= self._limits.stream_tokens
 
     def _add_counters(self, counters: pb.ClientCounters) -> None:
@@ -447,6 +360,11 @@ def _check_count(sequence_ids: bytes, owner: str) -> None:
     count = len(sequence_ids) // 8
     if count > MAX_FIELDS:
         raise WireError(f"{owner}.sequence_ids has {count} elements; the maximum is {MAX_FIELDS}")
+
+
+def _size(start: StartedSequence) -> int:
+    """Return the number of tokens that a sequence begins with."""
+    return len(start.hints) + len(start.prompt) + len(start.committed)
 
 
 def _packed_ids(ids: list[int]) -> bytes:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ssd.drafter import SuffixDrafter
-from ssd.sequences.prepared import PreparedSequence
 from ssd.sequences.running import RunningById
 from ssd.types import Progress, offsets_of
 
@@ -64,13 +63,9 @@ class ShadowDrafter:
         """The running sequences."""
         return self.drafter.running
 
-    def prepare(self, prompt: np.ndarray, **options: Any) -> PreparedSequence:
-        """Prepare a sequence, see `CorpusDrafter.prepare`."""
-        return self.drafter.prepare(prompt, **options)
-
-    def begin(self, sequence_id: int, prepared: PreparedSequence) -> None:
+    def begin(self, sequence_id: int, prompt: np.ndarray, **options: Any) -> None:
         """Begin a sequence, see `CorpusDrafter.begin`."""
-        self.drafter.begin(sequence_id, prepared)
+        self.drafter.begin(sequence_id, prompt, **options)
         self._sequences[sequence_id] = Withheld()
 
     def advance(self, batch: Progress) -> None:

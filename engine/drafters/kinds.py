@@ -93,7 +93,7 @@ def _ngram(_config: DrafterConfig, _resources: Resources) -> AnyDrafter:
 def _ssd(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
     from ssd.drafter import SuffixDrafter
 
-    return SuffixDrafter(config)
+    return SuffixDrafter(config, sorts_in_thread=True)
 
 
 def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:

@@ -3,9 +3,14 @@
 It has a large suffix array, and a small one of at most `FRESH_ROOM` positions. New tokens are inserted into the small
 one, which is merged into the large one when it is full. So a token costs a few moves in the small array, and a fraction
 1 / `FRESH_ROOM` of a pass over the large one.
+
+A long text may be sorted in another thread. Until then the large array lacks it, so that its sequence has only the
+drafts that need no match in it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,6 +52,30 @@ def fold_fresh(text, suffixes, size, fresh, fresh_size, depth):  # type: ignore[
 def fold(text, suffixes, size, fresh, fresh_size, depth):  # type: ignore[no-untyped-def]
     """Call `fold_fresh` from Python."""
     return fold_fresh(text, suffixes, size, fresh, fresh_size, depth)
+
+
+@dataclass(eq=False)
+class Unsorted:
+    """The positions of appended text, which `LocalIndex.adopt` takes once they are sorted."""
+
+    text: np.ndarray
+    """uint32 [room + 1]: a separator and the text."""
+    suffixes: np.ndarray
+    """uint32 [room]: the large suffix array, which the index lacks until then."""
+    size: int
+    """Number of positions in `suffixes`."""
+    added: range
+    """The positions that it lacks."""
+    depth: int
+
+    def sort(self) -> Unsorted:
+        """Add the positions to `suffixes`, about 0.1 us each, and return this. Any thread may call it, once."""
+        if self.added:
+            positions = np.arange(self.added.start, self.added.stop, dtype=np.uint32)
+            text, suffixes, added = self.text.ctypes.data + 4, self.suffixes.ctypes.data, positions.ctypes.data
+            sort_positions(text, added, len(positions), self.depth)
+            self.size = fold(text, suffixes, self.size, added, len(positions), self.depth)
+        return self
 
 
 class LocalIndex:
@@ -94,25 +123,39 @@ class LocalIndex:
         differs = self.tokens[:shared] != prompt[:shared]
         return int(differs.argmax()) if differs.any() else shared
 
-    def continue_with(self, prompt: np.ndarray) -> None:
-        """Replace the text by a prompt, uint32 [P]; only tokens after the common prefix are indexed."""
+    def continue_with(self, prompt: np.ndarray) -> Unsorted:
+        """Replace the text by a prompt, uint32 [P]; return the positions after the common prefix, see `append`."""
         shared = self.shared_with(prompt)
         if shared < self.size:
             self.truncate(shared)
-        self.extend(prompt[shared:])
+        return self.append(prompt[shared:])
 
     def extend(self, tokens: np.ndarray) -> None:
         """Append many tokens, uint32 [n]: their positions are sorted, then merged."""
-        self.reserve(self.size + len(tokens))
-        self._text[1 + self.size : 1 + self.size + len(tokens)] = tokens
+        self.adopt(self.append(tokens).sort())
+
+    def append(self, tokens: np.ndarray) -> Unsorted:
+        """Append tokens, uint32 [n], and return their positions, which the caller sorts and passes to `adopt`.
+
+        Meanwhile the index has the small suffix array, and the text may grow token by token.
+        """
+        first, end = self.size, self.size + len(tokens)
+        self.reserve(end)
+        self._text[1 + first : 1 + end] = tokens
+        self.size = end
         # A position needs a token before it and one after it.
-        positions = np.arange(max(1, self.size), self.size + len(tokens), dtype=np.uint32)
-        self.size += len(tokens)
-        if len(positions) == 0:
-            return
+        unsorted = Unsorted(self._text, self._sorted, self.sorted_size, range(max(1, first), end), self.depth)
+        self._sorted, self.sorted_size = np.empty(self.room, np.uint32), 0
+        return unsorted
+
+    def adopt(self, unsorted: Unsorted) -> None:
+        """Add positions that `append` returned and that are sorted now."""
+        since, count = self._sorted, self.sorted_size
+        self._sorted, self.sorted_size = unsorted.suffixes, unsorted.size
+        if len(self._sorted) < self.room:  # The text has been moved meanwhile.
+            self._move(self.room)
         text, suffixes, _ = self.addresses
-        sort_positions(text, positions.ctypes.data, len(positions), self.depth)
-        self.sorted_size = fold(text, suffixes, self.sorted_size, positions.ctypes.data, len(positions), self.depth)
+        self.sorted_size = fold(text, suffixes, self.sorted_size, since.ctypes.data, count, self.depth)
 
     def truncate(self, size: int) -> None:
         """Forget all tokens but the first `size`."""

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, KeysView
+from collections.abc import Hashable, Iterator, KeysView
+from dataclasses import dataclass
 
 import numpy as np
 
-from ssd.sequences.prepared import Running
+from ssd.corpus.rollout import NO_TAG, Rollout
 from ssd.sequences.tables import NODES, SIZE, Sequences
 
 NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(eq=False)
+class Running:
+    """A running sequence, apart from its row in the tables."""
+
+    first_learned: int
+    """Index of the first token that is remembered when the sequence finishes; prompt tokens before it are not."""
+    published: int
+    """Number of tokens that other sequences could see when publishing last started or stopped."""
+    given: int
+    """Number of tokens that it began with: the prompt, and what was committed elsewhere."""
+    session_id: Hashable
+    request_id: str | None
+    turns: frozenset[str | None]
+    """Request ids of this request and of the earlier turns of its session."""
+    learn: bool
+    """Whether its output may be drafted for other sequences; cleared when its request id is forgotten."""
+    rollout: Rollout | None
+    """What it samples; None if it is no rollout."""
+    seed: int | None
+    """Seed of the target's noise; None: greedy, or not known."""
+    hinted: int
+    """Number of tokens of hints, which precede the prompt."""
+    is_kept: bool = True
+    """Whether the session's next turn may reuse its index."""
+    row: int = -1
+    """Row in the tables."""
+
+    @property
+    def tag(self) -> int:
+        """Tag of its text, see `Rollout.tag`."""
+        return NO_TAG if self.rollout is None else self.rollout.tag
 
 
 class RunningById:

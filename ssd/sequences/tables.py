@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.corpus.rollout import NO_TAG
 from ssd.kernels.probabilities import ESTIMATE_COLUMNS, INPUT_CELLS, LOCAL, ROWS
-from ssd.sequences.local_index import LocalIndex
+from ssd.sequences.local_index import LocalIndex, Unsorted
 
 # Columns of state, int64.
 TEXT, SIZE, ROOM, SORTED, SORTED_SIZE, FRESH, FRESH_SIZE, OWNER, NODES = range(9)
@@ -98,7 +98,7 @@ class Sequences:
         """
         if not self._free:
             self._grow(2 * len(self.state))
-        local.reserve(local.size + self.max_draft + SPARE_TOKENS)
+        local.reserve(self.room_for(local.size))
         row = self._free.pop()
         self._locals[row] = local
         self.state[row] = 0
@@ -112,10 +112,14 @@ class Sequences:
         self._point_to(row, local)
         return row
 
+    def room_for(self, tokens: int) -> int:
+        """Return the room of an index for a text of this many tokens, the next ones and a draft."""
+        return tokens + self.max_draft + SPARE_TOKENS
+
     def make_room(self, row: int, tokens: int) -> None:
         """Make room for `tokens` further tokens of a sequence, and for a draft."""
         local = self.local(row)
-        local.reserve(local.size + tokens + self.max_draft + SPARE_TOKENS)
+        local.reserve(self.room_for(local.size + tokens))
         self._point_to(row, local)
 
     def extend(self, row: int, tokens: np.ndarray) -> None:
@@ -124,6 +128,12 @@ class Sequences:
         local.extend(tokens)
         self._point_to(row, local)
         self.state[row, NODES] = 0
+
+    def adopt(self, row: int, unsorted: Unsorted) -> None:
+        """Add the positions of a sequence's prompt, sorted since it began, see `LocalIndex.adopt`."""
+        local = self.local(row)
+        local.adopt(unsorted)
+        self._point_to(row, local)
 
     def record_draft(self, row: int, tokens: np.ndarray) -> None:
         """Record a sequence's last draft, a path without candidates; tokens: uint32 [n], at most `max_draft`."""

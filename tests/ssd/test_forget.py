@@ -277,11 +277,10 @@ def test_other_running_requests_are_not_forgotten():
     assert draft_after(drafter.corpus, SECRET[:20])
 
 
-def test_a_request_is_forgotten_while_its_prompt_is_indexed():
+def test_a_request_is_forgotten_before_its_first_step():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    prepared = drafter.prepare(SECRET[:20], request_id="mine", session_id="chat")
+    drafter.start(1, SECRET[:20], request_id="mine", session_id="chat")
     drafter.forget("mine")
-    drafter.begin(1, prepared)
     drafter.start(2, SECRET[:5] + np.uint32(500))
     drafter.draft(progress_of({1: SECRET[20:40]}, 0))
     drafter.corpus.refresh()
@@ -294,13 +293,11 @@ def test_a_request_is_forgotten_while_its_prompt_is_indexed():
 
 def test_forgetting_an_ended_request_does_not_affect_a_new_one():
     drafter = SuffixDrafter(CONFIG, corpus=Corpus(100_000, DEPTH))
-    ended = drafter.prepare(SECRET[:5], request_id="earlier")
-    drafter.begin(3, ended)
+    drafter.start(3, SECRET[:5], request_id="earlier")
     drafter.finish(3, SECRET[5:7], learn=False)
     start_two(drafter)
     drafter.forget_own("earlier")
     drafter.corpus.refresh()
-    assert ended.running.request_id == "earlier"
     assert draft_of_second(drafter, SECRET[12:19]) == SECRET[19:27].tolist()
 
 

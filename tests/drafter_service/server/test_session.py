@@ -1,7 +1,5 @@
 """The sequences of one stream, without sockets: effects of requests, and refusals."""
 
-import asyncio
-
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -11,19 +9,20 @@ from hypothesis import strategies as st
 from drafter_service.observability.facts import MAX_ENGINES, OTHER_ENGINES, Engine, ModelIdentity
 from drafter_service.server.namespace import Namespace
 from drafter_service.server.requests import MAX_FIELDS
-from drafter_service.server.session import LONG_PROMPT, Session
+from drafter_service.server.session import Session
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
+from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
-from tests.drafter_service.guarded import run
 from tests.drafter_service.raw import batch, drafted, finish, lost, start
+from tests.held_sorting import HeldSorting
 from tests.strategies import array
 
 CONFIG = DrafterConfig(capacity=10_000, refresh_interval_s=3600)
 INVALID_ARGUMENT = 3
-LONG = np.arange(10_000, 10_000 + LONG_PROMPT, dtype=np.uint32)
+LONG = np.arange(10_000, 10_001 + LONG_PROMPT, dtype=np.uint32)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +61,9 @@ def send(session, *, may_learn=True, **fields):
 
 def sizes_of(session):
     """Return the number of tokens of each sequence."""
-    drafter, shadow, indexing = session._drafter, session._shadow, session._indexing
+    drafter, shadow = session._drafter, session._shadow
     sizes = {sequence_id: drafter.running.size_of(sequence_id) for sequence_id in drafter.running.ids}
-    sizes |= {sequence_id: each.size for sequence_id, each in indexing.items()}
-    sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld - indexing.keys()}
+    sizes |= {sequence_id: shadow.size_of(sequence_id) for sequence_id in session._withheld}
     assert session._tokens == sum(sizes.values())
     return sizes
 
@@ -369,103 +367,30 @@ def test_clients_counters_are_summed(namespace):
     assert late == {one: (7, 4), other: (10, 10)}
 
 
-async def indexed(session):
-    """Wait until no prompt is being indexed."""
-    async with asyncio.timeout(60):
-        while session._indexing:
-            await asyncio.sleep(0.001)
-
-
-@run
-async def test_a_long_prompt_is_indexed_while_others_are_served(session):
-    prompt = [*LONG, 9001, 9002, 9003, 9001]
+def test_a_long_prompt_is_sorted_while_others_are_served(session):
+    held, prompt = HeldSorting(session._drafter), [*LONG, 9001, 9002, 9003, 9001]
     response = send(session, starts=[start(1, prompt), start(2, [5, 6, 5])], batch=batch({1: (), 2: ()}, limit=2))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
     response = send(session, batch=batch({2: [6], 1: [9002]}, limit=1))
     assert [drafted(response, 2, index) for index in (0, 1)] == [[5], []]
-    assert lost(response) == []
     assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
-    assert refused(send(session, starts=[start(1, [1])]), "already running")
-    await indexed(session)
+    held.run()
     assert drafted(send(session, batch=batch({1: ()}, limit=2))) == [9003, 9001]
     assert sizes_of(session) == {1: len(prompt) + 1, 2: 4}
 
 
-@run
-async def test_a_sequence_that_ends_while_it_is_indexed_is_learned(session):
+@pytest.mark.parametrize("rights", [(True, True), (True, False), (False, True)])
+def test_a_sequence_that_ends_before_its_prompt_is_sorted_is_learned_only_with_the_right(session, rights):
     namespace = session.namespace
-    send(session, starts=[start(1, LONG, request_id="r")], batch=batch({1: [7001, 7002]}))
-    assert lost(send(session, finishes=[finish(1, [7003, 7004])])) == []
+    HeldSorting(session._drafter)
+    send(session, starts=[start(1, LONG)], batch=batch({1: [7001, 7002]}), may_learn=rights[0])
+    assert lost(send(session, finishes=[finish(1, [7003, 7004])], may_learn=rights[1])) == []
     assert sizes_of(session) == {}
-    # The id can be reused at once.
-    send(session, starts=[start(1, LONG, learn=False)])
-    await indexed(session)
     namespace.corpus.refresh()
-    assert drafted(send(session, batch=batch({1: ()}, limit=4))) == [7001, 7002, 7003, 7004]
+    # The id can be reused at once.
+    learned = drafted(send(session, starts=[start(1, LONG)], batch=batch({1: ()}, limit=4)))
+    assert learned == ([7001, 7002, 7003, 7004] if all(rights) else [])
     assert (namespace.stats.committed, namespace.stats.steps) == (4, 2)
-    send(session, starts=[start(2, LONG, request_id="r")])
-    send(session, finishes=[finish(2, [1])])
-    assert namespace.duplicates == 1
-
-
-@run
-async def test_a_sequence_that_ends_while_it_is_indexed_is_learned_only_with_the_right(session):
-    namespace = session.namespace
-    for number, (fields, learn) in enumerate([({"learn": False}, True), ({}, False)]):
-        send(session, starts=[start(number, LONG, **fields)], batch=batch({number: [7001]}))
-        send(session, finishes=[finish(number, [7002], learn=learn)])
-    # The right is needed when the sequence begins and when it ends.
-    for number, (at_first, at_last) in enumerate([(False, False), (False, True), (True, False)], start=5):
-        send(session, starts=[start(number, LONG)], may_learn=at_first)
-        send(session, finishes=[finish(number, [7003])], may_learn=at_last)
-    await indexed(session)
-    assert namespace.corpus.appended == 0
-
-
-@run
-async def test_closing_a_session_cancels_its_indexing(session):
-    namespace = session.namespace
-    send(session, starts=[start(1, LONG)])
-    session.close()
-    tasks = [indexing.task for indexing in session._indexing.values()]
-    await asyncio.wait(tasks, timeout=60)
-    assert all(task.cancelled() for task in tasks)
-    assert namespace.sequences == 0
-    assert namespace.is_idle
-
-
-@pytest.mark.parametrize("shadow", [False, True])
-@pytest.mark.parametrize("method", ["begin", "draft_unpublished"])
-@pytest.mark.parametrize("error", [MemoryError("planted"), ValueError("operands could not be broadcast together")])
-@run
-async def test_a_sequence_whose_prompt_cannot_be_indexed_is_unknown(session, monkeypatch, shadow, method, error):
-    send(session, starts=[start(1, LONG, shadow=shadow), start(2, [5, 6, 5])], batch=batch({1: [7001], 2: ()}))
-    drafter = session._shadow.drafter if shadow else session._drafter
-    own = getattr(drafter, method)
-
-    def fail_once(*arguments):
-        monkeypatch.setattr(drafter, method, own)
-        raise error
-
-    monkeypatch.setattr(drafter, method, fail_once)
-    await indexed(session)
-    assert sizes_of(session) == {2: 3}
-    assert lost(send(session, batch=batch({1: [7002], 2: [6]}))) == [1]
-    send(session, starts=[start(1, LONG, shadow=shadow)])
-    await indexed(session)
-    assert sizes_of(session) == {1: len(LONG), 2: 4}
-    assert lost(send(session, batch=batch({1: [7001], 2: [5]}))) == []
-
-
-@run
-async def test_indexing_that_is_cancelled_from_outside_leaves_no_sequence(session):
-    send(session, starts=[start(1, LONG), start(2, [5])])
-    task = session._indexing[1].task
-    task.cancel()
-    await asyncio.wait([task], timeout=60)
-    await indexed(session)
-    assert sizes_of(session) == {2: 1}
-    assert lost(send(session, batch=batch({1: [7001]}))) == [1]
 
 
 def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatch):
@@ -481,14 +406,15 @@ def test_a_failure_of_the_drafter_is_not_an_unknown_sequence(session, monkeypatc
         send(session, batch=batch({1: ()}))
 
 
-@run
-async def test_a_sequence_that_is_indexed_counts_and_is_not_dropped(session):
-    session = Session(session.namespace, Limits(sequences=2, stream_tokens=LONG_PROMPT + 100))
+def test_a_sequence_may_be_dropped_before_its_prompt_is_sorted(session):
+    session = Session(session.namespace, Limits(sequences=2, stream_tokens=len(LONG) + 100))
+    HeldSorting(session._drafter)
     send(session, starts=[start(1, LONG), start(2, [1])])
-    assert refused(send(session, starts=[start(3, range(200))]), f"a stream may have {LONG_PROMPT + 100}")
-    send(session, starts=[start(3, [1])])
-    assert sizes_of(session) == {1: LONG_PROMPT, 3: 1}
-    await indexed(session)
+    send(session, starts=[start(3, range(200))])
+    assert sizes_of(session) == {2: 1, 3: 200}
+    assert lost(send(session, batch=batch({1: ()}))) == [1]
+    too_long = [start(4, LONG), start(5, range(101))]
+    assert refused(send(session, starts=too_long), f"a stream may have {len(LONG) + 100}")
 
 
 def test_token_ids_outside_the_vocabulary_are_refused_without_effect(namespace):

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.learning import learn
 from drafter_service.server.namespace import ClosedError, Namespace
-from drafter_service.server.session import LONG_PROMPT, Session
+from drafter_service.server.session import Session
 from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, ShadowDrafter, TimeBudget
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
+from ssd.base import LONG_PROMPT
 from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.types import Progress
@@ -93,7 +94,7 @@ def test_the_drafter_is_called_as_by_an_engine_that_verifies_drafts(requests, sh
         shadow = ShadowDrafter(one)
         for number, (prompt, pieces) in enumerate(requests):
             verify(other, number, prompt, np.concatenate(pieces))
-            shadow.begin(number, one.prepare(prompt))
+            shadow.begin(number, prompt)
             shadow.advance(Progress.of_one(number, NO_TOKENS, max_draft=LIMIT))
             for piece in pieces[:-1]:
                 shadow.advance(Progress.of_one(number, piece, max_draft=LIMIT))
@@ -109,21 +110,19 @@ def test_withheld_drafts_have_the_shape_that_the_engine_verifies(namespace):
     session.close()
 
 
-def test_a_withheld_sequence_counts_once_while_it_is_indexed(namespace):
-    async def starts():
-        session = Session(namespace, Limits(sequences=2))
-        long = np.arange(LONG_PROMPT, dtype=np.uint32)
-        send(session, starts=[start(1, long, shadow=True), start(2, [1])])
-        assert namespace.sequences == 1
-        session.close()
-
-    asyncio.run(starts())
+def test_a_withheld_sequence_counts_once(namespace):
+    session = Session(namespace, Limits(sequences=2))
+    send(session, starts=[start(1, [1], shadow=True), start(2, [1])])
+    assert namespace.sequences == 2
+    send(session, starts=[start(3, [1])])
+    assert namespace.sequences == 2
+    session.close()
 
 
 def test_tokens_before_the_first_draft_are_a_step_each():
     with drafter_of(KNOWN) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, drafter.prepare(array(range(10))))
+        shadow.begin(1, array(range(10)))
         shadow.advance(Progress.of_one(1, array([500, 501, 502]), max_draft=LIMIT))
         assert (drafter.stats.steps, drafter.stats.committed) == (3, 3)
 
@@ -131,7 +130,7 @@ def test_tokens_before_the_first_draft_are_a_step_each():
 def test_many_tokens_at_once_are_steps_without_drafts():
     with drafter_of([range(2 * MAX_WAITING)]) as drafter:
         shadow = ShadowDrafter(drafter)
-        shadow.begin(1, drafter.prepare(array(range(10))))
+        shadow.begin(1, array(range(10)))
         shadow.advance(Progress.of_one(1, NO_TOKENS, max_draft=LIMIT))
         offered = drafter.running.offered()[1]
         shadow.finish(1, array(range(10, 11 + MAX_WAITING)), learn=False)
@@ -191,24 +190,20 @@ def test_a_batch_may_contain_both_kinds(namespace):
     assert "finishes[0].verified is 1" in response.error.message
 
 
-def test_a_long_prompt_is_indexed_before_drafts_are_withheld(namespace):
-    async def act():
-        session = Session(namespace, Limits())
-        long = np.arange(10_000, 10_000 + LONG_PROMPT, dtype=np.uint32)
-        send(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
-        send(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
-        while session._indexing:
-            await asyncio.sleep(0)
-        for token in range(10_501, 10_520):
-            send(session, batch=batch({1: [token]}))
-        send(session, finishes=[finish(1)])
-        session.close()
-
-    asyncio.run(act())
+def test_withheld_drafts_may_come_from_a_long_prompt(namespace):
+    session = Session(namespace, Limits())
+    long = np.arange(10_000, 11_000 + LONG_PROMPT, dtype=np.uint32)
+    send(session, starts=[start(1, long, shadow=True), start(2, long, shadow=True)], batch=batch({1: (), 2: ()}))
+    send(session, batch=batch({1: [10_500]}), finishes=[finish(2, [3, 4])])
+    session._shadow.drafter.wait_for_sorting()
+    for token in range(10_501, 10_520):
+        send(session, batch=batch({1: [token]}))
+    send(session, finishes=[finish(1)])
+    session.close()
     shadow = namespace.shadow
-    assert (shadow.observed, shadow.scored) == (2, 1)
+    assert (shadow.observed, shadow.scored) == (2, 2)
     assert shadow.stats.accepted > 10
-    assert shadow.stats.committed == 20
+    assert shadow.stats.committed == 22
     assert namespace.stats.steps == 0
 
 

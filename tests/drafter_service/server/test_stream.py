@@ -14,7 +14,6 @@ from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
-from drafter_service.server.session import LONG_PROMPT
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
@@ -203,10 +202,10 @@ def test_the_sequences_of_a_stream_end_with_it(caller, name):
         assert lost(caller.stream(name).exchange(batch=batch({1: ()}))) == [1]
 
 
-def test_long_prompts_are_indexed_while_other_streams_are_served(caller, name):
+def test_long_prompts_are_sorted_while_other_streams_are_served(caller, name):
     busy, other = caller.stream(name), caller.stream(name)
     other.exchange(starts=[start(1, [5, 6, 5])])
-    prompt = counted(1000, 40 * LONG_PROMPT)
+    prompt = counted(1000, 300_000)
     busy.send(starts=[start(1, [*prompt, *prompt[:40]])], batch=batch({1: ()}, 2))
     assert other.draft(1, limit=2) == [6, 5]
     assert drafted(busy.read()) == []

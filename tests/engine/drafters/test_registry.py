@@ -2,12 +2,14 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from drafter_service.transport.wire import SHAPES
 from engine.drafters.kinds import KINDS, describe_kinds
 from engine.drafters.registry import build_drafter, configure, parse_kinds
 from engine.drafters.tokens import innermost
+from ssd.base import LONG_PROMPT
 from ssd.baselines.ngram import NgramDrafter
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
@@ -35,6 +37,13 @@ def test_every_kind_has_a_help_text():
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_every_kind_can_be_built(name, corpus_file):
     build_drafter(name, config_of(name, corpus_file), target_of()).close()
+
+
+def test_the_engine_does_not_wait_for_long_prompts_to_be_sorted():
+    drafter = build_drafter("ssd", CONFIG)
+    drafter.start(1, np.arange(2 * LONG_PROMPT, dtype=np.uint32))
+    assert drafter.is_sorting
+    drafter.close()
 
 
 def test_a_third_party_class_is_imported_and_gets_the_options():
