@@ -362,6 +362,9 @@ class Engine:
         except BaseException:
             for sequence in sequences:
                 self.cancel(sequence.sequence_id)
+            # An interrupted step may leave sequences that have ended.
+            with self._turns:
+                self._finish_ended()
             raise
         cancelled = Cut(0, FinishReason.ABORT)
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]

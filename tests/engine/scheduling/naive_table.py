@@ -6,64 +6,40 @@ from math import ceil
 
 from engine.drafters.sources import SOURCE_NAMES
 from engine.scheduling.commit import CONTINUES, DROPPED, ENDED, FULL, UNDECIDED
-from engine.scheduling.request import FinishReason
 from engine.scheduling.table import ABSENT, BY_END_TOKENS, BY_REQUEST, SCORED, rows_for
 
-SOURCES = len(SOURCE_NAMES)
+LAST = len(SOURCE_NAMES) - 1
 
 
 class NaivePages:
-    """A page pool; pages are registered under their whole text."""
+    """A page pool; pages are registered under their whole text, and no running request shares one."""
 
     def __init__(self, count):
-        self.unused = list(range(count - 1, -1, -1))
-        self.idle, self.named = [], {}
-        self.owners = [0] * count
+        self.unused, self.idle, self.named = list(range(count))[::-1], [], {}
 
     @property
     def free_count(self):
         return len(self.unused) + len(self.idle)
 
     def take(self, count):
-        taken = []
-        for _ in range(count):
-            page = self.unused.pop() if self.unused else self.idle.pop(0)
-            self.named = {key: other for key, other in self.named.items() if other != page}
-            self.owners[page] = 1
-            taken.append(page)
+        taken = [self.unused.pop() if self.unused else self.idle.pop(0) for _ in range(count)]
+        self.named = {text: page for text, page in self.named.items() if page not in taken}
         return sorted(taken)
-
-    def share(self, pages):
-        for page in pages:
-            if not self.owners[page]:
-                self.idle.remove(page)
-            self.owners[page] += 1
 
     def free(self, pages):
         for page in reversed(pages):
-            self.owners[page] -= 1
-            if not self.owners[page]:
-                (self.idle if page in self.named.values() else self.unused).append(page)
-
-    def find(self, keys, *, owned=False):
-        found = []
-        for key in keys:
-            if key not in self.named or (owned and not self.owners[self.named[key]]):
-                break
-            found.append(self.named[key])
-        return found
+            (self.idle if page in self.named.values() else self.unused).append(page)
 
 
 class NaiveRequest:
-    """A row of the table. ends: tokens that end the output. has_prefix: whether it may use cached pages."""
+    """A row of the table. ends: tokens that end the output."""
 
-    def __init__(self, number, prompt, limit, *, max_draft, end, kind, ends=(), salt="", has_prefix=True):
+    def __init__(self, number, prompt, limit, max_draft, end, kind, ends=()):
         self.number, self.tokens, self.prompt, self.limit = number, list(prompt), len(prompt), limit
-        self.max_draft, self.end, self.kind = max_draft, end, kind
-        self.ends, self.salt, self.has_prefix = ends, salt, has_prefix
+        self.max_draft, self.end, self.kind, self.ends = max_draft, end, kind, ends
         self.computed = self.in_flight = self.registered = self.admission = self.on_device = self.steps = 0
         self.pages, self.row = [], None
-        self.drafted, self.accepted = [0] * SOURCES, [0] * SOURCES
+        self.drafted, self.accepted = [0] * (LAST + 1), [0] * (LAST + 1)
 
     def columns(self):
         """The columns of its row, without the address of its tokens."""
@@ -71,29 +47,24 @@ class NaiveRequest:
                 self.registered, self.max_draft, self.end, self.kind, self.admission, self.on_device, self.steps,
                 *self.drafted, *self.accepted]  # fmt: skip
 
-    def keys(self, count, size):
-        return [(self.salt, *self.tokens[: (page + 1) * size]) for page in range(count)]
-
     def append(self, tokens, produced, sources):
         """Append the kept tokens of a step; sources: those of its verified draft tokens."""
         accepted = min(len(tokens), produced - 1)
         for place, code in enumerate(sources):
-            self.drafted[min(code, SOURCES - 1)] += 1
-            self.accepted[min(code, SOURCES - 1)] += place < accepted
+            self.drafted[min(code, LAST)] += 1
+            self.accepted[min(code, LAST)] += place < accepted
         self.computed += 1 + accepted
         self.steps += 1
         self.tokens += tokens
 
     def cut(self, tokens):
-        """Return the number of tokens of the output, and why it ends after them."""
-        for place, token in enumerate(tokens):
-            if token in self.ends:
-                return place + 1, FinishReason.STOP
-        return len(tokens), FinishReason.LENGTH if len(self.tokens) + len(tokens) == self.limit else None
+        """Return the number of tokens of the output, and whether it ends after them."""
+        found = [place + 1 for place, token in enumerate(tokens) if token in self.ends]
+        return min([*found, len(tokens)]), bool(found) or len(self.tokens) + len(tokens) == self.limit
 
 
-def pages_for(tokens, size):
-    return ceil(tokens / size)
+def missing(one, tokens, size):
+    return max(0, ceil(tokens / size) - len(one.pages))
 
 
 def plan_decoding(requests, pool, size, ahead):
@@ -103,15 +74,13 @@ def plan_decoding(requests, pool, size, ahead):
         length = len(one.tokens)
         if one.end == SCORED:
             others += [one] * (one.computed < length)
+        elif one.limit - length > (one.in_flight > 0) and one.computed < length - 1:
+            others.append(one)
         elif one.limit - length > (one.in_flight > 0):
-            if one.computed < length - 1:
-                others.append(one)
-                continue
-            end = min(one.limit, min(one.limit, one.computed + 1 + one.in_flight) + ahead)
-            missing = max(0, pages_for(end, size) - len(one.pages))
-            if missing > pool.free_count:
-                return missing - pool.free_count
-            one.pages += pool.take(missing)
+            count = missing(one, min(one.limit, one.computed + 1 + one.in_flight + ahead), size)
+            if count > pool.free_count:
+                return count - pool.free_count
+            one.pages += pool.take(count)
             decoding.append(one)
     return decoding, others
 
@@ -121,8 +90,8 @@ def allocate_draft_room(requests, scheduled, pool, size, max_draft, watermark, n
     for one, count in zip(requests, scheduled, strict=True):
         wanted = min(one.max_draft, max_draft, one.limit - len(one.tokens) - 1 - (one.in_flight > 0))
         end = min(one.limit, one.computed + count + one.in_flight)
-        missing = pages_for(min(one.limit, end + wanted + ahead), size) - len(one.pages)
-        one.pages += pool.take(max(0, min(missing, pool.free_count - watermark)))
+        useful = missing(one, min(one.limit, end + wanted + ahead), size)
+        one.pages += pool.take(max(0, min(useful, pool.free_count - watermark)))
         rooms.append(max(0, min(wanted, len(one.pages) * size - needed - end)))
     return rooms
 
@@ -130,7 +99,7 @@ def allocate_draft_room(requests, scheduled, pool, size, max_draft, watermark, n
 def new_pages(requests):
     added = []
     for one in requests:
-        added += [[one.row, place, one.pages[place]] for place in range(one.on_device, len(one.pages))]
+        added += [[one.row, place, page] for place, page in enumerate(one.pages) if place >= one.on_device]
         one.on_device = len(one.pages)
     return added
 
@@ -149,95 +118,75 @@ def commit(one, admission, tokens, sources, length, end_tokens):
 
 
 class NaiveScheduler:
-    """Follows an engine event by event."""
+    """Follows a scheduler event by event."""
 
-    def __init__(self, config, pages, size):
-        self.config, self.size, self.pool = config, size, NaivePages(pages)
+    def __init__(self, config, pages):
+        self.config, self.size, self.pool = config, config.page_size, NaivePages(pages)
         self.watermark = ceil(config.watermark * pages)
         self.free_rows = list(range(rows_for(config.max_sequences)))[::-1]
         self.waiting, self.running = [], []
         self.admissions = self.preemptions = 0
 
     def plan(self):
-        """Return producing requests, the numbers of their scheduled tokens and their draft rooms, and chunks."""
+        """Return producing requests, their draft rooms, and chunks: requests, scheduled tokens, whether they produce."""
         self.admit()
         while isinstance(planned := plan_decoding(self.running, self.pool, self.size, 0), int):
             self.preempt(self.running[-1])
-        decoding, prompts = planned
-        chunks = self.plan_prompts(prompts, self.config.max_step_tokens - len(decoding) * (1 + self.config.max_draft))
-        decoding = [one for one in decoding if one.admission]
-        producing = [*decoding, *(one for one, _, produces in chunks if produces)]
-        scheduled = [*[1] * len(decoding), *(count for _, count, produces in chunks if produces)]
-        rooms = allocate_draft_room(
-            producing, scheduled, self.pool, self.size, self.config.max_draft, self.watermark, 0, 0
-        )
-        return producing, scheduled, rooms, chunks
-
-    def missing(self, one, tokens):
-        return max(0, pages_for(tokens, self.size) - len(one.pages))
+        draft, chunks = self.config.max_draft, []
+        left = self.config.max_step_tokens - len(planned[0]) * (1 + draft)
+        for one in planned[1]:
+            if not one.admission:
+                continue
+            self.reuse(one)
+            end = min(len(one.tokens), one.computed + left - draft)
+            if end < len(one.tokens) and end - end % self.size > one.computed:
+                end -= end % self.size
+            if end > one.computed and self.grow(one, min(one.limit, end + one.in_flight)):
+                left -= end - one.computed + draft
+                chunks.append((one, end - one.computed, end == len(one.tokens)))
+        chunks = [chunk for chunk in chunks if chunk[0].admission]
+        producing = [(one, 1) for one in planned[0] if one.admission] + [chunk[:2] for chunk in chunks if chunk[2]]
+        requests, scheduled = zip(*producing, strict=True) if producing else ((), ())
+        rooms = allocate_draft_room(requests, scheduled, self.pool, self.size, draft, self.watermark, 0, 0)
+        return list(requests), rooms, chunks
 
     def admit(self):
-        reserved = sum(self.missing(one, len(one.tokens)) for one in self.running)
+        reserved = sum(missing(one, len(one.tokens), self.size) for one in self.running)
         while self.waiting and len(self.running) < self.config.max_sequences:
             one = self.waiting[0]
-            shared = self.pool.find(one.keys(self.reusable(one), self.size), owned=True)
-            needed = reserved + pages_for(len(one.tokens), self.size) - len(shared)
-            is_full = self.running and needed + self.watermark > self.pool.free_count
-            if is_full or (one.row is None and not self.free_rows):
+            needed = reserved + ceil(len(one.tokens) / self.size) + self.watermark
+            if (one.row is None and not self.free_rows) or (self.running and needed > self.pool.free_count):
                 break
             self.running = sorted([*self.running, self.waiting.pop(0)], key=lambda each: each.number)
             self.admissions += 1
             one.admission, one.on_device = self.admissions, ABSENT
             one.row = self.free_rows.pop() if one.row is None else one.row
             self.reuse(one)
-            reserved += self.missing(one, len(one.tokens))
-
-    def plan_prompts(self, prompts, left):
-        chunks, planned = [], set()
-        for one in prompts:
-            if not one.admission:
-                continue
-            self.reuse(one)
-            place, length = len(one.pages), len(one.tokens)
-            is_next = one.computed == place * self.size and place < self.reusable(one)
-            if is_next and one.keys(place + 1, self.size)[place] in planned:
-                continue
-            end = min(length, one.computed + left - self.config.max_draft)
-            if end < length and end - end % self.size > one.computed:
-                end -= end % self.size
-            if end <= one.computed or not self.grow(one, min(one.limit, end + one.in_flight)):
-                continue
-            left -= end - one.computed + self.config.max_draft
-            full = end // self.size if self.config.prefix_cache else 0
-            planned.update(one.keys(full, self.size)[one.registered :])
-            chunks.append((one, end - one.computed, one.end != SCORED and end == length))
-        return [chunk for chunk in chunks if chunk[0].admission]
+            reserved += missing(one, len(one.tokens), self.size)
 
     def grow(self, one, end):
-        while (count := self.missing(one, end)) > self.pool.free_count:
-            newest = self.running[-1]
-            self.preempt(newest)
-            if newest is one:
-                return False
-        one.pages += self.pool.take(count)
-        return True
+        while one.admission and missing(one, end, self.size) > self.pool.free_count:
+            self.preempt(self.running[-1])
+        one.pages += self.pool.take(missing(one, end, self.size)) if one.admission else []
+        return one.admission
 
-    def reusable(self, one):
-        return (len(one.tokens) - 1) // self.size if self.config.prefix_cache and one.has_prefix else 0
+    def texts(self, one, tokens):
+        return [(one.number, *one.tokens[:end]) for end in range(self.size, tokens + 1, self.size)]
 
     def reuse(self, one):
-        before = len(one.pages)
-        if one.computed == before * self.size and self.reusable(one) > before:
-            found = self.pool.find(one.keys(self.reusable(one), self.size)[before:])
-            self.pool.share(found)
-            one.pages += found
-            one.computed, one.registered = len(one.pages) * self.size, len(one.pages)
+        for text in self.texts(one, len(one.tokens) - 1)[len(one.pages) :]:
+            if text not in self.pool.named or one.computed != len(one.pages) * self.size:
+                break
+            one.pages.append(self.pool.named[text])
+            self.pool.idle.remove(one.pages[-1])
+            one.registered = len(one.pages)
+            one.computed = one.registered * self.size
 
     def register(self, one):
         full = one.computed // self.size
         if self.config.prefix_cache and full > one.registered:
-            for page, key in list(zip(one.pages, one.keys(full, self.size), strict=False))[one.registered :]:
-                self.pool.named.setdefault(key, page)
+            for text, page in list(zip(self.texts(one, one.computed), one.pages, strict=False))[one.registered :]:
+                self.pool.named.setdefault(text, page)
             one.registered = full
 
     def stop(self, one):
@@ -259,4 +208,3 @@ class NaiveScheduler:
         if one.row is not None:
             self.pool.free(one.pages)
             self.free_rows.append(one.row)
-            one.row = None
