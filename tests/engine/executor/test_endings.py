@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafters.tokens import NOT_STARTED
+from engine.engine import Engine
 from engine.scheduling.request import FinishReason, Request, SamplingParams
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import END, VOCAB, answer, chain_engine, decode
@@ -24,7 +25,8 @@ class Answering(ScriptedDrafter):
 
     def __init__(self, right, requests, outputs):
         def script(number, length):
-            rest = [] if right is None else outputs[number][length - len(requests[number].prompt) :]
+            at = number % len(requests)
+            rest = [] if right is None else outputs[at][length - len(requests[at].prompt) :]
             return [token if place < right else (token + 1) % VOCAB for place, token in enumerate(rest)]
 
         super().__init__(script)
@@ -44,7 +46,7 @@ def check_nothing_is_held(engine):
     assert sorted(scheduler.table._free) == list(range(len(scheduler.table.sequences)))
     assert set(scheduler.table.sequences) == {None}
     assert (guard.inner._reported[:, 0] == NOT_STARTED).all()
-    assert not (guard._started or engine._speculation._started or engine._ended or engine.drafter.lengths)
+    assert not any((guard._started, engine._speculation._started, engine._ended, engine.drafter.lengths))
 
 
 def random_requests(seed, count, longest=20, prompt=12):
@@ -83,15 +85,7 @@ def preempt(engine, number):
         engine.scheduler._preempt(sequence)
 
 
-def cancel(engine, number):
-    return engine.cancel(number)
-
-
-def cancel_after_preemption(engine, number):
-    return preempt(engine, number) or engine.cancel(number)
-
-
-@pytest.mark.parametrize("act", [cancel, preempt, cancel_after_preemption])
+@pytest.mark.parametrize("act", [Engine.cancel, preempt, lambda *both: preempt(*both) or Engine.cancel(*both)])
 @ROUTES
 def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
     """Two requests run, and two wait. One of them is taken out by the observer of a step."""
@@ -106,32 +100,35 @@ def test_a_request_may_be_taken_out_after_any_step(act, right, in_flight):
                 engine.scheduler.check_integrity()
 
         for at, completion in enumerate(engine.generate(requests, observe)):
-            is_cut = at == number and any(taken)
-            assert completion.tokens.tolist() == (taken[0].tokens.tolist() if is_cut else outputs[at])
             assert completion.tokens.tolist() == outputs[at][: len(completion.tokens)]
+            if at == number and any(taken):
+                assert completion.finish_reason is FinishReason.ABORT
+                for name in ("steps", "drafted", "accepted"):
+                    assert getattr(completion, name) == getattr(taken[0], name)
+            else:
+                assert completion.tokens.tolist() == outputs[at]
         check_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("in_flight", [None, 0, 1])
-@pytest.mark.parametrize("moment", range(1, 14))
-def test_nothing_is_held_after_an_interruption(moment, in_flight):
-    """In a call of the drafter, when sequences may have ended in the same step; or after the step."""
-    for is_in_step in (True, False):
-        requests, outputs = random_requests(moment, 4)
-        engine, steps = engine_for(2, requests, outputs, in_flight=in_flight), itertools.count(1)
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_nothing_is_held_after_an_interruption(is_in_step, in_flight):
+    """In a call of the drafter, before which outputs may have ended in the same step; or by the observer."""
+    for seed, moment in itertools.product(range(4), range(1, 9)):
+        requests, outputs = random_requests(seed, 6, longest=12)
+        engine, calls = engine_for(2, requests, outputs, in_flight=in_flight), itertools.count(1)
+        script = engine.drafter.script
 
-        def interrupt(*_, steps=steps):
-            if next(steps) == moment:
+        def interrupt(*arguments, calls=calls, moment=moment, script=script):
+            if next(calls) == moment:
                 raise KeyboardInterrupt
-            return []
+            return script(*arguments) if is_in_step else None
 
-        if is_in_step:
-            engine.drafter.script = interrupt
+        engine.drafter.script = interrupt if is_in_step else script
         with pytest.raises(KeyboardInterrupt):
             engine.generate(requests, (lambda _: None) if is_in_step else interrupt)
         check_nothing_is_held(engine)
-        [again] = engine.generate([replace(requests[0], drafters=frozenset())])
-        assert again.tokens.tolist() == outputs[0]
+        assert [each.tokens.tolist() for each in engine.generate(requests)] == outputs
 
 
 @ROUTES
@@ -154,7 +151,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("method", "fault"), [("start", "raises"), ("finish", "raises"), *(("draft", f) for f in FAULTS)])
+@pytest.mark.parametrize(
+    ("method", "fault"), [("start", "raises"), ("finish", "raises"), *(("draft", f) for f in FAULTS)]
+)
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_a_faulty_drafter_changes_no_output(method, fault, in_flight, caplog):
     """Every second call of a method has the fault."""
@@ -172,12 +171,11 @@ def test_a_faulty_drafter_changes_no_output(method, fault, in_flight, caplog):
     check_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("right", [None, 2])
-def test_nothing_is_held_after_ten_thousand_requests(right):
+def test_nothing_is_held_after_ten_thousand_requests():
     prompts = np.random.default_rng(0).integers(1, VOCAB, (10_000, 2)).astype(np.uint32)
     answers = {prompt: answer(prompt, 2) for prompt in itertools.product(range(1, VOCAB), repeat=2)}
     requests = [Request(prompt, SamplingParams(max_tokens=2)) for prompt in prompts]
     outputs = [answers[tuple(prompt)] for prompt in prompts.tolist()]
-    engine = engine_for(right, requests, outputs, pages=150, sequences=100)
+    engine = engine_for(2, requests, outputs, pages=150, sequences=100)
     assert [each.tokens.tolist() for each in engine.generate(requests)] == outputs
     check_nothing_is_held(engine)

@@ -6,7 +6,7 @@ from math import ceil
 
 from engine.drafters.sources import SOURCE_NAMES
 from engine.scheduling.commit import CONTINUES, DROPPED, ENDED, FULL, UNDECIDED
-from engine.scheduling.table import ABSENT, BY_END_TOKENS, BY_REQUEST, SCORED, rows_for
+from engine.scheduling.table import BY_END_TOKENS, BY_REQUEST, SCORED
 
 LAST = len(SOURCE_NAMES) - 1
 
@@ -115,96 +115,3 @@ def commit(one, admission, tokens, sources, length, end_tokens):
     kept = min([*found, len(tokens)])
     one.append(tokens[:kept], len(tokens), sources)
     return kept, ENDED if found else FULL if len(one.tokens) == one.limit else CONTINUES
-
-
-class NaiveScheduler:
-    """Follows a scheduler event by event."""
-
-    def __init__(self, config, pages):
-        self.config, self.size, self.pool = config, config.page_size, NaivePages(pages)
-        self.watermark = ceil(config.watermark * pages)
-        self.free_rows = list(range(rows_for(config.max_sequences)))[::-1]
-        self.waiting, self.running = [], []
-        self.admissions = self.preemptions = 0
-
-    def plan(self):
-        """Return producing requests, their draft rooms, and chunks: requests, scheduled tokens, whether they produce."""
-        self.admit()
-        while isinstance(planned := plan_decoding(self.running, self.pool, self.size, 0), int):
-            self.preempt(self.running[-1])
-        draft, chunks = self.config.max_draft, []
-        left = self.config.max_step_tokens - len(planned[0]) * (1 + draft)
-        for one in planned[1]:
-            if not one.admission:
-                continue
-            self.reuse(one)
-            end = min(len(one.tokens), one.computed + left - draft)
-            if end < len(one.tokens) and end - end % self.size > one.computed:
-                end -= end % self.size
-            if end > one.computed and self.grow(one, min(one.limit, end + one.in_flight)):
-                left -= end - one.computed + draft
-                chunks.append((one, end - one.computed, end == len(one.tokens)))
-        chunks = [chunk for chunk in chunks if chunk[0].admission]
-        producing = [(one, 1) for one in planned[0] if one.admission] + [chunk[:2] for chunk in chunks if chunk[2]]
-        requests, scheduled = zip(*producing, strict=True) if producing else ((), ())
-        rooms = allocate_draft_room(requests, scheduled, self.pool, self.size, draft, self.watermark, 0, 0)
-        return list(requests), rooms, chunks
-
-    def admit(self):
-        reserved = sum(missing(one, len(one.tokens), self.size) for one in self.running)
-        while self.waiting and len(self.running) < self.config.max_sequences:
-            one = self.waiting[0]
-            needed = reserved + ceil(len(one.tokens) / self.size) + self.watermark
-            if (one.row is None and not self.free_rows) or (self.running and needed > self.pool.free_count):
-                break
-            self.running = sorted([*self.running, self.waiting.pop(0)], key=lambda each: each.number)
-            self.admissions += 1
-            one.admission, one.on_device = self.admissions, ABSENT
-            one.row = self.free_rows.pop() if one.row is None else one.row
-            self.reuse(one)
-            reserved += missing(one, len(one.tokens), self.size)
-
-    def grow(self, one, end):
-        while one.admission and missing(one, end, self.size) > self.pool.free_count:
-            self.preempt(self.running[-1])
-        one.pages += self.pool.take(missing(one, end, self.size)) if one.admission else []
-        return one.admission
-
-    def texts(self, one, tokens):
-        return [(one.number, *one.tokens[:end]) for end in range(self.size, tokens + 1, self.size)]
-
-    def reuse(self, one):
-        for text in self.texts(one, len(one.tokens) - 1)[len(one.pages) :]:
-            if text not in self.pool.named or one.computed != len(one.pages) * self.size:
-                break
-            one.pages.append(self.pool.named[text])
-            self.pool.idle.remove(one.pages[-1])
-            one.registered = len(one.pages)
-            one.computed = one.registered * self.size
-
-    def register(self, one):
-        full = one.computed // self.size
-        if self.config.prefix_cache and full > one.registered:
-            for text, page in list(zip(self.texts(one, one.computed), one.pages, strict=False))[one.registered :]:
-                self.pool.named.setdefault(text, page)
-            one.registered = full
-
-    def stop(self, one):
-        self.running.remove(one)
-        one.admission = 0
-
-    def preempt(self, one):
-        self.stop(one)
-        self.pool.free(one.pages)
-        one.pages, one.computed, one.in_flight, one.registered = [], 0, 0, 0
-        self.waiting = sorted([*self.waiting, one], key=lambda each: each.number)
-        self.preemptions += 1
-
-    def finish(self, one):
-        if one in self.running:
-            self.stop(one)
-        if one in self.waiting:
-            self.waiting.remove(one)
-        if one.row is not None:
-            self.pool.free(one.pages)
-            self.free_rows.append(one.row)
