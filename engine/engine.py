@@ -362,6 +362,9 @@ class Engine:
         except BaseException:
             for sequence in sequences:
                 self.cancel(sequence.sequence_id)
+            # An interrupted step may leave sequences that have ended.
+            with self._turns:
+                self._finish_ended()
             raise
         cancelled = Cut(0, FinishReason.ABORT)
         return [completions.get(sequence.sequence_id) or sequence.complete(cancelled) for sequence in sequences]
@@ -575,8 +578,7 @@ class Engine:
     def _end_refused(self, report: StepReport) -> None:
         """Abort the sequences that the scheduler removed because their adapter cannot be read."""
         for sequence, problem in self.scheduler.refused:
-            self._speculation.finish(sequence, learn=False)
-            report.finished[sequence.sequence_id] = sequence.complete(Cut(0, FinishReason.ABORT))
+            report.finished[sequence.sequence_id] = self._finish(sequence, Cut(0, FinishReason.ABORT))
             report.refused[sequence.sequence_id] = str(problem)
         self.scheduler.refused.clear()
 

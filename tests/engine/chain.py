@@ -148,6 +148,11 @@ class AtRandom:
         return bool(self._rng.integers(2))
 
 
+def decode(tokens):
+    """A letter for each token."""
+    return "".join(chr(ord("a") + token) for token in tokens.tolist())
+
+
 def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, drafters=(), adapters=None):
     """An engine with this model, whose outputs do not depend on adapters.
 
@@ -160,7 +165,7 @@ def chain_engine(config, pages, drafter, selection=None, *, in_flight=None, draf
     graph = build_graph_executor(MODEL, config, runner, pool, "cpu") if has_graph else None
     executors = Executors(EagerExecutor(runner, PAGE_SIZE, drafter.needs), pool, graph)
     config = replace(config, in_flight=1 if in_flight == "any" else in_flight)
-    engine = Engine(MODEL, config, executors, drafter, selection=selection, drafters=drafters, adapters=adapters)
+    engine = Engine(MODEL, config, executors, drafter, decode, selection, drafters=drafters, adapters=adapters)
     if in_flight == "any":
         engine._may_run_ahead = AtRandom()
     return engine

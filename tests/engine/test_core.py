@@ -133,31 +133,6 @@ def test_drafts_are_accepted_up_to_the_first_wrong_token(model, plain, wrong_eve
             assert completion.accepted < completion.drafted
 
 
-@pytest.mark.parametrize("max_draft", [0, 6])
-@pytest.mark.parametrize("room", [1, 2, 4, 7])
-def test_outputs_end_at_max_tokens_and_at_the_context_window(model, room, max_draft):
-    """Drafts may be longer than the remaining output."""
-    endless = replace(model.config, eos_token_ids=())
-    window = endless.max_positions
-    config = replace(CONFIG, max_draft=max_draft)
-
-    def run(submitted, drafter):
-        built = build_engine(model, config, drafter)
-        return Engine(endless, config, Executors(built._executor, built.scheduler.pages), drafter).generate(submitted)
-
-    submitted = [
-        Request(np.array([5, 6], np.uint32), SamplingParams(max_tokens=room)),
-        Request(np.full(window - room, 7, np.uint32), SamplingParams(max_tokens=50)),
-    ]
-    expected = [completion.tokens.tolist() for completion in run(submitted, NoDrafter())]
-    for drafter in (NoDrafter(), scripted_by(submitted, [[*tokens, 1, 2, 3, 4, 5, 6] for tokens in expected])):
-        completions = run(submitted, drafter)
-        assert [completion.tokens.tolist() for completion in completions] == expected
-        for completion in completions:
-            assert len(completion.tokens) == room
-            assert completion.finish_reason is FinishReason.LENGTH
-
-
 @pytest.mark.parametrize("max_draft", [0, 4, 5, 6])
 def test_outputs_end_with_the_end_token(model, max_draft):
     """An output ends with the first end token, also in the middle of a draft."""
@@ -188,43 +163,6 @@ def test_prompts_with_log_probabilities_are_computed_again(model):
     assert (first.cached_tokens > 0, second.cached_tokens) == (True, 0)
     assert len(second.prompt_logprobs.tokens) == len(prompt) - 1
     np.testing.assert_allclose(second.prompt_logprobs.tokens, scored.prompt_logprobs.tokens, atol=1e-5)
-
-
-def test_the_observer_may_cancel_requests(model, plain):
-    """Running and waiting requests can be cancelled; their completions contain the tokens produced so far."""
-    engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
-    submitted, cancelled, steps = requests(5), {}, iter(range(1000))
-
-    def observe(_):
-        if next(steps) == 6:
-            cancelled.update((index, engine.cancel(index)) for index in (1, 3))
-
-    completions = engine.generate(submitted, observe)
-    assert len(cancelled[1].tokens) > 0
-    for index, completion in enumerate(completions):
-        whole = plain[0.0][index]
-        assert completion.tokens.tolist() == whole[: len(completion.tokens)]
-        assert (completion.finish_reason is FinishReason.ABORT) == (index in cancelled)
-        if index in cancelled:
-            assert completion.tokens.tolist() == cancelled[index].tokens.tolist()
-            assert (completion.steps, completion.drafted) == (cancelled[index].steps, cancelled[index].drafted)
-        else:
-            assert completion.tokens.tolist() == whole
-    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-
-
-def test_requests_are_cancelled_if_the_observer_raises(model):
-    engine = build_engine(model, replace(CONFIG, max_sequences=2), NoDrafter())
-    steps = iter(range(1000))
-
-    def observe(_):
-        if next(steps) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests(5), observe)
-    assert not engine.scheduler.has_work
-    assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
 
 
 def test_generate_refuses_all_requests_if_one_is_invalid(model):

@@ -70,5 +70,6 @@ def test_nothing_is_held_of_a_sequence_that_cannot_continue(model):
         scheduler.refused.append((scheduler.waiting.pop(), UserError("it cannot be read")))
         report = engine.step()
         assert report.refused == {sequence_id: "it cannot be read"}
+        assert set(scheduler.table.sequences) == {None}
         assert held(engine._speculation.drafter) == set()
         assert not engine._speculation._started

@@ -123,7 +123,3 @@ def test_the_last_freed_page_is_evicted_first():
     pool.free(pages)
     assert pool.allocate(1).tolist() == pages[-1:].tolist()
     assert find(pool, int(pages[0])) == pages[0]
-
-
-def test_pages_of_a_new_pool_are_consecutive():
-    assert PagePool(8, 16).allocate(4).tolist() == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.scheduling.request import FinishReason, Request, SamplingParams
+from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine
 from tests.engine.workload import Workload
@@ -193,26 +193,6 @@ def test_requests_finish_in_about_the_order_of_arrival():
     assert sorted(order) == ids
     assert engine.scheduler.preemptions
     assert all(abs(order.index(sequence_id) - sequence_id) <= 8 for sequence_id in ids)
-
-
-def test_cancelling_frees_all_pages_at_any_time():
-    prompts = [text(30), text(30), text(9, 1)]
-    for moment in range(14):
-        engine = engine_of(max_step_tokens=8, max_sequences=2)
-        ids = [engine.add(Request(prompt, SamplingParams(max_tokens=8))) for prompt in prompts]
-        streamed = {sequence_id: [] for sequence_id in ids}
-        for _ in range(moment):
-            for sequence_id, tokens in engine.step().tokens.items():
-                streamed[sequence_id] += tokens.tolist()
-        for sequence_id in ids:
-            completion = engine.cancel(sequence_id)
-            engine.scheduler.check_integrity()
-            if completion is not None:
-                assert completion.finish_reason is FinishReason.ABORT
-                assert completion.tokens.tolist() == streamed[sequence_id]
-        assert engine.scheduler.pages.free_count == engine.scheduler.pages.count
-        assert not engine.scheduler.has_work
-        assert engine.step().tokens == {}
 
 
 def test_an_unknown_request_cannot_be_cancelled():
