@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.api.messages import (
     CancelRequest,
     Command,
@@ -20,8 +22,8 @@ from engine.api.messages import (
     RequestRefused,
     RequestRestarted,
     Shutdown,
+    StepFinished,
     SubmitRequest,
-    TokensProduced,
     UpdateWeights,
     WeightsUpdated,
 )
@@ -68,6 +70,8 @@ class Worker:
         self._connection = connection
         self._requests: dict[int, SubmitRequest] = {}
         """Running requests by the engine's ids."""
+        self._ids = np.empty((2, 0), np.int64)
+        """Their ids of the engine, in ascending order, and of the HTTP process."""
         self._totals = EngineTotals(engine)
         self._timer = RequestTimer()
         self._repeats = Repeats(engine)
@@ -118,19 +122,21 @@ class Worker:
             self._connection.send([RequestRefused(command.request_id, str(problem))])
             return
         self._requests[sequence_id] = command
+        self._ids = np.append(self._ids, [[sequence_id], [command.request_id]], axis=1)
         self._totals.request_started(command.request)
         self._timer.request_started(sequence_id)
 
     def _cancel(self, command: CancelRequest) -> None:
-        for sequence_id, submitted in self._requests.items():
-            if submitted.request_id == command.request_id:
-                completion = self._engine.cancel(sequence_id)
-                assert completion is not None
-                self._totals.request_ended(submitted.request, completion)
-                self._timer.request_cancelled(sequence_id)
-                del self._requests[sequence_id]
-                return
-        # Otherwise the request ended before the command arrived.
+        # There is none if the request ended before the command arrived.
+        for sequence_id in self._ids[0, self._ids[1] == command.request_id].tolist():
+            completion = self._engine.cancel(sequence_id)
+            assert completion is not None
+            self._totals.request_ended(self._remove(sequence_id).request, completion)
+            self._timer.request_cancelled(sequence_id)
+
+    def _remove(self, sequence_id: int) -> SubmitRequest:
+        self._ids = self._ids[:, self._ids[0] != sequence_id]
+        return self._requests.pop(sequence_id)
 
     def _update_weights(self, command: UpdateWeights) -> None:
         """Replace the weights, and handle commands between the steps that this takes."""
@@ -157,15 +163,12 @@ class Worker:
     def _report(self, report: StepReport, began: float) -> None:
         """Send the events of a step that began at a time on the monotonic clock."""
         self._totals.step_finished(report)
-        self._timer.step_finished(began, self._engine.scheduler.running, report)
+        self._timer.step_finished(began, self._engine.scheduler.table.state, report)
         events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
-        for result in report.results:
-            ended = report.finished.get(result.sequence_id)
-            hidden = 0 if ended is None else len(ended.tokens) - len(ended.content)
-            request_id, visible = self._requests[result.sequence_id].request_id, len(result.tokens) - hidden
-            events.append(TokensProduced(request_id, result.tokens, result.accepted, visible, result.logprobs))
+        if report.results:
+            events.append(self._tokens_of(report))
         for sequence_id, completion in report.finished.items():
-            submitted = self._requests.pop(sequence_id)
+            submitted = self._remove(sequence_id)
             self._totals.request_ended(submitted.request, completion)
             if sequence_id in report.refused:
                 self._timer.request_cancelled(sequence_id)
@@ -178,3 +181,13 @@ class Worker:
             events.append(self._totals.snapshot())
         if events:
             self._connection.send(events)
+
+    def _tokens_of(self, report: StepReport) -> StepFinished:
+        results = report.arrays
+        own, request_ids = self._ids[:, np.searchsorted(self._ids[0], results.ids)]
+        assert np.array_equal(own, results.ids), "a step has results of a request that does not run"
+        visible = results.lengths.copy()
+        for sequence_id, completion in report.finished.items():
+            visible[results.ids == sequence_id] -= len(completion.tokens) - len(completion.content)
+        offsets = np.append(0, results.lengths.cumsum())
+        return StepFinished(request_ids, offsets, results.tokens, results.accepted, visible, results.logprobs)
