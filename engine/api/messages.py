@@ -104,7 +104,7 @@ class StepFinished:
     request_ids: np.ndarray
     """int64 [P]."""
     offsets: np.ndarray
-    """int64 [P + 1]: request i has the tokens `tokens[offsets[i]:offsets[i + 1]]`."""
+    """uint32 [P + 1]: request i has the tokens `tokens[offsets[i]:offsets[i + 1]]`."""
     tokens: np.ndarray
     """uint32 [T]."""
     accepted: np.ndarray

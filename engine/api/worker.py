@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ from engine.api.messages import (
 from engine.api.repeats import Repeats
 from engine.api.stats import EngineTotals, RequestTimer
 from ssd.errors import UserError
+from ssd.types import offsets_of
 
 if TYPE_CHECKING:
     from engine.engine import Engine, StepReport
@@ -180,7 +182,8 @@ class Worker:
             self._stats_sent_at = time.monotonic()
             events.append(self._totals.snapshot())
         if events:
-            self._connection.send(events)
+            # `Connection.send` takes 10 us longer, for types that these messages do not have.
+            self._connection.send_bytes(pickle.dumps(events, pickle.HIGHEST_PROTOCOL))
 
     def _tokens_of(self, report: StepReport) -> StepFinished:
         results = report.arrays
@@ -189,5 +192,5 @@ class Worker:
         visible = results.lengths.copy()
         for sequence_id, completion in report.finished.items():
             visible[results.ids == sequence_id] -= len(completion.tokens) - len(completion.content)
-        offsets = np.append(0, results.lengths.cumsum())
+        offsets = offsets_of(results.lengths)
         return StepFinished(request_ids, offsets, results.tokens, results.accepted, visible, results.logprobs)
