@@ -183,15 +183,11 @@ class EngineProcess:
         for event in events:
             if isinstance(event, EngineStats):
                 self.stats = event
-            elif isinstance(event, StepFinished):
-                for request_id, tokens in event.parts():
-                    self._deliver(request_id, tokens)
-            elif isinstance(event, RequestEvent):
-                self._deliver(event.request_id, event)
-
-    def _deliver(self, request_id: int, event: StreamEvent) -> None:
-        if (stream := self._streams.get(request_id)) is not None:
-            stream.put_nowait(event)
+            elif isinstance(event, StepFinished | RequestEvent):
+                parts = event.parts() if isinstance(event, StepFinished) else [(event.request_id, event)]
+                for request_id, part in parts:
+                    if (stream := self._streams.get(request_id)) is not None:
+                        stream.put_nowait(part)
 
     def _set_gone(self, reason: str) -> None:
         self.gone = reason

@@ -130,18 +130,14 @@ class RequestTimer:
         for sequence_id in produced:
             self._phases[sequence_id].first_token = self._last_step
 
-    def request_ended(self, sequence_id: int) -> RequestTimes:
-        """Return the times of a request that ended with the last step, and delete its record."""
+    def request_ended(self, sequence_id: int) -> RequestTimes | None:
+        """Delete the record of a request, and return its times until the last step; None if it has no token."""
+        self._without_token.discard(sequence_id)
         phases = self._phases.pop(sequence_id)
-        assert phases.scheduled is not None
-        assert phases.first_token is not None
+        if phases.scheduled is None or phases.first_token is None:
+            return None
         return RequestTimes(
             queue=phases.scheduled - phases.submitted,
             prefill=phases.first_token - phases.scheduled,
             decode=self._last_step - phases.first_token,
         )
-
-    def request_cancelled(self, sequence_id: int) -> None:
-        """Delete the record of a request."""
-        del self._phases[sequence_id]
-        self._without_token.discard(sequence_id)

@@ -22,6 +22,7 @@ from engine.api.messages import (
     RequestEnded,
     RequestRefused,
     RequestRestarted,
+    RequestTimes,
     Shutdown,
     StepFinished,
     SubmitRequest,
@@ -35,6 +36,7 @@ from ssd.types import offsets_of
 
 if TYPE_CHECKING:
     from engine.engine import Engine, StepReport
+    from engine.scheduling.request import Completion
 
 STATS_INTERVAL_S = 0.25
 MAX_RECEIVING_S = 0.1
@@ -133,12 +135,13 @@ class Worker:
         for sequence_id in self._ids[0, self._ids[1] == command.request_id].tolist():
             completion = self._engine.cancel(sequence_id)
             assert completion is not None
-            self._totals.request_ended(self._remove(sequence_id).request, completion)
-            self._timer.request_cancelled(sequence_id)
+            self._end(sequence_id, completion)
 
-    def _remove(self, sequence_id: int) -> SubmitRequest:
+    def _end(self, sequence_id: int, completion: Completion) -> tuple[SubmitRequest, RequestTimes | None]:
         self._ids = self._ids[:, self._ids[0] != sequence_id]
-        return self._requests.pop(sequence_id)
+        submitted = self._requests.pop(sequence_id)
+        self._totals.request_ended(submitted.request, completion)
+        return submitted, self._timer.request_ended(sequence_id)
 
     def _update_weights(self, command: UpdateWeights) -> None:
         """Replace the weights, and handle commands between the steps that this takes."""
@@ -170,14 +173,12 @@ class Worker:
         if report.results:
             events.append(self._tokens_of(report))
         for sequence_id, completion in report.finished.items():
-            submitted = self._remove(sequence_id)
-            self._totals.request_ended(submitted.request, completion)
+            submitted, times = self._end(sequence_id, completion)
             if sequence_id in report.refused:
-                self._timer.request_cancelled(sequence_id)
                 events.append(RequestRefused(submitted.request_id, report.refused[sequence_id]))
                 continue
             self._repeats.add(submitted.request, completion)
-            events.append(RequestEnded(submitted.request_id, completion, self._timer.request_ended(sequence_id)))
+            events.append(RequestEnded(submitted.request_id, completion, times))
         if time.monotonic() - self._stats_sent_at > STATS_INTERVAL_S:
             self._stats_sent_at = time.monotonic()
             events.append(self._totals.snapshot())

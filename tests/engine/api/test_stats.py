@@ -118,7 +118,7 @@ def test_ids_can_be_reused_after_one_step_or_a_cancellation(clock):
         clock.now = 200.0
         timer.request_started(1)
         step(clock, timer, 201, 202, running=running)
-        timer.request_cancelled(1)
+        assert timer.request_ended(1) is None
     clock.now = 300.0
     timer.request_started(1)
     step(clock, timer, 310, 320, produced=[1])
