@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +47,7 @@ from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
 from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
-from engine.scheduling.row_results import RowResults
+from engine.scheduling.row_results import ResultArrays, RowResults
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import COMPUTED
@@ -84,25 +85,26 @@ class StepReport:
     is_backing_off: bool = False
     """Whether the drafter was not called because drafting was not worthwhile recently."""
 
+    @cached_property
+    def arrays(self) -> ResultArrays:
+        """The results as arrays."""
+        return self.results.arrays if isinstance(self.results, RowResults) else ResultArrays.of(self.results)
+
     @property
     def tokens(self) -> dict[int, np.ndarray]:
         """Committed tokens by the ids that `Engine.add` returned."""
-        return {result.sequence_id: result.tokens for result in self.results}
+        parts = np.split(self.arrays.tokens, self.arrays.lengths.cumsum()[:-1])
+        return dict(zip(self.arrays.ids.tolist(), parts, strict=False))
 
     @property
     def committed(self) -> int:
         """Number of committed tokens."""
-        if isinstance(self.results, RowResults):
-            return self.results.committed
-        return sum(len(result.tokens) for result in self.results)
+        return len(self.arrays.tokens)
 
     @property
     def accepted(self) -> int:
         """Number of accepted draft tokens, without those that a grammar forced."""
-        if isinstance(self.results, RowResults):
-            return self.results.accepted
-        sources = [result.accepted_sources for result in self.results]
-        return sum(int(np.count_nonzero(each != DraftSource.GRAMMAR)) for each in sources)
+        return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
 
 
 class Engine:

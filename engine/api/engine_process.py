@@ -22,9 +22,11 @@ from engine.api.messages import (
     EngineStats,
     Event,
     OutputEvent,
+    RequestEvent,
     RequestRefused,
     RequestRestarted,
     Shutdown,
+    StepFinished,
     SubmitRequest,
     TokensProduced,
     UpdateWeights,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 STOP_TIMEOUT_S = 10.0
+StreamEvent = TokensProduced | RequestEvent | EngineFailed
 
 
 class EngineGoneError(Exception):
@@ -55,7 +58,7 @@ class EngineProcess:
         """Reason why the engine process has ended; None while it runs."""
         self._build = build
         self._ids = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Event]] = {}
+        self._streams: dict[int, asyncio.Queue[StreamEvent]] = {}
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._connection: Connection | None = None
         self._process: Any = None
@@ -129,7 +132,7 @@ class EngineProcess:
             return event.version
 
     @contextmanager
-    def _stream(self) -> Iterator[tuple[int, asyncio.Queue[Event]]]:
+    def _stream(self) -> Iterator[tuple[int, asyncio.Queue[StreamEvent]]]:
         """Yield a new request id and the queue of its events. Raises EngineGoneError."""
         if self.gone is not None:
             raise EngineGoneError(self.gone)
@@ -180,10 +183,11 @@ class EngineProcess:
         for event in events:
             if isinstance(event, EngineStats):
                 self.stats = event
-            elif isinstance(event, OutputEvent | RequestRefused | WeightsUpdated):
-                stream = self._streams.get(event.request_id)
-                if stream is not None:
-                    stream.put_nowait(event)
+            elif isinstance(event, StepFinished | RequestEvent):
+                parts = event.parts() if isinstance(event, StepFinished) else [(event.request_id, event)]
+                for request_id, part in parts:
+                    if (stream := self._streams.get(request_id)) is not None:
+                        stream.put_nowait(part)
 
     def _set_gone(self, reason: str) -> None:
         self.gone = reason
@@ -192,7 +196,7 @@ class EngineProcess:
         self._ended.set()
 
 
-def _raise_failure(event: Event) -> None:
+def _raise_failure(event: StreamEvent) -> None:
     if isinstance(event, RequestRefused):
         raise UserError(event.reason)
     if isinstance(event, EngineFailed):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -83,19 +84,42 @@ class WeightsUpdated:
     version: int
 
 
-@dataclass(frozen=True, eq=False)
-class TokensProduced:
-    """Event: tokens that one step produced for a request."""
+class TokensProduced(NamedTuple):
+    """Tokens that one step produced for a request."""
 
-    request_id: int
     tokens: np.ndarray
     """uint32 [n]."""
     accepted: int
     """Number of leading tokens that are accepted draft tokens."""
     visible: int
     """Number of leading tokens that are part of the text; a token that ends the output is not."""
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None
     """Log-probabilities of `tokens`, if requested."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepFinished:
+    """Event: a step produced tokens for P requests."""
+
+    request_ids: np.ndarray
+    """int64 [P]."""
+    offsets: np.ndarray
+    """uint32 [P + 1]: request i has the tokens `tokens[offsets[i]:offsets[i + 1]]`."""
+    tokens: np.ndarray
+    """uint32 [T]."""
+    accepted: np.ndarray
+    """int64 [P], see `TokensProduced`."""
+    visible: np.ndarray
+    """int64 [P], see `TokensProduced`."""
+    logprobs: dict[int, Logprobs]
+    """By index of the request, for those that have any."""
+
+    def parts(self) -> Iterator[tuple[int, TokensProduced]]:
+        """Yield the id of each request, and its part, whose tokens are a view."""
+        columns = (self.request_ids, self.offsets, self.offsets[1:], self.accepted, self.visible)
+        rows = zip(*(column.tolist() for column in columns), strict=False)
+        for index, (request_id, start, end, accepted, visible) in enumerate(rows):
+            yield request_id, TokensProduced(self.tokens[start:end], accepted, visible, self.logprobs.get(index))
 
 
 @dataclass(frozen=True)
@@ -112,7 +136,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, eq=False)
 class RequestEnded:
-    """Event: a request has ended. Its tokens were sent before in `TokensProduced`, unless it is a repeat."""
+    """Event: a request has ended. Its tokens were sent before in `StepFinished`, unless it is a repeat."""
 
     request_id: int
     completion: Completion
@@ -181,5 +205,7 @@ class EngineStats:
 
 Command = SubmitRequest | CancelRequest | UpdateWeights | Shutdown
 OutputEvent = TokensProduced | RequestRestarted | RequestEnded
-"""Events of a request that runs."""
-Event = EngineReady | EngineFailed | RequestRefused | OutputEvent | WeightsUpdated | EngineStats
+"""What a request that runs yields."""
+RequestEvent = RequestRestarted | RequestEnded | RequestRefused | WeightsUpdated
+"""Events of one request."""
+Event = EngineReady | EngineFailed | StepFinished | RequestEvent | EngineStats

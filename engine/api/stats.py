@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,10 @@ import numpy as np
 from engine.api.messages import CorpusSize, EngineStats, RequestTimes
 from engine.drafters.sources import SOURCE_NAMES, count_sources
 from engine.scheduling.request import Completion, FinishReason, Request
+from engine.scheduling.table import ADMISSION, SEQUENCE_ID
 
 if TYPE_CHECKING:
     from engine.engine import Engine, StepReport
-    from engine.scheduling.plan import SequenceResult
-    from engine.scheduling.sequence import Sequence
 
 
 class EngineTotals:
@@ -44,10 +42,18 @@ class EngineTotals:
         """Count one engine step."""
         self._stats.steps += 1
         self._stats.backoff_steps += report.is_backing_off
-        self._stats.sequence_steps += len(report.results)
-        self._stats.generated_tokens += report.committed
-        if drafts := [result for result in report.results if result.drafted]:
-            self._count_drafts(drafts)
+        results = report.arrays
+        self._stats.sequence_steps += len(results.ids)
+        self._stats.generated_tokens += len(results.tokens)
+        if len(results.drafted_sources):
+            self._stats.drafts += int(np.count_nonzero(results.depths))
+            self._stats.drafted += len(results.drafted_sources)
+            self._stats.accepted += len(results.accepted_sources)
+            positions = np.arange(len(self._drafted_per_position))[:, None]
+            self._drafted_per_position += np.count_nonzero(positions < results.depths, axis=1)
+            self._accepted_per_position += np.count_nonzero(positions < results.accepted, axis=1)
+            self._drafted_by_source += count_sources(results.drafted_sources)
+            self._accepted_by_source += count_sources(results.accepted_sources)
 
     def request_ended(self, request: Request, completion: Completion) -> None:
         """Count a request that ended or was cancelled."""
@@ -75,16 +81,6 @@ class EngineTotals:
             kv_usage=1 - scheduler.pages.free_count / scheduler.pages.count,
         )
 
-    def _count_drafts(self, drafts: list[SequenceResult]) -> None:
-        self._stats.drafts += len(drafts)
-        for result in drafts:
-            self._stats.drafted += result.drafted
-            self._stats.accepted += result.accepted
-            self._drafted_per_position[: result.max_accepted] += 1
-            self._accepted_per_position[: result.accepted] += 1
-        self._drafted_by_source += count_sources(np.concatenate([result.sources for result in drafts]))
-        self._accepted_by_source += count_sources(np.concatenate([result.accepted_sources for result in drafts]))
-
     def _corpus_size(self) -> CorpusSize | None:
         # Only the embedded drafter has a corpus in this process.
         corpus = getattr(self._engine.drafter, "corpus", None)
@@ -105,37 +101,43 @@ class RequestTimer:
 
     def __init__(self) -> None:
         self._phases: dict[int, _Phases] = {}
+        self._without_token: set[int] = set()
+        """Requests that have not produced a token."""
+        self._last_admission = 0
         self._last_step = 0.0
 
     def request_started(self, sequence_id: int) -> None:
         """Record that a request was added to the engine."""
         self._phases[sequence_id] = _Phases(time.monotonic())
+        self._without_token.add(sequence_id)
 
-    def step_finished(self, began: float, running: Iterable[Sequence], report: StepReport) -> None:
-        """Record a step that started at `began` and has just finished; `running`: sequences still running after it."""
+    def step_finished(self, began: float, state: np.ndarray, report: StepReport) -> None:
+        """Record a step that started at `began` and has just finished.
+
+        state: int64 [S, COLUMNS], of the sequences that still run, see `engine.scheduling.table`.
+        """
         self._last_step = time.monotonic()
+        admissions = state[:, ADMISSION]
+        admitted = state[admissions > self._last_admission, SEQUENCE_ID].tolist()
+        self._last_admission = max(self._last_admission, int(admissions.max()))
         # A request that only scores its prompt ends without producing tokens.
-        produced = [*(result.sequence_id for result in report.results), *report.finished]
-        for sequence_id in (*(sequence.sequence_id for sequence in running), *produced):
+        produced = self._without_token.intersection((*report.arrays.ids.tolist(), *report.finished))
+        self._without_token -= produced
+        for sequence_id in (*admitted, *produced):
             phases = self._phases[sequence_id]
             if phases.scheduled is None:
                 phases.scheduled = began
         for sequence_id in produced:
-            phases = self._phases[sequence_id]
-            if phases.first_token is None:
-                phases.first_token = self._last_step
+            self._phases[sequence_id].first_token = self._last_step
 
-    def request_ended(self, sequence_id: int) -> RequestTimes:
-        """Return the times of a request that ended with the last step, and delete its record."""
+    def request_ended(self, sequence_id: int) -> RequestTimes | None:
+        """Delete the record of a request, and return its times until the last step; None if it has no token."""
+        self._without_token.discard(sequence_id)
         phases = self._phases.pop(sequence_id)
-        assert phases.scheduled is not None
-        assert phases.first_token is not None
+        if phases.scheduled is None or phases.first_token is None:
+            return None
         return RequestTimes(
             queue=phases.scheduled - phases.submitted,
             prefill=phases.first_token - phases.scheduled,
             decode=self._last_step - phases.first_token,
         )
-
-    def request_cancelled(self, sequence_id: int) -> None:
-        """Delete the record of a request."""
-        del self._phases[sequence_id]

@@ -1,4 +1,5 @@
-"""An engine without a model: every output is 1, 2, 3, ..., two tokens per step, the first of them drafted.
+"""An engine without a model: an output counts up from the first token of its prompt, two tokens per step, the first of
+them drafted.
 
 Each draft has two tokens: an accepted one from the corpus, and a rejected one from the request's own text.
 """
@@ -15,6 +16,7 @@ from engine.drafters.sources import DraftCounts
 from engine.engine import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
+from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
 from ssd.errors import Failures, UserError
 from ssd.types import Source
 
@@ -42,11 +44,17 @@ class FakeEngine:
         pages = SimpleNamespace(free_count=PAGES - len(self.requests), count=PAGES, page_size=PAGE_SIZE)
         return SimpleNamespace(
             running=[SimpleNamespace(sequence_id=sequence_id) for sequence_id in self.requests],
+            table=SimpleNamespace(state=self._state()),
             waiting=[],
             preemptions=0,
             has_work=bool(self.requests) and self.gate.is_set(),
             pages=pages,
         )
+
+    def _state(self):
+        state = np.zeros((1 + len(self.requests), COLUMNS), np.int64)
+        state[1:, SEQUENCE_ID] = state[1:, ADMISSION] = list(self.requests)
+        return state
 
     def add(self, request):
         if len(request.prompt) == 0:
@@ -64,9 +72,10 @@ class FakeEngine:
         self.steps += 1
         if self.fail_after is not None and self.steps > self.fail_after:
             raise RuntimeError("on purpose")
-        report = StepReport()
+        report = StepReport([])
         for sequence_id, (request, out) in list(self.requests.items()):
-            new = list(range(len(out) + 1, min(len(out) + 2, request.sampling.max_tokens) + 1))
+            first = int(request.prompt[0]) + len(out)
+            new = list(range(first, first + min(2, request.sampling.max_tokens - len(out))))
             out += new
             tokens = np.array(new, np.uint32)
             sequence = SimpleNamespace(sequence_id=sequence_id)
@@ -74,8 +83,9 @@ class FakeEngine:
             report.results.append(SequenceResult(plan, tokens, np.array([0])))
             if len(out) == request.sampling.max_tokens:
                 output = np.array(out, np.uint32)
+                reason = FinishReason.STOP if request.sampling.stop_token_ids else FinishReason.LENGTH
                 report.finished[sequence_id] = Completion(
-                    output, FinishReason.LENGTH, len(out) // 2, len(out), 1, by_source={"corpus": DraftCounts(1, 1)}
+                    output, reason, len(out) // 2, len(out), 1, by_source={"corpus": DraftCounts(1, 1)}
                 )
                 del self.requests[sequence_id]
         return report

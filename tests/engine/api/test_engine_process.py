@@ -82,6 +82,13 @@ async def test_requests_cancelled_at_any_time_free_their_pages(engine):
 
 
 @pytest.mark.anyio
+async def test_requests_that_run_together_get_their_own_tokens(engine):
+    runs = [tokens_of(engine.run(request(length, prompt=(100 * length,)))) for length in (7, 2, 9, 4)]
+    for length, tokens in zip((7, 2, 9, 4), await asyncio.gather(*runs), strict=True):
+        assert tokens == list(range(100 * length, 101 * length))
+
+
+@pytest.mark.anyio
 async def test_a_slow_reader_does_not_block_admission(engine):
     admission = Admission(2)
     admission.admit(2)

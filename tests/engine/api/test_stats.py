@@ -13,8 +13,9 @@ from engine.api.messages import RequestTimes
 from engine.api.stats import EngineTotals, RequestTimer
 from engine.drafters.sources import SOURCE_NAMES, DraftSource
 from engine.engine import StepReport
-from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.scheduling.plan import NO_ROWS, SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason, Request
+from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
 from tests.engine.api.fake_engine import FakeEngine
 
 
@@ -35,11 +36,12 @@ def test_totals_equal_counting_token_by_token(steps):
     totals = EngineTotals(FakeEngine())
     for _ in range(4):
         totals.request_started(Request(np.zeros(10, np.uint32)))
-    drafted, accepted, sizes = Counter(), Counter(), []
+    drafted, accepted, sizes, drafts = Counter(), Counter(), [], []
     for step in steps:
         totals.step_finished(StepReport(step, is_backing_off=len(step) % 2 == 1))
         for result in step:
             sizes.append(len(result.tokens))
+            drafts.append((len(result.sources), len(result.kept)))
             drafted.update(result.sources.tolist())
             accepted.update(result.sources[node] for node in result.kept)
     snapshot = totals.snapshot()
@@ -49,6 +51,9 @@ def test_totals_equal_counting_token_by_token(steps):
     assert (snapshot.drafted, snapshot.accepted) == (drafted.total(), accepted.total())
     assert (snapshot.steps, snapshot.backoff_steps) == (len(steps), sum(len(step) % 2 for step in steps))
     assert (snapshot.sequence_steps, snapshot.generated_tokens) == (len(sizes), sum(sizes))
+    assert snapshot.drafts == sum(length > 0 for length, _ in drafts)
+    for kind, shown in enumerate((snapshot.drafted_per_position, snapshot.accepted_per_position)):
+        assert shown == tuple(sum(draft[kind] > place for draft in drafts) for place in range(2))
     assert snapshot.prompt_tokens == 40
 
 
@@ -68,15 +73,23 @@ def test_learned_tokens_exclude_private_and_cancelled_requests():
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
+    clock = SimpleNamespace(now=0.0, admissions={}, last=0)
     monkeypatch.setattr(stats, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 def step(clock, timer, began, ended, running=(), produced=()):
     clock.now = ended
-    results = [SimpleNamespace(sequence_id=number, tokens=np.zeros(1, np.uint32)) for number in produced]
-    timer.step_finished(began, [SimpleNamespace(sequence_id=number) for number in running], StepReport(results))
+    plans = [SequencePlan(SimpleNamespace(sequence_id=number), 9, 1, True) for number in produced]
+    results = [SequenceResult(plan, np.zeros(1, np.uint32), NO_ROWS) for plan in plans]
+    state = np.zeros((4, COLUMNS), np.int64)
+    for number in set(running) - set(clock.admissions):
+        clock.last += 1
+        clock.admissions[number] = clock.last
+    clock.admissions = {number: clock.admissions[number] for number in running}
+    for row, number in enumerate(running):
+        state[row, [SEQUENCE_ID, ADMISSION]] = number, clock.admissions[number]
+    timer.step_finished(began, state, StepReport(results))
 
 
 def test_phases_of_requests(clock):
@@ -105,7 +118,7 @@ def test_ids_can_be_reused_after_one_step_or_a_cancellation(clock):
         clock.now = 200.0
         timer.request_started(1)
         step(clock, timer, 201, 202, running=running)
-        timer.request_cancelled(1)
+        assert timer.request_ended(1) is None
     clock.now = 300.0
     timer.request_started(1)
     step(clock, timer, 310, 320, produced=[1])

@@ -18,8 +18,8 @@ from engine.api.messages import (
     RequestEnded,
     RequestRefused,
     Shutdown,
+    StepFinished,
     SubmitRequest,
-    TokensProduced,
     UpdateWeights,
     WeightsUpdated,
 )
@@ -32,8 +32,22 @@ from tests.engine.api.fake_engine import FakeEngine
 TIMEOUT_S = 30
 
 
-def request(tokens=4, prompt=(1, 2, 3)):
-    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens))
+def request(tokens=4, prompt=(1, 2, 3), **settings):
+    return Request(np.array(prompt, np.uint32), SamplingParams(max_tokens=tokens, **settings))
+
+
+def produced_by(events):
+    """Return the parts of all steps by request id."""
+    parts = {}
+    for event in events:
+        if isinstance(event, StepFinished):
+            for request_id, part in event.parts():
+                parts.setdefault(request_id, []).append(part)
+    return parts
+
+
+def tokens_of(parts):
+    return np.concatenate([part.tokens for part in parts]).tolist()
 
 
 class Growing:
@@ -83,9 +97,8 @@ def test_requests_run_to_their_end(pipe):
     running.join(TIMEOUT_S)
     assert not running.is_alive()
     assert events[0] == EngineReady(1000, ContextWindow(100, 100), (0,))
-    produced = [event for event in events if isinstance(event, TokensProduced)]
-    assert {event.request_id for event in produced} == {7}
-    assert np.concatenate([event.tokens for event in produced]).tolist() == [1, 2, 3, 4, 5]
+    [(request_id, parts)] = produced_by(events).items()
+    assert (request_id, tokens_of(parts)) == (7, [1, 2, 3, 4, 5])
     stats = events[-1]
     assert (stats.generated_tokens, stats.prompt_tokens, stats.running) == (5, 3, 0)
     assert (stats.kv_usage, stats.accepted, stats.accepted_per_position) == (0, 3, (3, 0))
@@ -94,6 +107,28 @@ def test_requests_run_to_their_end(pipe):
     assert (stats.learned_tokens, stats.corpus) == (5, CorpusSize(7, 9))
     [ended] = [event for event in events if isinstance(event, RequestEnded)]
     assert min(ended.times.queue, ended.times.prefill, ended.times.decode) >= 0
+
+
+def test_each_request_gets_its_own_tokens(pipe):
+    """Ids descend while those of the engine ascend, requests end in different steps, and one is cancelled."""
+    lengths = {9: 3, 8: 6, 7: 1, 6: 10, 5: 5}
+    submitted = [
+        SubmitRequest(number, request(length, (100 * number, 2), stop_token_ids=(0,) * (number % 2)))
+        for number, length in lengths.items()
+    ]
+    cancelled = [SubmitRequest(10, request(90)), CancelRequest(10)]
+    updating = UpdateWeights(3, "good", 8, "finish")  # runs all requests to their end
+    events = run_commands(pipe, Updating(), [*submitted[:2], *cancelled, *submitted[2:], updating])
+    parts = produced_by(events)
+    assert {number: tokens_of(each) for number, each in parts.items()} == {
+        number: list(range(100 * number, 100 * number + length)) for number, length in lengths.items()
+    }
+    for number, each in parts.items():
+        assert all(part.accepted == 1 for part in each)
+        # A token that ends the output is not part of the text.
+        assert [part.visible - len(part.tokens) for part in each] == [0] * (len(each) - 1) + [-(number % 2)]
+    ended = {event.request_id: event.completion.tokens[0] for event in events if isinstance(event, RequestEnded)}
+    assert ended == {number: 100 * number for number in lengths}
 
 
 def test_requests_that_take_long_to_add_are_added_between_steps(pipe, monkeypatch):
@@ -139,8 +174,7 @@ def test_commands_are_handled_and_tokens_sent_while_requests_finish_for_new_weig
     )
     assert [held.sampling.max_tokens for held, _ in engine.cancelled] == [100_000]
     assert [event.request_id for event in events if isinstance(event, RequestEnded)] == [2]
-    produced = [event for event in events if isinstance(event, TokensProduced) and event.request_id == 2]
-    assert np.concatenate([event.tokens for event in produced]).tolist() == [1, 2, 3, 4, 5]
+    assert tokens_of(produced_by(events)[2]) == [1, 2, 3, 4, 5]
     assert WeightsUpdated(3, 8) in events
     assert RequestRefused(4, "weights that do not fit") in events
 
