@@ -24,6 +24,9 @@ ENGINE_KERNELS = (
     "engine.drafters.combination.merged_tree",
     "engine.drafters.model_based.compiled.drafting",
     "engine.drafters.model_free.recycle_tree",
+    "engine.executor.host_rows",
+    "engine.scheduling.scheduler",
+    "engine.speculation.selection",
 )
 """Modules that import all kernels of the engine. They need PyTorch, so they are only named here."""
 COMPILE = (

@@ -63,7 +63,9 @@ class TokenDrafter:
         assert plan.table is not None
         return Drafts(self.draft(plan.table, plan.rows, plan.rooms, plan.price))
 
-    def draft(self, table: RequestTable, rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None) -> DraftBatch:
+    def draft(
+        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
+    ) -> DraftBatch:
         """Report the committed tokens of sequences and return a draft for each of them.
 
         rows: int64 [B], of the sequences in the table. rooms: int64 [B], largest number of draft tokens of each.
@@ -154,7 +156,9 @@ class TokenDrafter:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
 
-    def _progress(self, table: RequestTable, rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None) -> Progress:
+    def _progress(
+        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
+    ) -> Progress:
         """Return the unreported tokens of these sequences, and mark them as reported."""
         reported = self._reported[rows]
         state = table.state[rows]

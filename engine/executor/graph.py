@@ -18,6 +18,7 @@ from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
 from engine.scheduling.commit import new_pages, write_inputs
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ABSENT,
     COMPUTED,
@@ -70,7 +71,7 @@ class GraphExecutor:
         host_rows = None if output is None or self.chain is not None else HostRows.of(plan, output.logits)
         return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
 
-    def release(self, table: RequestTable) -> None:
+    def release(self, table: RequestTable[Sequence]) -> None:
         """Forget the state of all sequences, because another executor runs the next step. No step may be in flight."""
         if self.chain is not None:
             for sequence in table.of(np.flatnonzero(table.state[:, ON_DEVICE] > 0)):

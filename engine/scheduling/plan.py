@@ -114,7 +114,7 @@ class StepPlan:
 
     chunks: list[SequencePlan]
     """Sequences with prompt tokens to run, in the order of their arrival; or all, in a plan that no scheduler made."""
-    table: RequestTable | None = None
+    table: RequestTable[Sequence] | None = None
     decoding: np.ndarray = field(default_factory=lambda: NO_ROWS)
     """int64 [D]: rows of the other sequences, in the order of their arrival."""
     drafts: DraftBatch | None = None

@@ -57,7 +57,7 @@ class Scheduler:
         of slots after the computed tokens that a step writes for the next draft. adapters: those that requests may use.
         """
         self.pages = pages
-        self.table = RequestTable(config.max_sequences, pages.count)
+        self.table = RequestTable[Sequence](config.max_sequences, pages.count)
         self.waiting: deque[Sequence] = deque()
         """In the order of arrival. They are newer than the running ones, except those that wait for their adapters."""
         self.running: list[Sequence] = []

@@ -6,14 +6,11 @@ A sequence has a row from its first admission to its end; the row is also its sl
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from engine.drafters.sources import SOURCE_NAMES
-
-if TYPE_CHECKING:
-    from engine.scheduling.sequence import Sequence
 
 # Columns of the state of a sequence, int64.
 SEQUENCE_ID, TEXT, LENGTH, PROMPT, LIMIT, COMPUTED, IN_FLIGHT, PAGES, REGISTERED = range(9)
@@ -47,7 +44,20 @@ SPARE = 8
 """One spare row for this many, and at least one: rows of sequences that have ended are freed after the next launch."""
 
 
-class RequestTable:
+class HasRow(Protocol):
+    """A sequence that may have a row."""
+
+    row: int
+    state: np.ndarray
+    """int64 [COLUMNS]: its row of `RequestTable.state`, or its own."""
+    page_table: np.ndarray
+    """int32: its row of `RequestTable.pages`, or none."""
+
+
+S = TypeVar("S", bound=HasRow)
+
+
+class RequestTable(Generic[S]):
     """Rows of up to S sequences that have begun and not ended."""
 
     def __init__(self, max_sequences: int, max_pages: int) -> None:
@@ -57,7 +67,7 @@ class RequestTable:
         """int64 [S, COLUMNS]."""
         self.pages = np.zeros((rows, max_pages), np.int32)
         """int32 [S, max_pages]: page tables."""
-        self.sequences: list[Sequence | None] = [None] * rows
+        self.sequences: list[S | None] = [None] * rows
         self._free = list(range(rows - 1, -1, -1))
         self._admissions = 0
 
@@ -66,19 +76,19 @@ class RequestTable:
         """Whether a row is free."""
         return bool(self._free)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: S) -> None:
         """Give a row to a sequence that has none."""
         row = self._free.pop()
         self.sequences[row] = sequence
         self.state[row] = sequence.state
         sequence.row, sequence.state, sequence.page_table = row, self.state[row], self.pages[row]
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: S) -> None:
         """Note that a sequence runs from now on."""
         self._admissions += 1
         sequence.state[[ADMISSION, ON_DEVICE]] = self._admissions, ABSENT
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: S) -> None:
         """Free the row of a sequence that has ended, which keeps a copy of its state."""
         row = sequence.row
         self.sequences[row] = None
@@ -86,7 +96,7 @@ class RequestTable:
         self.state[row] = 0
         self._free.append(row)
 
-    def of(self, rows: np.ndarray) -> SequenceOf[Sequence]:
+    def of(self, rows: np.ndarray) -> SequenceOf[S]:
         """Return the sequences of rows, int64 [B]."""
         return [self.sequences[row] for row in rows.tolist()]
 
