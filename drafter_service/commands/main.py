@@ -24,7 +24,7 @@ ENGINE_KERNELS = (
     "engine.drafters.combination.merged_tree",
     "engine.drafters.model_based.compiled.drafting",
     "engine.drafters.model_free.recycle_tree",
-    "engine.executor.host_rows",
+    "engine.executor.graph",
     "engine.scheduling.scheduler",
     "engine.speculation.selection",
 )
