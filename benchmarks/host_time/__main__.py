@@ -62,7 +62,8 @@ def main() -> None:
         from benchmarks.host_time.case import run_case
 
         settings = options.trace, options.steps, options.gpu, options.model_size
-        print(json.dumps(run_case(drafter, int(at_once), *settings, has_server=options.server)))
+        kinds = {"has_server": options.server, "is_mixed": options.mixed}
+        print(json.dumps(run_case(drafter, int(at_once), *settings, **kinds)))
         return
     trees = {"this": ROOT}
     with ExitStack() as stack:
@@ -111,7 +112,7 @@ def run_process(options: argparse.Namespace, tree: Path, case: str, _round: int)
         (options.hosts / "bin" / "python").absolute() if is_vllm else sys.executable,
         "-m", "benchmarks.host_time", "--case", case, "--trace", options.trace.absolute(),
         "--steps", str(options.steps), "--gpu", options.gpu, "--model-size", options.model_size,
-        *(["--server"] if options.server else []),
+        *(["--server"] if options.server else []), *(["--mixed"] if options.mixed else []),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     if is_vllm:
@@ -161,6 +162,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--server", action="store_true", help="run the server's engine process, with a pipe to another, without vLLM"
     )
+    parser.add_argument("--mixed", action="store_true", help="let two of 64 requests want log-probabilities or a bias")
     parser.add_argument("--against", metavar="COMMIT", help="also measure the tree of another commit")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model-size", default="8b")

@@ -99,6 +99,16 @@ def outcomes(table, lengths, limits, history, width):
     return results
 
 
+def mixed(items: Sequence[Item]) -> list[Item]:
+    """Return items of which one in 64 wants log-probabilities, and another one a bias."""
+    wishes = {0: {"logprobs": 0}, 32: {"logit_bias": {1: 1.0}}}
+    found = []
+    for number, item in enumerate(items):
+        sampling = replace(item.request.sampling, **wishes.get(number % 64, {}))
+        found.append(replace(item, request=replace(item.request, sampling=sampling)))
+    return found
+
+
 class KnownDurations(DraftSelection):
     """Selects drafts for steps that take as long as the curve says, whatever the clock says."""
 
@@ -219,14 +229,24 @@ def submit_requests(connection: Connection, requests: Sequence[Request], at_once
 
 
 def run_case(
-    drafter: str, at_once: int, path: Path, measured: int, gpu: str, model_size: str, *, has_server: bool
+    drafter: str,
+    at_once: int,
+    path: Path,
+    measured: int,
+    gpu: str,
+    model_size: str,
+    *,
+    has_server: bool,
+    is_mixed: bool = False,
 ) -> dict[str, float]:
     """Measure a drafter with a number of requests at once, and return the figures of `measured` steps.
 
     path: recorded traffic. gpu, model_size: as in `roofline`. has_server: whether the engine process of the HTTP server
-    runs the engine.
+    runs the engine. is_mixed: whether two of 64 requests need the host, see `mixed`.
     """
     learned, served, vocabulary = recorded_items(path)
+    if is_mixed:
+        served = mixed(served)
     curve = StepCurve.from_profile(roofline(gpu, model_size))
     with ExitStack() as stack:
         remote = drafter == "ssd-remote"
