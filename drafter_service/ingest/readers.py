@@ -21,6 +21,7 @@ from drafter_service.ingest.answers import (
 )
 from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.sessions import NO_ANSWER, Record
+from drafter_service.ingest.streams import nested
 
 Value = dict[str, Any]
 Reader = Callable[[Value, list[str]], list[Found] | None]
@@ -73,9 +74,11 @@ NOT_SEARCHED = re.compile(
 )
 """Names of fields in which no outputs are searched."""
 STEPS = frozenset(
-    words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace")
+    words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace invoke_agent")
 )
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
+KINDS = words("run_type type event kind span_kind openinference.span.kind gen_ai.operation.name")
+"""Fields with the types of records and of steps in traces."""
 OPERATIONS = words("chat text_completion generate_content")
 """Values of `gen_ai.operation.name` of calls of a model."""
 WRAPPERS = frozenset(words("message tool_call message_content"))
@@ -94,9 +97,9 @@ OTHER_BRANCH = "an answer in a branch of a conversation that was left"
 
 def is_given(value: Value, read: Reader | None = None) -> bool:
     """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
-    kind = str(value.get("run_type", value.get("type"))).lower()
-    is_step = kind in STEPS and read in (request_and_response, COLUMNS[1])
-    is_named = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    kinds = [kind.lower() for name in KINDS if isinstance(kind := value.get(name), str)]
+    is_step = not STEPS.isdisjoint(kinds) and read in (request_and_response, COLUMNS[1])
+    is_named = any(GIVEN.search(kind) and not ("request" in kind and "response" in value) for kind in kinds)
     return is_step or is_named or any(value.get(name) for name in OF_TOOLS)
 
 
@@ -321,26 +324,11 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def _attributes(fields: Value, prefix: str) -> object:
     """Return the list whose elements have attributes of their own, such as "PREFIX.0.message.content"."""
-    nested: Value = {}
+    attributes: Value = {}
     for name in (name for name in fields if name.startswith(f"{prefix}.")):
-        path = [
-            part for part in name[len(prefix) + 1 :].replace("contents", "content").split(".") if part not in WRAPPERS
-        ]
-        inner: Any = nested
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
-        if path and isinstance(inner, dict):
-            inner[path[-1]] = fields[name]
-    return _lists(nested) or fields.get(prefix)
-
-
-def _lists(tree: object) -> object:
-    """Return a tree in which objects with numbers as names are lists."""
-    if not isinstance(tree, dict):
-        return tree
-    if all(name.isdecimal() for name in tree):
-        return [_lists(tree[name]) for name in sorted(tree, key=int)]
-    return {name: _lists(value) for name, value in tree.items()}
+        path = name[len(prefix) + 1 :].replace("contents", "content").split(".")
+        attributes[".".join(part for part in path if part not in WRAPPERS)] = fields[name]
+    return nested(attributes) or fields.get(prefix)
 
 
 def tree(record: Value, skipped: list[str]) -> list[Found] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,7 +108,50 @@ def _message(answer: Message) -> Message:
     calls = [["".join(pieces) for pieces in zip(*call, strict=True)] for call in answer["calls"].values()]
     functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     texts = {name: "".join(answer[name]) for name in ("content", "reasoning")}
-    return {**texts, "parts": answer["parts"], "tool_calls": functions}
+    return {**texts, "parts": _with_arguments(answer["parts"]), "tool_calls": functions}
+
+
+def _with_arguments(parts: list[Any]) -> list[Any]:
+    """Return Gemini's parts, in which the pieces of the arguments of a call, each with its path, are joined."""
+    whole: list[Any] = []
+    fields: dict[str, Any] | None = None
+    for part in parts:
+        call = either(part, "functionCall") if isinstance(part, dict) else None
+        call = call if isinstance(call, dict) else {"name": "text"}
+        if call.get("name") or fields is None:
+            fields = {} if either(call, "willContinue") else None
+            whole.append(part if fields is None else {"functionCall": call})
+            continue
+        pieces = either(call, "partialArgs")
+        for piece in (one for one in pieces if isinstance(one, dict)) if isinstance(pieces, list) else ():
+            path = re.sub(r"\W+", ".", str(either(piece, "jsonPath"))).strip(".")
+            value = next((piece[name] for name in piece if name.endswith(("Value", "_value"))), None)
+            is_text = isinstance(value, str) and isinstance(fields.get(path), str)
+            fields[path] = fields[path] + value if is_text else value
+        whole[-1] = {"functionCall": {**whole[-1]["functionCall"], "args": nested(fields)}}
+    return whole
+
+
+def nested(fields: Mapping[str, Any]) -> object:
+    """Return fields with names such as "a.0.b" as objects and lists."""
+    tree: Message = {}
+    for name, value in fields.items():
+        *path, last = name.split(".")
+        inner: Any = tree
+        for part in path:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+        if isinstance(inner, dict):
+            inner[last] = value
+    return _lists(tree)
+
+
+def _lists(tree: object) -> object:
+    """Return a tree in which objects with numbers as names are lists."""
+    if not isinstance(tree, dict):
+        return tree
+    if tree and all(name.isdecimal() for name in tree):
+        return [_lists(tree[name]) for name in sorted(tree, key=int)]
+    return {name: _lists(value) for name, value in tree.items()}
 
 
 def joined(events: list[Any]) -> object:
