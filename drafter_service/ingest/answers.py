@@ -24,7 +24,9 @@ PROMPTS = words(
     " question_content chat_history user_prompt user_query request raw"
 )
 """Names of fields with a prompt, the most exact ones first."""
-TEXTS = words("turns text generated_text output_text outputText completion response generation full_model_response output answer")
+TEXTS = words(
+    "turns text generated_text output_text outputText completion response generation full_model_response output answer"
+)
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
@@ -225,8 +227,8 @@ def body_of(value: object) -> object:
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
     for name in BODIES:
-        if isinstance(decoded, dict) and isinstance(body := parsed(decoded.get(name)), dict | list):
-            return body_of(body)
+        if isinstance(decoded, dict) and isinstance(body := body_of(parsed(decoded.get(name))), dict | list):
+            return body
     return decoded
 
 

@@ -44,6 +44,7 @@ RENDERED = frozenset(("tool_calls", "reasoning_content"))
 UNTRAINED = "weight"
 """Field of messages of the assistant that are not outputs."""
 
+CALLED = ("name", "toolName", "function_name")
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 CALLS = frozenset(
     words(
@@ -337,7 +338,7 @@ class _Parts:
         if not isinstance(call, dict) or function is None:
             return
         fields = function if isinstance(function, dict) else call
-        name = function if isinstance(function, str) else fields.get("name") or fields.get("toolName")
+        name = function if isinstance(function, str) else next((fields[key] for key in CALLED if fields.get(key)), None)
         arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
         if not isinstance(name, str) or not name:
             self._skipped.append(NAMELESS_CALL)

@@ -19,7 +19,7 @@ from drafter_service.ingest.answers import (
     outputs_of,
     prompt_of,
 )
-from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.chats import ASSISTANT, TOOL, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.sessions import NO_ANSWER, Record
 from drafter_service.ingest.streams import nested
 
@@ -74,7 +74,9 @@ NOT_SEARCHED = re.compile(
 )
 """Names of fields in which no outputs are searched."""
 STEPS = frozenset(
-    words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace invoke_agent")
+    words(
+        "span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace invoke_agent"
+    )
 )
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
 KINDS = words("run_type type event kind span_kind openinference.span.kind gen_ai.operation.name")
@@ -111,7 +113,8 @@ def response(record: Value, skipped: list[str]) -> list[Found] | None:
     if name == "output":
         is_response = is_response and parts != [] and all("type" in part for part in parts)
     elif not name:
-        is_response = record.get("type") == "message" and role_of(record) == ASSISTANT
+        is_message = record.get("type") == "message" and role_of(record) == ASSISTANT
+        is_response = is_message or role_of(record.get("message")) == ASSISTANT
     return exchange(record, record, skipped, record.get("request_id")) if is_response or name == "candidates" else None
 
 
@@ -262,22 +265,48 @@ def solutions(record: Value, skipped: list[str]) -> list[Found] | None:
 
 
 def steps(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read a trajectory of SWE-agent that has no messages."""
-    steps = record["trajectory"] if isinstance(record["trajectory"], list) and "history" not in record else []
-    messages = [
+    """Read a trajectory of SWE-agent: its history, and the responses that the history lacks."""
+    turns = [
         {"role": role, "content": step[name]}
-        for step in steps
+        for step in _objects(record["trajectory"])
         for role, name in ((ASSISTANT, "response"), (USER, "observation"))
-        if isinstance(step, dict) and isinstance(step.get(name), str)
+        if isinstance(step.get(name), str)
     ]
-    return conversation(messages, record, skipped) or None
+    if "history" not in record:
+        return conversation(turns, record, skipped) or None
+    found = messages(record, skipped)
+    written = [turn["content"] for turn in turns if turn["role"] == ASSISTANT and turn["content"]]
+    left = [text for text in written if text not in [one.output for one in found or ()]]
+    # If few responses are in the history, it has them in another format.
+    return found and found + [Found(text) for text in left if 2 * len(left) <= len(written)]
+
+
+def atif(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the steps of a trajectory in the format of Harbor."""
+    turns: list[Value] = []
+    for step in _objects(record["steps"]):
+        role = ASSISTANT if step.get("source") == "agent" else step.get("source")
+        turns.append({**step, "role": role, "content": step.get("message"), "source": None})
+        results = [result for one in _objects([step.get("observation")]) for result in _objects(one.get("results"))]
+        turns += [{"role": TOOL, "content": results}] if results else []
+    inner = [atif(one, skipped) or [] for one in _objects(record.get("subagent_trajectories")) if "steps" in one]
+    return sum(inner, conversation(turns, record, skipped) or []) or None
+
+
+def _objects(values: object) -> list[Value]:
+    """Return the objects in a list; [] for other values."""
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
+def http(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read a recorded response of HTTP whose body is text, such as a stream of events."""
+    return (exchange(None, record, skipped) or None) if isinstance(record["body"], str) else None
 
 
 def events(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
     history = record["history"] if isinstance(record["history"], list) else []
-    events = [event for one in history for event in (one if isinstance(one, list) else [one])]
-    events = [event for event in events if isinstance(event, dict)]
+    events = [event for one in history for event in _objects(one if isinstance(one, list) else [one])]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
     session = sessions.Session(sessions.action_messages, "", Record(record, ""))
@@ -303,7 +332,7 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a span of a trace that is a call of a model."""
     fields = record.get("attributes", record)
     if isinstance(fields, list):  # OTLP
-        pairs = [pair for pair in fields if isinstance(pair, dict) and isinstance(pair.get("value"), dict)]
+        pairs = [pair for pair in _objects(fields) if isinstance(pair.get("value"), dict)]
         fields = {str(pair.get("key")): next(iter(pair["value"].values()), None) for pair in pairs}
     if not isinstance(fields, dict):
         return None

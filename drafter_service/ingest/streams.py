@@ -10,6 +10,10 @@ from drafter_service.ingest.chats import Message, as_json
 
 Delta = tuple[int, Message, bool]
 """The number of an answer among those to one request, pieces of its message, and whether they are the last."""
+COHERE = ("message-", "content-", "tool-", "citation-")
+"""Beginnings of the types of Cohere's events."""
+BEDROCK = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
+"""Events of Bedrock's ConverseStream."""
 
 
 def deltas_of(event: object) -> list[Delta] | None:
@@ -21,11 +25,14 @@ def deltas_of(event: object) -> list[Delta] | None:
         return _chunk(event, choices)
     if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
         return [(0, _anthropic_piece(event), kind == "message_stop")]
+    if isinstance(kind, str) and kind.startswith(COHERE):
+        return [(0, _cohere_piece(event), kind == "message-end")]
+    if name := next((name for name in BEDROCK if isinstance(event.get(name), dict)), None):
+        return [(0, _bedrock_piece(event[name]), name == "messageStop")]
     if isinstance(candidates, list):  # Gemini
         return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
-        message = event.get("message")
-        fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
+        fields = _object(event.get("message")) or {**event, "content": event.get("response")}
         return [(0, fields, event["done"])]
     return None
 
@@ -45,9 +52,8 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
 
 
 def _gemini_piece(candidate: Message) -> Delta:
-    content, reason = candidate.get("content"), either(candidate, "finishReason")
-    parts = content.get("parts") if isinstance(content, dict) else None
-    return _number(candidate), {"parts": parts}, reason is not None
+    parts = _object(candidate.get("content")).get("parts")
+    return _number(candidate), {"parts": parts}, either(candidate, "finishReason") is not None
 
 
 def either(value: Mapping[str, Any], name: str) -> object:
@@ -61,13 +67,30 @@ def _number(answer: Message) -> int:
 
 
 def _anthropic_piece(event: Message) -> Message:
-    delta, block = event.get("delta"), event.get("content_block")
-    if isinstance(block, dict) and str(block.get("type")).endswith("tool_use"):
+    delta, block = _object(event.get("delta")), _object(event.get("content_block"))
+    if str(block.get("type")).endswith("tool_use"):
         return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
-    if not isinstance(delta, dict):
-        return {}
     call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
     return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
+
+
+def _cohere_piece(event: Message) -> Message:
+    message = _object(_object(event.get("delta")).get("message"))
+    call = {"index": event.get("index"), **_object(message.get("tool_calls"))}
+    return {"thinking": message.get("tool_plan"), **_object(message.get("content")), "tool_calls": [call]}
+
+
+def _bedrock_piece(block: Message) -> Message:
+    delta = _object(block.get("delta", block.get("start")))
+    tool, thought = _object(delta.get("toolUse")), _object(delta.get("reasoningContent"))
+    function = {"name": tool.get("name"), "arguments": tool.get("input")} if tool else None
+    calls = [{"index": block.get("contentBlockIndex"), "function": function}]
+    return {"text": delta.get("text"), "thinking": thought.get("text"), "tool_calls": calls}
+
+
+def _object(value: object) -> Message:
+    """Return an object; an empty one for other values."""
+    return value if isinstance(value, dict) else {}
 
 
 class Streamed:
@@ -116,14 +139,13 @@ def _with_arguments(parts: list[Any]) -> list[Any]:
     whole: list[Any] = []
     fields: dict[str, Any] | None = None
     for part in parts:
-        call = either(part, "functionCall") if isinstance(part, dict) else None
-        call = call if isinstance(call, dict) else {"name": "text"}
-        if call.get("name") or fields is None:
-            fields = {} if either(call, "willContinue") else None
+        call = either(_object(part), "functionCall")
+        if not isinstance(call, dict) or call.get("name") or fields is None:
+            fields = {} if either(_object(call), "willContinue") else None
             whole.append(part if fields is None else {"functionCall": call})
             continue
         pieces = either(call, "partialArgs")
-        for piece in (one for one in pieces if isinstance(one, dict)) if isinstance(pieces, list) else ():
+        for piece in map(_object, pieces if isinstance(pieces, list) else ()):
             path = re.sub(r"\W+", ".", str(either(piece, "jsonPath"))).strip(".")
             value = next((piece[name] for name in piece if name.endswith(("Value", "_value"))), None)
             is_text = isinstance(value, str) and isinstance(fields.get(path), str)
