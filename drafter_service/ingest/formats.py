@@ -224,11 +224,7 @@ FORMATS = (
         group=partial(Session, sessions.thread_messages),
     ),
     Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
-    Format(
-        "Anthropic and Responses API, streamed events",
-        "type|" + "|".join(streams.BEDROCK),
-        key_of=sessions.stream_key,
-    ),
+    Format("streamed events of other APIs", "|".join(("type", *streams.BEDROCK)), key_of=sessions.stream_key),
     Format("Ollama", "done message|response", key_of=sessions.stream_key),
     Format(
         "OpenHands, events",

@@ -10,8 +10,8 @@ from drafter_service.ingest.chats import Message, as_json
 
 Delta = tuple[int, Message, bool]
 """The number of an answer among those to one request, pieces of its message, and whether they are the last."""
-COHERE = ("message-", "content-", "tool-", "citation-")
-"""Beginnings of the types of Cohere's events."""
+EVENT = re.compile("message_|content_block_|(message|content|tool-plan|tool-call|citation)-(start|delta|end)$")
+"""Types of Anthropic's events and Cohere's."""
 BEDROCK = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
 """Events of Bedrock's ConverseStream."""
 
@@ -23,12 +23,9 @@ def deltas_of(event: object) -> list[Delta] | None:
     choices, kind, candidates = event.get("choices"), event.get("type"), event.get("candidates")
     if isinstance(choices, list):
         return _chunk(event, choices)
-    if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
-        return [(0, _anthropic_piece(event), kind == "message_stop")]
-    if isinstance(kind, str) and kind.startswith(COHERE):
-        return [(0, _cohere_piece(event), kind == "message-end")]
-    if name := next((name for name in BEDROCK if isinstance(event.get(name), dict)), None):
-        return [(0, _bedrock_piece(event[name]), name == "messageStop")]
+    kind = kind if isinstance(kind, str) else next((name for name in BEDROCK if isinstance(event.get(name), dict)), "")
+    if kind in BEDROCK or EVENT.match(kind):
+        return [(0, _event_piece(event.get(kind, event)), kind in ("message_stop", "message-end", "messageStop"))]
     if isinstance(candidates, list):  # Gemini
         return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
@@ -66,26 +63,18 @@ def _number(answer: Message) -> int:
     return index if isinstance(index := answer.get("index"), int) else 0
 
 
-def _anthropic_piece(event: Message) -> Message:
-    delta, block = _object(event.get("delta")), _object(event.get("content_block"))
-    if str(block.get("type")).endswith("tool_use"):
-        return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
-    call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
-    return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
-
-
-def _cohere_piece(event: Message) -> Message:
-    message = _object(_object(event.get("delta")).get("message"))
-    call = {"index": event.get("index"), **_object(message.get("tool_calls"))}
-    return {"thinking": message.get("tool_plan"), **_object(message.get("content")), "tool_calls": [call]}
-
-
-def _bedrock_piece(block: Message) -> Message:
-    delta = _object(block.get("delta", block.get("start")))
-    tool, thought = _object(delta.get("toolUse")), _object(delta.get("reasoningContent"))
-    function = {"name": tool.get("name"), "arguments": tool.get("input")} if tool else None
-    calls = [{"index": block.get("contentBlockIndex"), "function": function}]
-    return {"text": delta.get("text"), "thinking": thought.get("text"), "tool_calls": calls}
+def _event_piece(event: Message) -> Message:
+    """Return the pieces in an event of Anthropic, Cohere or Bedrock."""
+    block = _object(event.get("content_block"))
+    block = block if str(block.get("type")).endswith("tool_use") else {}  # Not results of tools of the service
+    delta = _object(event.get("delta") or event.get("start") or block)
+    message, thought, tool = (_object(delta.get(name)) for name in ("message", "reasoningContent", "toolUse"))
+    call = {"index": event.get("index", event.get("contentBlockIndex")), **_object(message.get("tool_calls"))}
+    if tool or block or "partial_json" in delta:
+        arguments = delta.get("partial_json", tool.get("input"))
+        call["function"] = {"name": (tool or block).get("name"), "arguments": arguments}
+    thoughts = thought.get("text") or message.get("tool_plan")
+    return {**delta, "reasoning": thoughts, **_object(message.get("content")), "tool_calls": [call]}
 
 
 def _object(value: object) -> Message:
@@ -150,7 +139,8 @@ def _with_arguments(parts: list[Any]) -> list[Any]:
             value = next((piece[name] for name in piece if name.endswith(("Value", "_value"))), None)
             is_text = isinstance(value, str) and isinstance(fields.get(path), str)
             fields[path] = fields[path] + value if is_text else value
-        whole[-1] = {"functionCall": {**whole[-1]["functionCall"], "args": nested(fields)}}
+        if fields:
+            whole[-1] = {"functionCall": {**whole[-1]["functionCall"], "args": nested(fields)}}
     return whole
 
 
