@@ -74,7 +74,7 @@ CHAT_LINE = re.compile(
     rb"^[^\w\n]{0,9}(?:\S{1,20} \d{1,4}[^\w\n]{1,9}|\d[\d:./TZ -]{6,30}[^\w\n]{1,9})?"
     rb"(?:(user|human|usuario|observation(?=[ \d]*:))"
     rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))"
-    rb"[^\w\n]{0,9}(?:\d*:|$|(?<=[(\[])[^\n]{0,30}\d[:/.-]\d)",
+    rb"[^\w\n]{0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
     re.IGNORECASE | re.MULTILINE,
 )
 """Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The

@@ -144,26 +144,16 @@ def _with_arguments(parts: list[Any]) -> list[Any]:
     return whole
 
 
-def nested(fields: Mapping[str, Any]) -> object:
+def nested(fields: Mapping[str, Any]) -> Any:
     """Return fields with names such as "a.0.b" as objects and lists."""
-    tree: Message = {}
+    if "" in fields:
+        return fields[""]
+    parts: dict[str, Message] = {}
     for name, value in fields.items():
-        *path, last = name.split(".")
-        inner: Any = tree
-        for part in path:
-            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
-        if isinstance(inner, dict):
-            inner[last] = value
-    return _lists(tree)
-
-
-def _lists(tree: object) -> object:
-    """Return a tree in which objects with numbers as names are lists."""
-    if not isinstance(tree, dict):
-        return tree
-    if tree and all(name.isdecimal() for name in tree):
-        return [_lists(tree[name]) for name in sorted(tree, key=int)]
-    return {name: _lists(value) for name, value in tree.items()}
+        first, _, rest = name.partition(".")
+        parts.setdefault(first, {})[rest] = value
+    tree = {name: nested(inner) for name, inner in parts.items()}
+    return [tree[name] for name in sorted(tree, key=int)] if tree and all(map(str.isdecimal, tree)) else tree
 
 
 def joined(events: list[Any]) -> object:
