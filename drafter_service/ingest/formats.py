@@ -252,7 +252,7 @@ FORMATS = (
     Format("Inspect, log", "samples eval", _searched),
     Format("request and response", "|".join(readers.RESPONSES), readers.request_and_response),
     Format("OpenAI batch, input", "custom_id body", readers.unanswered),
-    Format("HTTP, recorded response", "headers body status", readers.http),
+    Format("HTTP, recorded response", "headers body status", readers.response),
     Format("token ids with a mask", "input_ids " + "|".join(readers.MASKS), readers.masked_ids),
     Format("token ids", "|".join(answers.OUTPUT_IDS), readers.ids(answers.OUTPUT_IDS, answers.PROMPT_IDS)),
     Format("lm-eval", "resps|filtered_resps", readers.lm_eval),

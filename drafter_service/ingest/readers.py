@@ -21,7 +21,6 @@ from drafter_service.ingest.answers import (
 )
 from drafter_service.ingest.chats import ASSISTANT, TOOL, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.sessions import NO_ANSWER, Record
-from drafter_service.ingest.streams import nested
 
 Value = dict[str, Any]
 Reader = Callable[[Value, list[str]], list[Found] | None]
@@ -114,7 +113,8 @@ def response(record: Value, skipped: list[str]) -> list[Found] | None:
         is_response = is_response and parts != [] and all("type" in part for part in parts)
     elif not name:
         is_message = record.get("type") == "message" and role_of(record) == ASSISTANT
-        is_response = is_message or role_of(record.get("message")) == ASSISTANT
+        is_body = isinstance(record.get("body"), str) and body_of(record) is not record  # Of HTTP
+        is_response = is_message or is_body or role_of(record.get("message")) == ASSISTANT
     return exchange(record, record, skipped, record.get("request_id")) if is_response or name == "candidates" else None
 
 
@@ -298,11 +298,6 @@ def _objects(values: object) -> list[Value]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def http(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read a recorded response of HTTP whose body is text, such as a stream of events."""
-    return (exchange(None, record, skipped) or None) if isinstance(record["body"], str) else None
-
-
 def events(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
     history = record["history"] if isinstance(record["history"], list) else []
@@ -357,7 +352,19 @@ def _attributes(fields: Value, prefix: str) -> object:
     for name in (name for name in fields if name.startswith(f"{prefix}.")):
         path = name[len(prefix) + 1 :].replace("contents", "content").split(".")
         attributes[".".join(part for part in path if part not in WRAPPERS)] = fields[name]
-    return nested(attributes) or fields.get(prefix)
+    return _nested(attributes) or fields.get(prefix)
+
+
+def _nested(fields: Value) -> Any:
+    """Return fields with names such as "a.0.b" as objects and lists."""
+    if "" in fields:
+        return fields[""]
+    parts: dict[str, Value] = {}
+    for name, value in fields.items():
+        first, _, rest = name.partition(".")
+        parts.setdefault(first, {})[rest] = value
+    tree = {name: _nested(inner) for name, inner in parts.items()}
+    return [tree[name] for name in sorted(tree, key=int)] if tree and all(map(str.isdecimal, tree)) else tree
 
 
 def tree(record: Value, skipped: list[str]) -> list[Found] | None:

@@ -120,40 +120,7 @@ def _message(answer: Message) -> Message:
     calls = [["".join(pieces) for pieces in zip(*call, strict=True)] for call in answer["calls"].values()]
     functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     texts = {name: "".join(answer[name]) for name in ("content", "reasoning")}
-    return {**texts, "parts": _with_arguments(answer["parts"]), "tool_calls": functions}
-
-
-def _with_arguments(parts: list[Any]) -> list[Any]:
-    """Return Gemini's parts, in which the pieces of the arguments of a call, each with its path, are joined."""
-    whole: list[Any] = []
-    fields: dict[str, Any] | None = None
-    for part in parts:
-        call = either(_object(part), "functionCall")
-        if not isinstance(call, dict) or call.get("name") or fields is None:
-            fields = {} if either(_object(call), "willContinue") else None
-            whole.append(part if fields is None else {"functionCall": call})
-            continue
-        pieces = either(call, "partialArgs")
-        for piece in map(_object, pieces if isinstance(pieces, list) else ()):
-            path = re.sub(r"\W+", ".", str(either(piece, "jsonPath"))).strip(".")
-            value = next((piece[name] for name in piece if name.endswith(("Value", "_value"))), None)
-            is_text = isinstance(value, str) and isinstance(fields.get(path), str)
-            fields[path] = fields[path] + value if is_text else value
-        if fields:
-            whole[-1] = {"functionCall": {**whole[-1]["functionCall"], "args": nested(fields)}}
-    return whole
-
-
-def nested(fields: Mapping[str, Any]) -> Any:
-    """Return fields with names such as "a.0.b" as objects and lists."""
-    if "" in fields:
-        return fields[""]
-    parts: dict[str, Message] = {}
-    for name, value in fields.items():
-        first, _, rest = name.partition(".")
-        parts.setdefault(first, {})[rest] = value
-    tree = {name: nested(inner) for name, inner in parts.items()}
-    return [tree[name] for name in sorted(tree, key=int)] if tree and all(map(str.isdecimal, tree)) else tree
+    return {**texts, "parts": answer["parts"], "tool_calls": functions}
 
 
 def joined(events: list[Any]) -> object:

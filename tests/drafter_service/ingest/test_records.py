@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.ingest.answers import BAD_IDS, BINARY, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
-from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
+from drafter_service.ingest.chats import (
+    BROKEN_CALL,
+    CALL_PIECE,
+    NAMELESS_CALL,
+    NO_CONTENT,
+    SERVER_CALL,
+    Chat,
+    Reply,
+    plain_text,
+)
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.formats import FIELDS, FORMATS, NO_OUTPUT, NOT_A_RECORD, OF_A_TEST, read_records
 from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
@@ -265,13 +274,6 @@ CASES = {
             ("a", {"parts": [{"text": "S"}]}, {}), ("a", {"parts": [{"text": "o."}]}, {"finishReason": "STOP"}),
             ("b", {}, {"finishReason": "STOP"}), ("c", {}, {"finishReason": "STOP"}))],
          [(None, "Hm.\n\nSo."), (None, "B")]),
-        ([{"responseId": "a", "candidates": [{"content": {"parts": [part]}} | end]} for part, end in (
-            ({"functionCall": {"name": "look", "willContinue": True}}, {}),
-            ({"functionCall": {"partialArgs": [{"jsonPath": "$.at[0].x", "stringValue": "A", "willContinue": True}], "willContinue": True}}, {}),
-            ({"functionCall": {"partialArgs": [{"jsonPath": "$.at[0].x", "stringValue": "B"}, {"jsonPath": "$.n", "numberValue": 2}]}}, {}),
-            ({"functionCall": {}}, {}), ({"functionCall": {"name": "stop", "args": {"at": "it"}, "willContinue": True}}, {}),
-            ({"functionCall": {}}, {}), ({"text": "So."}, {"finishReason": "STOP"}))],
-         [(None, 'So.\n\n{"name": "look", "arguments": {"at": [{"x": "AB"}], "n": 2}}\n\n{"name": "stop", "arguments": {"at": "it"}}')]),
         ([used("Be", 3, 1), used("cause.", 3, 2), used("So.", 3, 2), used("No.", 4, 3)], [(None, "Because."), (None, "So."), (None, "No.")]),
         ([gemini("Be", promptFeedback={}), gemini("cause."), gemini("So.", promptFeedback={})], [(None, "Because."), (None, "So.")]),
         ([gemini("Be"), used("cause.", 3, 2), gemini("So.")], [(None, "Because."), (None, "So.")]),
@@ -747,6 +749,16 @@ def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
     lines[1] = lines[1].replace(": ", ":\n", 2)
     assert skipped({"request": {}, "response": "".join(lines)}) == [BROKEN_STREAM]
+
+
+def test_a_call_of_gemini_in_pieces_costs_only_itself():
+    calls = [{"name": "look", "willContinue": True}, {"partialArgs": [{"jsonPath": "$.at", "stringValue": "it"}]}, {}]
+    parts = [*({"functionCall": call} for call in calls), {"functionCall": {"name": "look", "args": {"at": "it"}}}]
+    ends = [{}, {}, {}, {"finishReason": "STOP"}]
+    chunks = [{"responseId": "a", "candidates": [{"content": {"parts": [part]}} | end]}
+              for part, end in zip(parts, ends, strict=True)]  # fmt: skip
+    assert outputs(*chunks) == [(None, CALLED)]
+    assert skipped(*chunks) == [CALL_PIECE, CALL_PIECE]
 
 
 def test_a_broken_call_costs_only_itself():
