@@ -46,11 +46,12 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
     found: list[Found] = []
     *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
     prompt = _joined([value for values in before for value in values])
-    for value in map(answers.body_of, outputs if all(before) else ()):
-        if is_chat(value):
-            found += conversation(value, record.value, skipped, prompt) or []
-        elif not isinstance(value, dict) or role_of(value) is not None:
-            found += [Found(output, prompt) for output in outputs_of(value, skipped)]
+    for value in outputs if all(before) else ():
+        body = answers.body_of(value)
+        if is_chat(body):
+            found += conversation(body, record.value, skipped, prompt) or []
+        elif body is not value or not isinstance(value, dict) or role_of(value) is not None:
+            found += [Found(output, prompt) for output in outputs_of(body, skipped)]
     yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
 
 

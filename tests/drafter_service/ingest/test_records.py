@@ -849,13 +849,14 @@ def test_a_system_prompt_begins_the_next_session():
         (("encoded.x", "response"), [("in JSON", "unused")]),
         (("samples",), [(None, "s"), (None, "t")]),
         (("events",), [(None, "ab")]),
+        (("reply",), [(None, "Because.")]),
     ],
 )
 def test_configured_fields_are_read(fields, expected):
     record = {
         "a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "unused", "list": [{"text": "one"}, {"text": "two"}],
         "chat": [USER, ANSWER], "before": [USER], "message": ANSWER, "encoded": '{"x": "in JSON"}', "samples": ["s", "t"],
-        "events": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas({"content": "a"}, {"content": "b"})),
+        "reply": json.dumps({"choices": CHOICES}), "events": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas({"content": "a"}, {"content": "b"})),
     }  # fmt: skip
     assert outputs(record, fields=fields) == expected
 
