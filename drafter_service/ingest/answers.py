@@ -21,7 +21,7 @@ OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_i
 CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
 PROMPTS = words(
     "prompt model_input origin_prompt instruction question query problem input inputs input_text"
-    " question_content chat_history user_prompt user_query request raw"
+    " question_content chat_history user_prompt user_query request raw inputText"
 )
 """Names of fields with a prompt, the most exact ones first."""
 TEXTS = words(

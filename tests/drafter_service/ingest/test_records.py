@@ -353,7 +353,7 @@ CASES = {
         ([{"request": {"body": {"messages": [USER]}}, "response": {"body": [{"__data__": one} for one in deltas({"content": "a"}, {"content": "b"})]}}],
          [(["Why?"], "ab")]),
         ([{"body": {"inputText": "Why?"}, "response": {"results": [{"tokenCount": 1, "outputText": "Because.", "completionReason": "FINISH"}]}}],
-         [(None, "Because.")]),
+         [("Why?", "Because.")]),
         ([{"request": json.dumps({"messages": [USER]}), "response": json.dumps({"choices": CHOICES})}], [(["Why?"], "Because.")]),
         ([{"request": {"prompt": "p"}, "response": {"choices": [{"text": "t"}]}}], [("p", "t")]),
         ([{"request_body": {"messages": [USER]}, "response_body": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
