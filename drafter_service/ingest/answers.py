@@ -21,10 +21,12 @@ OUTPUT_IDS = ("completion_token_ids", "output_token_ids", "output_ids", "token_i
 CHATS = ("messages", "contents", "conversations", "conversation", "prompt_messages")
 PROMPTS = words(
     "prompt model_input origin_prompt instruction question query problem input inputs input_text"
-    " question_content chat_history user_prompt user_query request raw"
+    " question_content chat_history user_prompt user_query request raw inputText"
 )
 """Names of fields with a prompt, the most exact ones first."""
-TEXTS = words("turns text generated_text output_text completion response generation full_model_response output answer")
+TEXTS = words(
+    "turns text generated_text output_text outputText completion response generation full_model_response output answer"
+)
 """Names of fields of an answer with its text."""
 SAMPLES = ("choices", "candidates", "generations", "completions", "output", "messages")
 """Names of fields of a response with its answers: OpenAI, Gemini, LangChain, HELM, Responses API and Bedrock."""
@@ -32,8 +34,10 @@ BODY = frozenset(words("choices candidates generations object body role delta me
 """Fields by which a JSON string is the body of a request or response, and not JSON that a model wrote."""
 ENDS = frozenset(words("stop length eos eos_token end_turn max_tokens stop_sequence tool_calls content_filter"))
 """Reasons why an answer ended, which may stand beside its text."""
-BODIES = ("body", "inputBodyJson", "outputBodyJson")
-"""Fields of requests and responses with their bodies; the latter are Bedrock's."""
+BODIES = ("body", "inputBodyJson", "outputBodyJson", "__data__")
+"""Fields of requests and responses with their bodies: Bedrock's, and those of recorded objects of pydantic."""
+HEX = re.compile("(0000|1f8b)[0-9a-f]{28,}")
+"""Binary event streams and gzip as hexadecimal digits, of which recordings may have lists."""
 
 MODELS = (
     "gpt|claude|llama|gemini|gemma|palm|bard|mistral|mixtral|qwen|deepseek|vicuna|alpaca|falcon|davinci|koala|dolly|chatglm"
@@ -45,6 +49,7 @@ BESIDE = re.compile(r"(^|_)(ref|gold|human|user|scor|rating|judg|version|name|ti
 """Keys in a map of answers by models that are no answers of a model."""
 
 NOT_A_MESSAGE = "an item of a response that is neither a message nor a call, such as a list of tools"
+BINARY = "a recorded response in binary, written as hexadecimal digits"
 BROKEN_STREAM = "a streamed answer with chunks that cannot be read"
 SEPARATOR_BYTES = SEPARATOR.tobytes()
 BAD_IDS = f"token ids that are not integers from 0 to {MAX_TOKEN_ID:,}"
@@ -126,6 +131,9 @@ def conversation(
 
 def outputs_of(value: object, skipped: list[str]) -> list[Output]:
     """Return the outputs in a response: its text, token ids, message, or those of its choices or samples."""
+    if isinstance(value, str) and HEX.fullmatch(value):
+        skipped.append(BINARY)
+        return []
     if isinstance(value, str):
         return [value] if value else []
     if (ids := ids_of(value)) is not None:
@@ -148,6 +156,9 @@ def outputs_of(value: object, skipped: list[str]) -> list[Output]:
         return [ids]
     if isinstance(message := value.get("message"), dict):  # OpenAI, Ollama, LangChain
         return _reply(chats.messages_of(message, skipped, ASSISTANT))
+    results = value.get("results")  # Bedrock's Titan
+    if isinstance(results, list) and any(isinstance(one, dict) and "outputText" in one for one in results):
+        return outputs_of(results, skipped)
     for name in SAMPLES:
         if isinstance(inner := value.get(name), list) or (name == "output" and isinstance(inner, dict)):
             return outputs_of(inner, skipped)
@@ -201,6 +212,8 @@ def prompt_of(request: object, skip: str | None = None) -> Part | Chat | None:
 def body_of(value: object) -> object:
     """Return a body that may be a JSON string, a recorded stream of events, or the field `body` of another object."""
     decoded = value
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "__data__" in value[0]:
+        return [body_of(one) for one in value]
     if isinstance(value, str):
         decoded = parsed(value)
         if value.startswith(("data:", "event:")):
@@ -214,7 +227,7 @@ def body_of(value: object) -> object:
         if not isinstance(first, dict) or not BODY & first.keys():
             return value
     for name in BODIES:
-        if isinstance(decoded, dict) and name in decoded and isinstance(body := parsed(decoded[name]), dict):
+        if isinstance(decoded, dict) and isinstance(body := body_of(parsed(decoded.get(name))), dict | list):
             return body
     return decoded
 

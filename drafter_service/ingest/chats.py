@@ -44,6 +44,7 @@ RENDERED = frozenset(("tool_calls", "reasoning_content"))
 UNTRAINED = "weight"
 """Field of messages of the assistant that are not outputs."""
 
+CALLED = ("name", "toolName", "function_name")
 ARGUMENTS = ("arguments", "args", "input", "parameters")
 CALLS = frozenset(
     words(
@@ -75,6 +76,7 @@ UNUSUAL = frozenset(
 """Fields of messages with more than a text."""
 
 BROKEN_CALL = "a tool call whose arguments are not JSON"
+CALL_PIECE = "a piece of a tool call of Gemini whose arguments are streamed"
 NAMELESS_CALL = "a tool call without the name of a function"
 SERVER_CALL = "a call of a tool of the service, of which the log has no name and arguments"
 NO_CONTENT = "a message whose content is neither text nor parts with text"
@@ -334,12 +336,14 @@ class _Parts:
     def add_call(self, call: object) -> None:
         """Add a tool call in the format of any API."""
         function = call.get("function") or call.get("custom") or call if isinstance(call, dict) else None
-        if not isinstance(call, dict) or function is None:
+        if not isinstance(call, dict) or not function:
             return
         fields = function if isinstance(function, dict) else call
-        name = function if isinstance(function, str) else fields.get("name") or fields.get("toolName")
+        name = function if isinstance(function, str) else next((fields[key] for key in CALLED if fields.get(key)), None)
         arguments = next((fields[key] for key in ARGUMENTS if fields.get(key) is not None), "{}")
-        if not isinstance(name, str) or not name:
+        if not {"partialArgs", "willContinue", "partial_args", "will_continue"}.isdisjoint(fields):
+            self._skipped.append(CALL_PIECE)
+        elif not isinstance(name, str) or not name:
             self._skipped.append(NAMELESS_CALL)
         elif _is_json(arguments) or "input" in fields:
             # The input of a custom tool is a text.

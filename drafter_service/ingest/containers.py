@@ -71,11 +71,14 @@ BOXED = re.compile(r"\s*[\u2500-\u257f].*[\u2500-\u257f]\s*")
 """Lines of tables and boxes, unlike those of trees of folders."""
 DICT = re.compile(rb"\s*\[?\s*\{\s*['\"]\w")
 CHAT_LINE = re.compile(
-    rb"^[^\w\n]{0,9}(?:(user|human|observation(?=[ \d]*:))"
-    rb"|(assistant|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))[^\w\n]{0,9}(?:\d*:|$)",
+    rb"^[^\w\n]{0,9}(?:\S{1,20} \d{1,4}[^\w\n]{1,9}|\d[\d:./TZ -]{6,30}[^\w\n]{1,9})?"
+    rb"(?:(user|human|usuario|observation(?=[ \d]*:))"
+    rb"|(assistant|asistente|agent|ai|bot|model|chatgpt|gpt-\S+|claude|gemini|(?:thought|action)(?=[ \d]*:)))"
+    rb"[^\w\n]{0,9}(?:\d*:|$|(?<=[(\[])(?:\d{4}-|[^\n]{0,30}\d:\d\d))",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text."""
+"""Lines with which parts of users, tools and models begin in chats and runs of agents that are written as text. The
+role may have a number or a time before it ("Turn 1 - User"), and a time in brackets after it."""
 BATCH_BLOCKS = 8
 """Maximum number of blocks that are read for a batch."""
 

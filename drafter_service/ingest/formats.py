@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from drafter_service.ingest import answers, origins, readers, sessions
+from drafter_service.ingest import answers, origins, readers, sessions, streams
 from drafter_service.ingest.answers import Found, conversation
 from drafter_service.ingest.chats import ASSISTANT, Chat, is_chat, role_of, words
 from drafter_service.ingest.documents import RecordError
 from drafter_service.ingest.readers import Reader, Value, is_given
-from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share
+from drafter_service.ingest.refusals import LIKELY, NO_FORMAT, read_fields, refusal, share, texts_in
 from drafter_service.ingest.sessions import Read, Record, Session, Stream
 
 PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
@@ -22,6 +22,7 @@ PROMPTS = answers.PROMPTS[: answers.PROMPTS.index("input")]
 IDS = frozenset((*answers.PROMPT_IDS, *answers.OUTPUT_IDS, *readers.MASKS, "tokens"))
 NOT_A_RECORD = "not a JSON object"
 NO_OUTPUT = "no output: the answer is empty, or the request failed"
+OF_A_TEST = "messages beside objects with an output, such as those of a test; name the output with --field"
 TOO_DEEP = "a record that is nested too deeply"
 SETTINGS = re.compile(
     r"ping|pong|done|heartbeat|keep[._-]?alive|session([._-]\w+)?|([\w-]+[._-])?(mode|settings?|config)"
@@ -172,7 +173,11 @@ def _searched(record: Value, skipped: list[str], depth: int = 0) -> list[Found] 
         if not isinstance(value, list | dict) or readers.NOT_SEARCHED.search(name) or depth > MAX_DEPTH:
             continue
         if is_chat(value):
-            found += conversation(value, record, skipped) or []
+            others = {other: one for other, one in record.items() if isinstance(one, dict)}
+            if any(path.endswith(".output") for path, _ in texts_in(others, "")):
+                skipped.append(OF_A_TEST)
+            else:
+                found += conversation(value, record, skipped) or []
             continue
         values = value if isinstance(value, list) else [value]
         for one, following in zip(values, [*values[1:], None], strict=False):
@@ -219,7 +224,7 @@ FORMATS = (
         group=partial(Session, sessions.thread_messages),
     ),
     Format("OpenAI, streamed chunks", "choices id|object|created|model", key_of=sessions.stream_key),
-    Format("Anthropic and Responses API, streamed events", "type", key_of=sessions.stream_key),
+    Format("streamed events of other APIs", "|".join(("type", *streams.BEDROCK)), key_of=sessions.stream_key),
     Format("Ollama", "done message|response", key_of=sessions.stream_key),
     Format(
         "OpenHands, events",
@@ -237,6 +242,7 @@ FORMATS = (
     Format("OpenAI chat and completions", "choices", readers.response),
     Format("OpenAI Responses API", "output", readers.response),
     Format("Anthropic messages", "role content type", readers.response),
+    Format("Cohere", "finish_reason message", readers.response),
     Format("Gemini", "candidates", readers.response, key_of=sessions.gemini_key, group=sessions.GeminiStream),
     Format("OpenTelemetry and OpenInference, span", "attributes|gen_ai.output.messages", readers.span),
     Format("ChatGPT, export", "mapping", readers.tree),
@@ -246,12 +252,14 @@ FORMATS = (
     Format("Inspect, log", "samples eval", _searched),
     Format("request and response", "|".join(readers.RESPONSES), readers.request_and_response),
     Format("OpenAI batch, input", "custom_id body", readers.unanswered),
+    Format("HTTP, recorded response", "headers body status", readers.response),
     Format("token ids with a mask", "input_ids " + "|".join(readers.MASKS), readers.masked_ids),
     Format("token ids", "|".join(answers.OUTPUT_IDS), readers.ids(answers.OUTPUT_IDS, answers.PROMPT_IDS)),
     Format("lm-eval", "resps|filtered_resps", readers.lm_eval),
     Format("TRL and DPO, preferences", "chosen|chosen_messages", readers.chosen),
     Format("OpenHands, history", "history", readers.events),
     Format("SWE-agent, steps", "trajectory", readers.steps),
+    Format("Harbor, trajectory", "schema_version steps", readers.atif),
     Format("prompt and completion", "|".join(readers.COMPLETIONS), readers.COLUMNS[0]),
     Format("HumanEval, EvalPlus, LiveCodeBench", "solution|code_list task_id|question_id|is_solved", readers.solutions),
     Format("conversation", "|".join(readers.CONVERSATIONS), readers.messages),

@@ -19,7 +19,7 @@ from drafter_service.ingest.answers import (
     outputs_of,
     prompt_of,
 )
-from drafter_service.ingest.chats import ASSISTANT, USER, Chat, chat_of, is_chat, parsed, role_of, words
+from drafter_service.ingest.chats import ASSISTANT, TOOL, USER, Chat, chat_of, is_chat, parsed, role_of, words
 from drafter_service.ingest.sessions import NO_ANSWER, Record
 
 Value = dict[str, Any]
@@ -73,9 +73,13 @@ NOT_SEARCHED = re.compile(
 )
 """Names of fields in which no outputs are searched."""
 STEPS = frozenset(
-    words("span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace")
+    words(
+        "span event tool chain retriever reranker embedding agent guardrail evaluator prompt parser trace invoke_agent"
+    )
 )
 """Types of steps in traces that are not calls of a model, or repeat those of others."""
+KINDS = words("run_type type event kind span_kind openinference.span.kind gen_ai.operation.name")
+"""Fields with the types of records and of steps in traces."""
 OPERATIONS = words("chat text_completion generate_content")
 """Values of `gen_ai.operation.name` of calls of a model."""
 WRAPPERS = frozenset(words("message tool_call message_content"))
@@ -94,9 +98,9 @@ OTHER_BRANCH = "an answer in a branch of a conversation that was left"
 
 def is_given(value: Value, read: Reader | None = None) -> bool:
     """Return whether a record, or an object in one, says that its text, or what `read` reads, is not a model's."""
-    kind = str(value.get("run_type", value.get("type"))).lower()
-    is_step = kind in STEPS and read in (request_and_response, COLUMNS[1])
-    is_named = GIVEN.search(kind) is not None and not ("request" in kind and "response" in value)
+    kinds = [kind.lower() for name in KINDS if isinstance(kind := value.get(name), str)]
+    is_step = not STEPS.isdisjoint(kinds) and read in (request_and_response, COLUMNS[1])
+    is_named = any(GIVEN.search(kind) and not ("request" in kind and "response" in value) for kind in kinds)
     return is_step or is_named or any(value.get(name) for name in OF_TOOLS)
 
 
@@ -108,7 +112,9 @@ def response(record: Value, skipped: list[str]) -> list[Found] | None:
     if name == "output":
         is_response = is_response and parts != [] and all("type" in part for part in parts)
     elif not name:
-        is_response = record.get("type") == "message" and role_of(record) == ASSISTANT
+        is_message = record.get("type") == "message" and role_of(record) == ASSISTANT
+        is_body = isinstance(record.get("body"), str) and body_of(record) is not record  # Of HTTP
+        is_response = is_message or is_body or role_of(record.get("message")) == ASSISTANT
     return exchange(record, record, skipped, record.get("request_id")) if is_response or name == "candidates" else None
 
 
@@ -259,22 +265,43 @@ def solutions(record: Value, skipped: list[str]) -> list[Found] | None:
 
 
 def steps(record: Value, skipped: list[str]) -> list[Found] | None:
-    """Read a trajectory of SWE-agent that has no messages."""
-    steps = record["trajectory"] if isinstance(record["trajectory"], list) and "history" not in record else []
-    messages = [
+    """Read a trajectory of SWE-agent: its history, and the responses that the history lacks."""
+    turns = [
         {"role": role, "content": step[name]}
-        for step in steps
+        for step in _objects(record["trajectory"])
         for role, name in ((ASSISTANT, "response"), (USER, "observation"))
-        if isinstance(step, dict) and isinstance(step.get(name), str)
+        if isinstance(step.get(name), str)
     ]
-    return conversation(messages, record, skipped) or None
+    if "history" not in record:
+        return conversation(turns, record, skipped) or None
+    found = messages(record, skipped)
+    written = [turn["content"] for turn in turns if turn["role"] == ASSISTANT and turn["content"]]
+    left = [text for text in written if text not in [one.output for one in found or ()]]
+    # If few responses are in the history, it has them in another format.
+    return found and found + [Found(text) for text in left if 2 * len(left) <= len(written)]
+
+
+def atif(record: Value, skipped: list[str]) -> list[Found] | None:
+    """Read the steps of a trajectory in the format of Harbor."""
+    turns: list[Value] = []
+    for step in _objects(record["steps"]):
+        role = ASSISTANT if step.get("source") == "agent" else step.get("source")
+        turns.append({**step, "role": role, "content": step.get("message"), "source": None})
+        results = [result for one in _objects([step.get("observation")]) for result in _objects(one.get("results"))]
+        turns += [{"role": TOOL, "content": results}] if results else []
+    inner = [atif(one, skipped) or [] for one in _objects(record.get("subagent_trajectories")) if "steps" in one]
+    return sum(inner, conversation(turns, record, skipped) or []) or None
+
+
+def _objects(values: object) -> list[Value]:
+    """Return the objects in a list; [] for other values."""
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 def events(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read the events of OpenHands, or, in older versions, pairs of an action and an observation."""
     history = record["history"] if isinstance(record["history"], list) else []
-    events = [event for one in history for event in (one if isinstance(one, list) else [one])]
-    events = [event for event in events if isinstance(event, dict)]
+    events = [event for one in history for event in _objects(one if isinstance(one, list) else [one])]
     if not any("action" in event or "observation" in event for event in events) or chat_of(events) is not None:
         return None
     session = sessions.Session(sessions.action_messages, "", Record(record, ""))
@@ -300,7 +327,7 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
     """Read a span of a trace that is a call of a model."""
     fields = record.get("attributes", record)
     if isinstance(fields, list):  # OTLP
-        pairs = [pair for pair in fields if isinstance(pair, dict) and isinstance(pair.get("value"), dict)]
+        pairs = [pair for pair in _objects(fields) if isinstance(pair.get("value"), dict)]
         fields = {str(pair.get("key")): next(iter(pair["value"].values()), None) for pair in pairs}
     if not isinstance(fields, dict):
         return None
@@ -321,26 +348,23 @@ def span(record: Value, skipped: list[str]) -> list[Found] | None:
 
 def _attributes(fields: Value, prefix: str) -> object:
     """Return the list whose elements have attributes of their own, such as "PREFIX.0.message.content"."""
-    nested: Value = {}
+    attributes: Value = {}
     for name in (name for name in fields if name.startswith(f"{prefix}.")):
-        path = [
-            part for part in name[len(prefix) + 1 :].replace("contents", "content").split(".") if part not in WRAPPERS
-        ]
-        inner: Any = nested
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
-        if path and isinstance(inner, dict):
-            inner[path[-1]] = fields[name]
-    return _lists(nested) or fields.get(prefix)
+        path = name[len(prefix) + 1 :].replace("contents", "content").split(".")
+        attributes[".".join(part for part in path if part not in WRAPPERS)] = fields[name]
+    return _nested(attributes) or fields.get(prefix)
 
 
-def _lists(tree: object) -> object:
-    """Return a tree in which objects with numbers as names are lists."""
-    if not isinstance(tree, dict):
-        return tree
-    if all(name.isdecimal() for name in tree):
-        return [_lists(tree[name]) for name in sorted(tree, key=int)]
-    return {name: _lists(value) for name, value in tree.items()}
+def _nested(fields: Value) -> Any:
+    """Return fields with names such as "a.0.b" as objects and lists."""
+    if "" in fields:
+        return fields[""]
+    parts: dict[str, Value] = {}
+    for name, value in fields.items():
+        first, _, rest = name.partition(".")
+        parts.setdefault(first, {})[rest] = value
+    tree = {name: _nested(inner) for name, inner in parts.items()}
+    return [tree[name] for name in sorted(tree, key=int)] if tree and all(map(str.isdecimal, tree)) else tree
 
 
 def tree(record: Value, skipped: list[str]) -> list[Found] | None:

@@ -47,10 +47,11 @@ def read_fields(record: Record, fields: tuple[str, ...]) -> Iterator[Read]:
     *before, outputs = ([*_reached(record.value, field.replace("[]", ""))] for field in fields)
     prompt = _joined([value for values in before for value in values])
     for value in outputs if all(before) else ():
-        if is_chat(value):
-            found += conversation(value, record.value, skipped, prompt) or []
-        elif not isinstance(value, dict) or role_of(value) is not None:
-            found += [Found(output, prompt) for output in outputs_of(value, skipped)]
+        body = answers.body_of(value)
+        if is_chat(body):
+            found += conversation(body, record.value, skipped, prompt) or []
+        elif body is not value or not isinstance(value, dict) or role_of(value) is not None:
+            found += [Found(output, prompt) for output in outputs_of(body, skipped)]
     yield Read(record, "--field", found, skipped) if found else Read(record, "", [], [NO_FIELD + _names(record.value)])
 
 
@@ -108,16 +109,18 @@ def share(fields: str, names: Iterable[str]) -> float:
 def _advice(record: Value) -> str:
     """Return the --field that may read a record; "" if no field is likely to have an output, or several may."""
     lengths: dict[str, int] = {}
-    for path, text in _texts_in(record, ""):
+    for path, text in texts_in(record, ""):
         if WORDS.match(text):
             lengths[path] = max(len(text) if " " in text else 0, lengths.get(path, 0))
     likely = [path for path in lengths if LIKELY.search(path)]
     others = [path for path, length in lengths.items() if length > LONG]
     if len(others) == 1 and not any(lengths[path] for path in likely):  # The likely ones are words, such as "passed".
         likely = others
-    if not likely or {"type", "timestamp"} <= record.keys():  # Events have texts of users and tools, too.
+    # Events and turns have texts of users and tools, too.
+    is_turn = record.get("source", record.get("speaker")) in ("agent", "human", "system", "user")
+    if not likely or {"type", "timestamp"} <= record.keys() or is_turn:
         return ""
-    path = max(likely, key=lengths.__getitem__)
+    path = max(likely, key=lambda path: (LIKELY.search(path.rpartition(".")[2]) is not None, lengths[path]))
     prompt = next((f"--field {name} " for name in answers.PROMPTS if isinstance(record.get(name), str)), "")
     return f"; if {path} is an output, give {prompt}--field {quote(path)}"
 
@@ -129,13 +132,13 @@ def _names(record: object) -> str:
     return f" in a record with the fields {', '.join(shown)}{more}" if shown else ""
 
 
-def _texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, str]]:
+def texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, str]]:
     """Yield the texts in a value that may be outputs, each after its path, in which "*" stands for keys and numbers."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, list):
         for element in value[:MAX_NAMES]:
-            yield from _texts_in(element, path.removesuffix("[]") + "[]", depth)
+            yield from texts_in(element, path.removesuffix("[]") + "[]", depth)
     elif isinstance(value, dict) and depth and (depth == 4 or role_of(value) is None):
         kinds = {type(inner) for inner in value.values()}
         keys = sum(NUMBER.search(name) is not None or not NAME.fullmatch(name) for name in value)
@@ -143,7 +146,8 @@ def _texts_in(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, s
         numbered = Counter(NUMBER.sub("*", name) for name in value)
         for name, inner in islice(value.items(), MAX_NAMES if is_keyed else None):
             is_readable = NAME.fullmatch(name) and name not in answers.PROMPTS
-            if is_keyed or (is_readable and not NOT_SEARCHED.search(name) and not UNLIKELY.search(name)):
+            is_output = name == "judgment" or not (NOT_SEARCHED.search(name) or UNLIKELY.search(name))
+            if is_keyed or (is_readable and is_output):
                 pattern = NUMBER.sub("*", name)
                 shown = "*" if is_keyed else pattern if numbered[pattern] > 1 else name
-                yield from _texts_in(inner, f"{path}.{shown}" if path else shown, depth - 1)
+                yield from texts_in(inner, f"{path}.{shown}" if path else shown, depth - 1)

@@ -76,7 +76,7 @@ def stream_key(value: Event) -> Hashable | None:
         return "response"
     if ("candidates" in value and "choices" not in value) or deltas_of(value) is None:
         return None
-    known = value.get("id") or value.get("model")
+    known = value.get("id") or value.get("model") if "choices" in value or "done" in value else None
     return known if isinstance(known, str) else ""
 
 

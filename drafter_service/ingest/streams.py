@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,10 @@ from drafter_service.ingest.chats import Message, as_json
 
 Delta = tuple[int, Message, bool]
 """The number of an answer among those to one request, pieces of its message, and whether they are the last."""
+EVENT = re.compile("message_|content_block_|(message|content|tool-plan|tool-call|citation)-(start|delta|end)$")
+"""Types of Anthropic's events and Cohere's."""
+BEDROCK = ("messageStart", "contentBlockStart", "contentBlockDelta", "contentBlockStop", "messageStop")
+"""Events of Bedrock's ConverseStream."""
 
 
 def deltas_of(event: object) -> list[Delta] | None:
@@ -18,13 +23,13 @@ def deltas_of(event: object) -> list[Delta] | None:
     choices, kind, candidates = event.get("choices"), event.get("type"), event.get("candidates")
     if isinstance(choices, list):
         return _chunk(event, choices)
-    if isinstance(kind, str) and kind.startswith(("message_", "content_block_")):
-        return [(0, _anthropic_piece(event), kind == "message_stop")]
+    kind = kind if isinstance(kind, str) else next((name for name in BEDROCK if isinstance(event.get(name), dict)), "")
+    if kind in BEDROCK or EVENT.match(kind):
+        return [(0, _event_piece(event.get(kind, event)), kind in ("message_stop", "message-end", "messageStop"))]
     if isinstance(candidates, list):  # Gemini
         return [_gemini_piece(candidate) for candidate in candidates if isinstance(candidate, dict)]
     if isinstance(event.get("done"), bool) and ("message" in event or "response" in event):  # Ollama
-        message = event.get("message")
-        fields = message if isinstance(message, dict) else {**event, "content": event.get("response")}
+        fields = _object(event.get("message")) or {**event, "content": event.get("response")}
         return [(0, fields, event["done"])]
     return None
 
@@ -44,9 +49,8 @@ def _chunk(event: Message, choices: list[Any]) -> list[Delta] | None:
 
 
 def _gemini_piece(candidate: Message) -> Delta:
-    content, reason = candidate.get("content"), either(candidate, "finishReason")
-    parts = content.get("parts") if isinstance(content, dict) else None
-    return _number(candidate), {"parts": parts}, reason is not None
+    parts = _object(candidate.get("content")).get("parts")
+    return _number(candidate), {"parts": parts}, either(candidate, "finishReason") is not None
 
 
 def either(value: Mapping[str, Any], name: str) -> object:
@@ -59,14 +63,23 @@ def _number(answer: Message) -> int:
     return index if isinstance(index := answer.get("index"), int) else 0
 
 
-def _anthropic_piece(event: Message) -> Message:
-    delta, block = event.get("delta"), event.get("content_block")
-    if isinstance(block, dict) and str(block.get("type")).endswith("tool_use"):
-        return {"tool_calls": [{"index": event.get("index"), "function": {"name": block.get("name")}}]}
-    if not isinstance(delta, dict):
-        return {}
-    call = {"index": event.get("index"), "function": {"arguments": delta.get("partial_json")}}
-    return delta | ({"tool_calls": [call]} if "partial_json" in delta else {})
+def _event_piece(event: Message) -> Message:
+    """Return the pieces in an event of Anthropic, Cohere or Bedrock."""
+    block = _object(event.get("content_block"))
+    block = block if str(block.get("type")).endswith("tool_use") else {}  # Not results of tools of the service
+    delta = _object(event.get("delta") or event.get("start") or block)
+    message, thought, tool = (_object(delta.get(name)) for name in ("message", "reasoningContent", "toolUse"))
+    call = {"index": event.get("index", event.get("contentBlockIndex")), **_object(message.get("tool_calls"))}
+    if tool or block or "partial_json" in delta:
+        arguments = delta.get("partial_json", tool.get("input"))
+        call["function"] = {"name": (tool or block).get("name"), "arguments": arguments}
+    thoughts = thought.get("text") or message.get("tool_plan")
+    return {**delta, "reasoning": thoughts, **_object(message.get("content")), "tool_calls": [call]}
+
+
+def _object(value: object) -> Message:
+    """Return an object; an empty one for other values."""
+    return value if isinstance(value, dict) else {}
 
 
 class Streamed:

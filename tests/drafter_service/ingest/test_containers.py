@@ -410,6 +410,12 @@ def test_containers_are_detected_by_the_first_bytes(tmp_path):
         "users.txt": (b"User: Why\nis it?\n\nUser: And\nthen?\n\nUser: So?\n", ONE_SIDE),
         "manual.txt": (b"Roles\n\nUser: who asks.\nUser: many.\nHost: who answers.\nPort: where.\n", "text"),
         "chat.txt": (b"**User:** Why?\n**ChatGPT:** So.\n", CHAT_LOG),
+        "turns.md": ("### Turn 1 — User\nWhy?\n\n### Turn 2 — Assistant\nSo.\n".encode(), CHAT_LOG),
+        "times.md": (b"**human** (Oct 6, 2025, 04:07 PM)\nWhy?\n\n**assistant** (Oct 6, 2025, 04:08 PM)\n", CHAT_LOG),
+        "iso.md": (b"### USER (2025-10-27T10:01:00Z)\n\nWhy?\n\n### ASSISTANT (2025-10-27)\n\nSo.\n", CHAT_LOG),
+        "charla.md": ("### Mensaje 1 — Usuario\nHola\n\n### Mensaje 2 — Asistente\nHola\n".encode(), CHAT_LOG),
+        "log.txt": (b"2025-10-27 10:01:00 User: Why?\n2025-10-27 10:02:00 Agent: So.\n", CHAT_LOG),
+        "parameters.md": (b"- `user`: an id\n- `model` (such as gpt-4.1)\n- 3 users - model\n", "text"),
     }
     for name, (content, expected) in contents.items():
         (tmp_path / name).write_bytes(content)

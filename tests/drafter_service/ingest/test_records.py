@@ -12,10 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.ingest.answers import BAD_IDS, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
-from drafter_service.ingest.chats import BROKEN_CALL, NAMELESS_CALL, NO_CONTENT, SERVER_CALL, Chat, Reply, plain_text
+from drafter_service.ingest.answers import BAD_IDS, BINARY, BROKEN_STREAM, NOT_A_MESSAGE, UNTRAINED
+from drafter_service.ingest.chats import (
+    BROKEN_CALL,
+    CALL_PIECE,
+    NAMELESS_CALL,
+    NO_CONTENT,
+    SERVER_CALL,
+    Chat,
+    Reply,
+    plain_text,
+)
 from drafter_service.ingest.documents import RecordError
-from drafter_service.ingest.formats import FIELDS, FORMATS, NO_OUTPUT, NOT_A_RECORD, read_records
+from drafter_service.ingest.formats import FIELDS, FORMATS, NO_OUTPUT, NOT_A_RECORD, OF_A_TEST, read_records
 from drafter_service.ingest.readers import NO_RESPONSE, NOT_A_MODEL, REJECTED, SCORES, SHORTER
 from drafter_service.ingest.refusals import NO_FIELD, NO_FORMAT
 from drafter_service.ingest.sessions import NO_ANSWER, UNNAMED, Record, Unread, is_markdown_chat, markdown_chat
@@ -108,7 +117,7 @@ CASES = {
         ([one for two in zip(deltas({"content": "a"}, {"content": "b"}), deltas({"content": "c"}, {"content": "d"}, id="d"),
                              strict=True) for one in two], [(None, "ab"), (None, "cd")]),
     ],
-    "Anthropic and Responses API, streamed events": [
+    "streamed events of other APIs": [
         ([{"type": "message_start", "message": {"id": "m", "content": []}},
           {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
           {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
@@ -117,6 +126,21 @@ CASES = {
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"at": '}},
           {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '"it"}'}},
           {"type": "message_stop"}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"type": "content_block_start", "index": 0, "content_block": {"type": "web_fetch_tool_result", "content": {"text": "seen"}}},
+          {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "So."}}, {"type": "message_stop"}],
+         [(None, "So.")]),
+        ([{"id": "m", "type": "message-start", "delta": {"message": {"role": "assistant", "content": [], "tool_plan": ""}}},
+          {"type": "content-start", "index": 0, "delta": {"message": {"content": {"type": "thinking", "thinking": "Hm."}}}},
+          {"type": "content-delta", "index": 1, "delta": {"message": {"content": {"text": "So."}}}},
+          {"type": "tool-call-start", "index": 0, "delta": {"message": {"tool_calls": {"function": {"name": "look", "arguments": '{"at": '}}}}},
+          {"type": "tool-call-delta", "index": 0, "delta": {"message": {"tool_calls": {"function": {"arguments": '"it"}'}}}}},
+          {"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
+        ([{"messageStart": {"role": "assistant"}},
+          {"contentBlockDelta": {"contentBlockIndex": 0, "delta": {"reasoningContent": {"text": "Hm."}}}},
+          {"contentBlockDelta": {"contentBlockIndex": 1, "delta": {"text": "So."}}},
+          {"contentBlockStart": {"contentBlockIndex": 2, "start": {"toolUse": {"toolUseId": "1", "name": "look"}}}},
+          {"contentBlockDelta": {"contentBlockIndex": 2, "delta": {"toolUse": {"input": '{"at": "it"}'}}}},
+          {"messageStop": {"stopReason": "tool_use"}}], [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
         ([{"type": "response.output_text.delta", "delta": "Be"},
           {"type": "response.completed", "response": {"id": "r", "output": [ANSWER | {"type": "message"}]}}],
          [(None, "Because.")]),
@@ -232,6 +256,10 @@ CASES = {
             {"type": "text", "text": "So."}, {"type": "mcp_tool_use", "id": "1", "name": "look", "input": {"at": "it"}}]}],
          [(None, f"Hm.\n\nSo.\n\n{CALLED}")]),
     ],
+    "Cohere": [
+        ([{"id": "m", "message": {"role": "assistant", "content": [{"type": "text", "text": "So."}]}, "finish_reason": "COMPLETE"}],
+         [(None, "So.")]),
+    ],
     "Gemini": [
         ([{"contents": [{"role": "user", "parts": [{"text": "Why?"}]},
                         {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {"at": "it"}}}]},
@@ -320,6 +348,12 @@ CASES = {
          [(["Why?"], "Because.")]),
         ([{"custom_id": "1", "response": {"body": {"choices": CHOICES}}, "error": None}], [(None, "Because.")]),
         ([{"body": {"messages": [USER]}, "response": {"body": {"choices": CHOICES}}}], [(["Why?"], "Because.")]),
+        ([{"request": {"body": {"messages": [USER]}}, "response": {"body": {"__type__": "x", "__data__": {"choices": CHOICES}}}}],
+         [(["Why?"], "Because.")]),
+        ([{"request": {"body": {"messages": [USER]}}, "response": {"body": [{"__data__": one} for one in deltas({"content": "a"}, {"content": "b"})]}}],
+         [(["Why?"], "ab")]),
+        ([{"body": {"inputText": "Why?"}, "response": {"results": [{"tokenCount": 1, "outputText": "Because.", "completionReason": "FINISH"}]}}],
+         [("Why?", "Because.")]),
         ([{"request": json.dumps({"messages": [USER]}), "response": json.dumps({"choices": CHOICES})}], [(["Why?"], "Because.")]),
         ([{"request": {"prompt": "p"}, "response": {"choices": [{"text": "t"}]}}], [("p", "t")]),
         ([{"request_body": {"messages": [USER]}, "response_body": {"choices": CHOICES}}], [(["Why?"], "Because.")]),
@@ -348,6 +382,11 @@ CASES = {
         ([{"prompt": "p", "response": {"gpt35": "a", "vicuna": "b", "human_ref": "c"}}], [("p", "a"), ("p", "b")]),
     ],
     "OpenAI batch, input": [([{"custom_id": "1", "method": "POST", "body": {"messages": [USER, ANSWER, USER]}}], [])],
+    "HTTP, recorded response": [
+        ([{"status": 200, "headers": {}, "body": "".join(f"event: x\ndata: {json.dumps(one)}\n\n" for one in deltas({"content": "a"}, {"content": "b"}))}],
+         [(None, "ab")]),
+        ([{"status": 200, "headers": {}, "body": json.dumps({"choices": CHOICES})}], [(None, "Because.")]),
+    ],
     "token ids with a mask": [
         ([{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}], [([1, 2], [3, 4])]),
         ([{"input_ids": np.array([1, 2, 3, 4]), "labels": np.array([-100, 2, -100, 4])}], [([1], [2]), ([1, 2, 3], [4])]),
@@ -383,6 +422,19 @@ CASES = {
     "SWE-agent, steps": [
         ([{"trajectory": [{"action": "ls", "observation": "a", "response": "I look."}, {"response": "So."}]}],
          [(None, "I look."), (["I look.", "a"], "So.")]),
+        ([{"trajectory": [{"response": "No."}, {"response": "Because."}], "history": [USER, ANSWER]}], [(["Why?"], "Because."), (None, "No.")]),
+        ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
+    ],
+    "Harbor, trajectory": [
+        ([{"schema_version": "ATIF-v1.7", "steps": [
+            {"step_id": 1, "source": "system", "message": "Be short."}, {"step_id": 2, "source": "user", "message": "Why?"},
+            {"step_id": 3, "source": "agent", "message": "I look.", "reasoning_content": "Hm.",
+             "tool_calls": [{"tool_call_id": "1", "function_name": "look", "arguments": {"at": "it"}}],
+             "observation": {"results": [{"source_call_id": "1", "content": "seen"}]}},
+            {"step_id": 4, "source": "agent", "message": "So.", "metrics": {"completion_token_ids": [5]}}],
+           "subagent_trajectories": [{"steps": [{"source": "user", "message": "a"}, {"source": "agent", "message": "b"}]}]}],
+         [(["Be short.", "Why?"], f"Hm.\n\nI look.\n\n{CALLED}"),
+          (["Be short.", "Why?", f"Hm.\n\nI look.\n\n{CALLED}", "seen"], "So."), (["a"], "b")]),
     ],
     "prompt and completion": [
         ([{"date": "x", "generated_texts": ["a", "", "b"], "input_lens": [3, 3, 3]}], [(None, "a"), (None, "b")]),
@@ -456,7 +508,6 @@ CASES = {
         ([{"conversation": [USER, ANSWER], "model": "m"}], [(["Why?"], "Because.")]),
         ([{"task_id": 0, "traj": [USER, CALLING, RESULT, ANSWER], "info": {"task": {"instruction": "x"}}}],
          [(["Why?"], CALLED), (["Why?", CALLED, "seen"], "Because.")]),
-        ([{"trajectory": [{"response": "x"}], "history": [USER, ANSWER | {"thought": "x", "action": "x"}], "info": {}}], [(["Why?"], "Because.")]),
         ([{"info": {"model_stats": {}}, "messages": [USER, ANSWER | {"extra": {"response": {"choices": CHOICES}}}]}], [(["Why?"], "Because.")]),
     ],
     "input and output": [
@@ -489,6 +540,8 @@ CASES = {
         ([{"info": {}, "tasks": [{"messages": [USER, ANSWER]}], "simulations": [{"id": 1, "messages": [USER, ANSWER]}]}], [(["Why?"], "Because.")]),
         ([{"0": {"log": {"turns": [USER, ANSWER]}}, "1": {"log": {"turns": [USER, ANSWER]}}}], [(["Why?"], "Because.")] * 2),
         ([{"request_states": [{"request": {"prompt": "p"}, "result": {"completions": [{"text": "t"}]}}]}], [("p", "t")]),
+        ([{"events": [{"event": "model", "input": [USER], "output": {"choices": CHOICES}},
+                      {"event": "tool", "arguments": {"at": "it"}, "result": "seen"}]}], [(["Why?"], "Because.")]),
         ([[USER, ANSWER]], [(["Why?"], "Because.")]),
         ([{"train_messages": [[USER, ANSWER], [USER, ANSWER, USER, ANSWER], [USER, ANSWER, RESULT, ANSWER, CALLING]]}],
          [(["Why?"], "Because."), (["Why?", "Because.", "seen"], "Because."), (["Why?", "Because.", "seen", "Because."], CALLED)]),
@@ -553,6 +606,11 @@ def test_every_format_has_a_case_and_a_row_in_the_documentation():
         ({"run_type": "tool", "inputs": {"input": "x"}, "outputs": {"output": "x"}}, NOT_A_MODEL),
         ({"type": "tool.execution_complete", "data": {"result": {"content": "x"}}}, NO_ANSWER),
         ({"type": "tool.result", "result": {"output": "x"}}, NOT_A_MODEL),
+        ({"gen_ai.operation.name": "execute_tool", "input": "x", "output": "y"}, NOT_A_MODEL),
+        ({"gen_ai.operation.name": "invoke_agent", "input": "x", "output": "y"}, NOT_A_MODEL),
+        ({"span_kind": "TOOL", "input": "x", "output": "y"}, NOT_A_MODEL),
+        ({"body": {"messages": [USER]}, "response": "000000b000000052f080e7a50b3a6576656e742d74797065"}, BINARY),
+        ({"body": {"messages": [USER]}, "response": ["1f8b0800000000000003ab56caad2c48"]}, BINARY),
         ({"type": "functionResponse", "prompt": "p", "response": "x"}, NOT_A_MODEL),
         ({"type": "user.message", "text": "x"}, NOT_A_MODEL),
         ({"name": "ls", "toolCallId": "1", "input": "ls", "output": "x"}, NOT_A_MODEL),
@@ -588,6 +646,9 @@ def test_a_record_without_an_output_has_one_reason(record, reason):
         ({"question": "q", "answer": "A", "context": "long " * 20, "programs": ["long " * 20]}, ("--field question --field 'programs[]'",)),
         ({"generated": "2026-01-01T00:00:00", "raw_generations": {"s_0": ["a b"], "s_1": ["c d"]}}, ("--field 'raw_generations.*[]'",)),
         ({"prompt": "p", "full": {"a/b": "long " * 20, "c/d": "e"}}, ("--field prompt --field 'full.*'",)),
+        ({"prompt": "p", "turns": [USER, ANSWER], "results": {"m1": {"output": "a b", "reason": "long " * 20}, "m2": {"output": "c d"}}},
+         ("--field prompt --field 'results.*.output'",)),
+        ({"model": "m", "judge": ["gpt-4"], "user_prompt": "u", "judgment": "long " * 20}, ("--field user_prompt --field judgment",)),
         ({"output": "o", "code": "c", "input": "i"}, ("code, input, output", "--field input --field output")),
         ({"messages": [USER, ANSWER], "rejected_messages": []} | {"messages": "none"}, ("messages, rejected_messages",)),
     ],
@@ -606,12 +667,19 @@ def test_refusals_name_fields_the_nearest_format_and_the_option(record, parts):
         {"review": "long " * 20, "rewritten": "long " * 20},
         {"generated": "2026-01-01T00:00:00", "finish_reason": "stop", "test": "long " * 20, "gpt_result": "1"},
         {"type": "notice", "timestamp": "t", "content": "long " * 20},
+        {"step_id": 1, "source": "user", "message": "long " * 20},
         {"turns": [{"role": "user", "shown": {"content": "long " * 20}}]},
     ],
 )
 def test_refusals_suggest_no_field_where_none_is_likely(record):
     (reason,) = skipped(record)
     assert "--field" not in reason
+
+
+def test_messages_of_a_test_are_counted_beside_other_records():
+    case = {"turns": [USER, ANSWER], "results": {"m": {"output": "a b"}}}
+    assert outputs({"cases": [case, {"messages": [USER, ANSWER]}]}) == [(["Why?"], "Because.")]
+    assert skipped({"cases": [case, {"messages": [USER, ANSWER]}]}) == [OF_A_TEST]
 
 
 def test_refusals_have_neither_values_nor_names_that_may_be_texts():
@@ -681,6 +749,16 @@ def test_a_stream_with_chunks_that_cannot_be_read_is_not_joined():
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
     lines[1] = lines[1].replace(": ", ":\n", 2)
     assert skipped({"request": {}, "response": "".join(lines)}) == [BROKEN_STREAM]
+
+
+def test_a_call_of_gemini_in_pieces_costs_only_itself():
+    calls = [{"name": "look", "willContinue": True}, {"partialArgs": [{"jsonPath": "$.at", "stringValue": "it"}]}, {}]
+    parts = [*({"functionCall": call} for call in calls), {"functionCall": {"name": "look", "args": {"at": "it"}}}]
+    ends = [{}, {}, {}, {"finishReason": "STOP"}]
+    chunks = [{"responseId": "a", "candidates": [{"content": {"parts": [part]}} | end]}
+              for part, end in zip(parts, ends, strict=True)]  # fmt: skip
+    assert outputs(*chunks) == [(None, CALLED)]
+    assert skipped(*chunks) == [CALL_PIECE, CALL_PIECE]
 
 
 def test_a_broken_call_costs_only_itself():
@@ -770,12 +848,15 @@ def test_a_system_prompt_begins_the_next_session():
         (("before", "message"), [(["Why?"], "Because.")]),
         (("encoded.x", "response"), [("in JSON", "unused")]),
         (("samples",), [(None, "s"), (None, "t")]),
+        (("events",), [(None, "ab")]),
+        (("reply",), [(None, "Because.")]),
     ],
 )
 def test_configured_fields_are_read(fields, expected):
     record = {
         "a": {"b": "deep"}, "c.d": "dotted", "ids": [7], "response": "unused", "list": [{"text": "one"}, {"text": "two"}],
         "chat": [USER, ANSWER], "before": [USER], "message": ANSWER, "encoded": '{"x": "in JSON"}', "samples": ["s", "t"],
+        "reply": json.dumps({"choices": CHOICES}), "events": "".join(f"data: {json.dumps(one)}\n\n" for one in deltas({"content": "a"}, {"content": "b"})),
     }  # fmt: skip
     assert outputs(record, fields=fields) == expected
 
