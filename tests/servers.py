@@ -13,10 +13,13 @@ SERVE = (sys.executable, "-m", "drafter_service.commands.main", "serve")
 
 @contextmanager
 def served(*arguments):
-    """Run `ssd-drafter serve`; yield its process, with its first output as `greeting`, once it listens."""
+    """Run `ssd-drafter serve`; yield its process, with its first output as `greeting` and its open log as `log`, once it
+    listens.
+    """
     # A pipe holds 64 KiB: the service would wait for somebody to read its log.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=log, text=True)
+        process.log = log
         try:
             process.greeting = process.stdout.readline()
             assert "listening at" in process.greeting, os.pread(log.fileno(), 1 << 16, 0).decode()

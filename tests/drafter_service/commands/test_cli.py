@@ -1,6 +1,7 @@
 """Commands of `ssd-drafter` against a real server, and their error messages."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -384,11 +385,11 @@ def test_help_imports_no_heavy_modules(command):
 
 
 def stop(process, number):
-    """Send a signal to a server; return its stdout and stderr."""
+    """Send a signal to a server; return its stdout and its log."""
     process.send_signal(number)
-    out, errors = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    return out, errors
+    return out, os.pread(process.log.fileno(), 1 << 16, 0).decode()
 
 
 def test_options_apply_and_interrupting_stops_the_server():
