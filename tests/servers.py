@@ -13,8 +13,8 @@ SERVE = (sys.executable, "-m", "drafter_service.commands.main", "serve")
 
 @contextmanager
 def served(*arguments):
-    """Run `ssd-drafter serve`; yield its process, with its first output as `greeting` and its open log as `log`, once it
-    listens.
+    """Run `ssd-drafter serve`; once it listens, yield its process, with its first output as `greeting` and its open log
+    as `log`.
     """
     # A pipe holds 64 KiB: the service would wait for somebody to read its log.
     with tempfile.TemporaryFile() as log:

@@ -53,12 +53,12 @@ def instant_device(vocabulary: int) -> Iterator[Device]:
     device = Device()
     read = PendingArray.read
 
-    def step(self: FixedStep, _kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self: FixedStep, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         with device.work(is_step=True):
             state = self._state
             columns = (self._table, state.lengths, state.limits, state.history)
             results = outcomes(*(column.numpy() for column in columns), self._shape.width)
-            return torch.from_numpy(results), torch.zeros(1, 1).expand(self._shape.rows, vocabulary)
+            return torch.from_numpy(results), torch.zeros(1, 1).expand(kind.host_rows, vocabulary)
 
     def forward(_self: Runner, batch: Any) -> torch.Tensor:
         with device.work(is_step=False):

@@ -15,12 +15,14 @@ from torch.nn.functional import pad
 from engine.attention.base import StepShape
 from engine.drafters.model_based.device_chain import FixedChain
 from engine.executor.device_state import DeviceState
+from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import replayed, sampled_tokens
 from engine.executor.kernels.tensors import Drafts, StepInputs
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import FixedForward
 from engine.executor.transfer import CopyStream, PendingArray, on_device
+from engine.scheduling.plan import NO_ROWS
 
 MemoryPool = Any
 """Memory that graphs share, as `torch.cuda.graph_pool_handle` returns it."""
@@ -42,6 +44,8 @@ class Kind(NamedTuple):
     """Largest number of logits per row that truncation has to rank, as in `sampled_tokens`; None: no truncation."""
     drafts: bool = False
     """Whether the device drafts for the next step."""
+    host_rows: int = 0
+    """Number of rows whose logits the host gets; a power of two or 0."""
 
 
 class HostInputs(NamedTuple):
@@ -51,6 +55,8 @@ class HostInputs(NamedTuple):
     """int32 [B, INPUT_COLUMNS + max_draft]: the data that is copied to the device."""
     contexts: list[int]
     """Upper bound of each sequence's number of tokens in the cache."""
+    host_rows: np.ndarray = NO_ROWS
+    """int64 [at most `Kind.host_rows`]: rows of the step whose logits the host needs."""
 
     @property
     def rows(self) -> list[int]:
@@ -65,7 +71,7 @@ class StepOutput(NamedTuple):
     """int32 [B, RESULT_COLUMNS + width]; with drafts from the device, the draft follows, [B, RESULT_COLUMNS + width +
     width - 1] in total."""
     logits: Tensor
-    """float32 [N, V], of all rows; the next step overwrites them."""
+    """float32 [Kind.host_rows, V], of `HostInputs.host_rows` and padding; the next step overwrites them."""
 
 
 class FixedStep:
@@ -90,6 +96,8 @@ class FixedStep:
         self._idle = np.zeros((shape.sequences, INPUT_COLUMNS + shape.width - 1), np.int32)
         self._idle[:, 0] = state.idle
         self._table = torch.from_numpy(self._idle).to(state.lengths.device, copy=True)
+        # Returning the logits of all rows would keep their memory for each graph.
+        self._host_rows = torch.zeros(next_power_of_2(shape.rows), dtype=torch.int64, device=self._table.device)
         self._pool: MemoryPool | None = None
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
@@ -104,6 +112,8 @@ class FixedStep:
         rows = self._idle.copy()
         rows[: len(inputs.table)] = inputs.table
         self._table.copy_(on_device(rows, self._table.device), non_blocking=True)
+        if len(inputs.host_rows):
+            self._host_rows[: len(inputs.host_rows)] = on_device(inputs.host_rows, self._table.device)
         if not self._table.is_cuda:
             results, logits = self._step(kind)
         else:
@@ -156,12 +166,12 @@ class FixedStep:
         columns = (verified.counts, (inputs.counts - 1).clamp(min=0))
         results = torch.cat((*(column[:, None] for column in columns), verified.tokens), dim=1)
         if chain is None:
-            return results, logits
+            return results, logits[self._host_rows[: kind.host_rows]]
         if kind.drafts:
             chain.draft(slots, inputs, hidden, chosen, verified.counts, choose)
         else:
             chain.keep_states(inputs, hidden)
-        return torch.cat((results, drafts.tokens), dim=1), logits
+        return torch.cat((results, drafts.tokens), dim=1), logits[:0]
 
     def _drafts(self, slots: Tensor) -> Drafts:
         """Return the drafts of the step."""

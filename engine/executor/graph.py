@@ -11,7 +11,8 @@ import numpy as np
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import build_batch
 from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs, Kind, StepOutput
-from engine.executor.host_rows import Chunks, HostRows
+from engine.executor.host_rows import Chunks, HostRows, host_indices, rows_of
+from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.runner import Runner
 from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
@@ -24,12 +25,16 @@ from engine.scheduling.table import (
     COMPUTED,
     IN_FLIGHT,
     LIMIT,
+    NEEDS_HOST,
     ON_DEVICE,
     PAGES,
     SAMPLED,
     TRUNCATES,
     RequestTable,
 )
+
+MIN_HOST_ROWS = 32
+"""Smallest number of rows whose logits a step returns, if any are needed, so that there are few kinds of steps."""
 
 
 class GraphExecutor:
@@ -68,7 +73,9 @@ class GraphExecutor:
         if self.chain is not None:
             self.chain.prepare(plan, lambda sequence: self.grid.state.history[sequence.row])
         output = self._launch_step(plan) if plan.producers else None
-        host_rows = None if output is None or self.chain is not None else HostRows.of(plan, output.logits)
+        hosted = host_indices(plan) if output is not None and self.chain is None else NO_ROWS
+        # Copied, because the next step overwrites them.
+        host_rows = HostRows(hosted, output.logits.clone()) if output is not None and len(hosted) else None
         return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
 
     def release(self, table: RequestTable[Sequence]) -> None:
@@ -115,7 +122,11 @@ class GraphExecutor:
         ends = state[:, COMPUTED] + plan.scheduled_of_rows + state[:, IN_FLIGHT]
         contexts = np.minimum(ends, state[:, LIMIT]) - 1
         write_inputs(table.state, rows, draft.tokens, draft.offsets, draft.lengths, inputs)
-        return self.grid.run(HostInputs(inputs, contexts.tolist()), self._kind_of(plan))
+        kind, host_rows = self._kind_of(plan), NO_ROWS
+        if self.chain is None and plan.has(NEEDS_HOST):
+            host_rows = rows_of(host_indices(plan), draft.lengths)
+            kind = kind._replace(host_rows=next_power_of_2(max(MIN_HOST_ROWS, len(host_rows))))
+        return self.grid.run(HostInputs(inputs, contexts.tolist(), host_rows), kind)
 
     def _kind_of(self, plan: StepPlan) -> Kind:
         """Return the kind of a step."""

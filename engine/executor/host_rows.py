@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engine.executor.batch import Batch, build_batch
 from engine.executor.eager import score_prompts
-from engine.executor.transfer import on_device
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan
+from engine.scheduling.plan import NO_ROWS, SequencePlan, SequenceResult, StepPlan
 from engine.scheduling.table import ABSENT, KIND, NEEDS_HOST, ON_DEVICE
 from engine.speculation.verify import verify_drafts
 
@@ -46,7 +45,8 @@ def host_indices(plan: StepPlan) -> np.ndarray:
 def rows_of(indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the rows of producing sequences in a step, int64. lengths: int64 [P], numbers of draft tokens."""
     ends = np.cumsum(1 + lengths)
-    return np.concatenate([np.arange(ends[index] - 1 - lengths[index], ends[index]) for index in indices])
+    parts = [np.arange(ends[index] - 1 - lengths[index], ends[index]) for index in indices]
+    return np.concatenate([NO_ROWS, *parts])
 
 
 class HostRows(NamedTuple):
@@ -55,15 +55,7 @@ class HostRows(NamedTuple):
     indices: np.ndarray
     """int64 [H], in `StepPlan.rows`."""
     logits: Tensor
-    """float32 [rows, V]: of their last tokens and drafts."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, logits: Tensor) -> HostRows | None:
-        """Return the sequences of a launched step; None without any. logits: float32 [N, V], of all of its rows."""
-        indices = host_indices(plan)
-        if not len(indices):
-            return None
-        return cls(indices, logits[on_device(rows_of(indices, plan.draft.lengths), logits.device)])
+    """float32 [rows or more, V]: of their last tokens and drafts."""
 
     def results(self, plan: StepPlan, page_size: int) -> dict[int, SequenceResult]:
         """Choose the tokens of the sequences that still run; return their results by index in `plan.rows`."""

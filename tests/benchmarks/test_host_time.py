@@ -26,9 +26,10 @@ def test_all_outputs_are_the_recorded_ones(recorded, monkeypatch, drafter):
     monkeypatch.setattr(Engine, "step", observed)
     figures = run_case(drafter, 3, recorded, 40, "h200", "8b", has_server=False)
     assert len(outputs) > 2
-    # Each output of the recording is the second half of the same 40 tokens.
-    assert len({tuple(output.tolist()) for output in outputs}) == 1
+    # Each output of the recording is the second half of the same 40 tokens, later with other ids of tokens.
     assert {len(output) for output in outputs} == {20}
+    assert len({tuple(map(output.tolist().index, output.tolist())) for output in outputs}) == 1
+    assert outputs[0].tolist() == outputs[1].tolist()
     assert figures["tokens per step"] == 1 if drafter == "none" else figures["tokens per step"] > 2
 
 
