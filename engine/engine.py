@@ -99,11 +99,15 @@ class StepReport:
     @property
     def committed(self) -> int:
         """Number of committed tokens."""
+        if isinstance(self.results, RowResults):
+            return self.results.committed
         return len(self.arrays.tokens)
 
     @property
     def accepted(self) -> int:
         """Number of accepted draft tokens, without those that a grammar forced."""
+        if isinstance(self.results, RowResults) and not self.results.chosen:
+            return self.results.accepted
         return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
 
 

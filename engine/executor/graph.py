@@ -73,7 +73,8 @@ class GraphExecutor:
         if self.chain is not None:
             self.chain.prepare(plan, lambda sequence: self.grid.state.history[sequence.row])
         output = self._launch_step(plan) if plan.producers else None
-        hosted = host_indices(plan) if output is not None and self.chain is None else NO_ROWS
+        has_hosted = output is not None and self.chain is None and plan.has(NEEDS_HOST)
+        hosted = host_indices(plan) if has_hosted else NO_ROWS
         # Copied, because the next step overwrites them.
         host_rows = HostRows(hosted, output.logits.clone()) if output is not None and len(hosted) else None
         return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
@@ -89,13 +90,16 @@ class GraphExecutor:
         """Copy what the device lacks of the producing sequences to it."""
         table, rows = plan.table, plan.rows
         assert table is not None
-        missing = rows[table.state[rows, ON_DEVICE] == ABSENT]
+        held, known = table.state[rows, PAGES], table.state[rows, ON_DEVICE]
+        if (held == known).all():
+            return
+        missing = rows[known == ABSENT]
         if len(missing):
             self.grid.state.install(missing.tolist(), table.of(missing), texts=self.chain is not None)
             table.state[missing, ON_DEVICE] = 0
-        added = np.empty((3, int((table.state[rows, PAGES] - table.state[rows, ON_DEVICE]).sum())), np.int32)
-        if new_pages(table.state, table.pages, rows, added):
-            self.grid.state.add_pages(added)
+        added = np.empty((3, int((held - np.maximum(known, 0)).sum())), np.int32)
+        new_pages(table.state, table.pages, rows, added)
+        self.grid.state.add_pages(added)
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:
         """Run the scheduled prompt tokens, except the last token of producing entries."""
@@ -118,9 +122,8 @@ class GraphExecutor:
         assert table is not None
         inputs = np.zeros((len(rows), INPUT_COLUMNS + self.max_draft), np.int32)
         draft = plan.draft
-        state = table.state[rows]
-        ends = state[:, COMPUTED] + plan.scheduled_of_rows + state[:, IN_FLIGHT]
-        contexts = np.minimum(ends, state[:, LIMIT]) - 1
+        ends = table.state[rows, COMPUTED] + plan.scheduled_of_rows + table.state[rows, IN_FLIGHT]
+        contexts = np.minimum(ends, table.state[rows, LIMIT]) - 1
         write_inputs(table.state, rows, draft.tokens, draft.offsets, draft.lengths, inputs)
         kind, host_rows = self._kind_of(plan), NO_ROWS
         if self.chain is None and plan.has(NEEDS_HOST):

@@ -147,7 +147,12 @@ class StepPlan:
 
     def has(self, kind: int) -> bool:
         """Return whether a producing sequence has a bit of KIND, see `engine.scheduling.table`."""
-        return self.table is not None and bool((self.table.state[self.rows, KIND] & kind).any())
+        return bool(self._kinds & kind)
+
+    @cached_property
+    def _kinds(self) -> int:
+        """All bits of KIND of the producing sequences."""
+        return 0 if self.table is None else int(np.bitwise_or.reduce(self.table.state[self.rows, KIND]))
 
     @cached_property
     def entries(self) -> list[SequencePlan]:
@@ -169,9 +174,10 @@ class StepPlan:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64 [P]: rows of the producing sequences in the table."""
-        return np.append(self.decoding, [chunk.sequence.row for chunk in self.chunks if chunk.produces]).astype(
-            np.int64
-        )
+        if not self.chunks:
+            return self.decoding
+        last_chunks = [chunk.sequence.row for chunk in self.chunks if chunk.produces]
+        return np.append(self.decoding, last_chunks).astype(np.int64)
 
     @cached_property
     def admissions(self) -> np.ndarray:
@@ -195,7 +201,8 @@ class StepPlan:
     def scheduled_of_rows(self) -> np.ndarray:
         """int64 [P]: number of committed tokens that each producing sequence runs."""
         scheduled = np.ones(self.producers, np.int64)
-        scheduled[len(self.decoding) :] = [chunk.scheduled for chunk in self.chunks if chunk.produces]
+        if self.chunks:
+            scheduled[len(self.decoding) :] = [chunk.scheduled for chunk in self.chunks if chunk.produces]
         return scheduled
 
     @property

@@ -94,6 +94,16 @@ class RowResults(SequenceOf[SequenceResult]):
             draft.sources[places < verified.repeat(sizes)], draft.sources[places < accepted.repeat(sizes)], logprobs,
         )  # fmt: skip
 
+    @property
+    def committed(self) -> int:
+        """Number of committed tokens."""
+        return int(self.kept.sum())
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted draft tokens."""
+        return int(np.minimum(self.kept, self.values[:, PRODUCED] - 1)[self.kept > 0].sum())
+
     @cached_property
     def producing(self) -> list[int]:
         """Indices of the sequences with committed tokens."""

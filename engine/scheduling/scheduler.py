@@ -111,8 +111,8 @@ class Scheduler:
         self._admit()
         decoding, prompts = self._plan_decoding()
         chunks = self._plan_prompts(self.table.of(prompts), len(decoding))
-        # Prompts may have preempted newer sequences.
-        decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
+        if len(prompts):  # They may have preempted newer sequences.
+            decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
         plan = StepPlan(chunks, self.table, decoding)
         _ = plan.admissions  # Kept with the plan, since sequences may end before its results are read.
         plan.rooms = self._allocate_draft_room(plan)
@@ -173,8 +173,8 @@ class Scheduler:
 
     def register_rows(self, rows: np.ndarray) -> None:
         """Do `register_pages` for sequences of the table that have filled a page."""
-        state = self.table.state[rows]
-        for row in rows[state[:, COMPUTED] // self.pages.page_size > state[:, REGISTERED]].tolist():
+        state = self.table.state
+        for row in rows[state[rows, COMPUTED] // self.pages.page_size > state[rows, REGISTERED]].tolist():
             if (sequence := self.table.sequences[row]) is not None:
                 self.register_pages(sequence)
 
