@@ -1,5 +1,6 @@
 """`Worker` with a counting engine."""
 
+import gc
 import multiprocessing
 import signal
 import threading
@@ -220,3 +221,18 @@ def test_a_failed_start_is_reported(pipe, problem, reason, capfd):
     [event] = ours.recv()
     assert isinstance(event, EngineFailed)
     assert reason in event.reason
+
+
+def test_what_exists_at_the_start_is_left_out_of_garbage_collections(pipe):
+    ours, theirs = pipe
+    ours.close()
+    engine, frozen = FakeEngine(), gc.get_freeze_count()
+    engine.close = lambda: None
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run_worker(theirs, lambda: engine)  # It ends at once, since nobody listens.
+        assert gc.get_freeze_count() > frozen + 10_000
+    finally:
+        gc.unfreeze()
+        for number, handler in before.items():
+            signal.signal(number, handler)
