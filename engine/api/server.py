@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 DRAIN_S = 30
 """Seconds to wait for running requests after a signal to stop; a second signal aborts them. Kubernetes' default."""
+ABORT_S = 1.0
+"""Longest time for aborted requests to report the engine's end to their clients."""
 BIND_ADVICE = {
     errno.EADDRINUSE: "the port is in use; give another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "this machine does not have that address; give one of its own as --host, or 0.0.0.0 for all",
@@ -120,6 +122,8 @@ async def serve(options: EngineOptions, config: ServerConfig, name: str, notify:
         server.should_exit = True
         await serving
         await engine.stop()
+        if server.server_state.tasks:  # Requests that a second signal aborts; they report the engine's end.
+            await asyncio.wait(server.server_state.tasks, timeout=ABORT_S)
 
 
 def _tool_format(folder: Path, name: str | None) -> ToolFormat | None:
@@ -197,7 +201,9 @@ class _LoadingApp:
         if app is None:
             seconds = time.monotonic() - self._began
             app = error_response(ApiError(503, f"the model has been loading for {seconds:.0f} s; try again later"))
-        await app(scope, receive, send)
+        # uvicorn prints the traceback of a request that is cancelled at the end, and a line if it only ends early.
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
