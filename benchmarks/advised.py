@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,8 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.support.command import RESULTS, new_parser, print_document
-from benchmarks.traces import Trace, load_trace
 from drafter_service.observability.pages.tables import console_table
+from ssd.replay import Recording
 
 LONGEST_PROMPT = 5_000
 """Requests with longer prompts are not served, see `benchmarks.gpu.bench`."""
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     document = json.loads(options.results.read_text())
     try:
-        trace = load_trace(options.trace)
+        trace = Recording.load(options.trace)
     except ValueError as error:
         parser.error(str(error))
     gpu = document["gpu"].split()[-1].lower()
@@ -48,36 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def predicted(
-    trace: Trace, gpu: str, model_size: str, concurrency: int, figure: Mapping[str, Any]
+    trace: Recording, gpu: str, model_size: str, concurrency: int, figure: Mapping[str, Any]
 ) -> tuple[int, float, float, float, float, float]:
     """Return a row of the table for a figure of part `replay`."""
-    # The kernels take seconds to import.
-    from drafter_service.commands.advise.replay import replay
-    from drafter_service.commands.advise.trials import TracedDrafter, curve_at, host_ms
+    from drafter_service.commands.advise.trials import curve_at, host_ms, uncached_prompt_tokens
     from ssd import Corpus, SuffixDrafter
     from ssd.budget.roofline import roofline
     from ssd.config import DrafterConfig
+    from ssd.replay import replay
 
     details, profile = figure["details"], roofline(gpu, model_size)
-    short = [request for request in trace.requests if len(request.prompt) <= LONGEST_PROMPT]
-    seen = details["seen_before"]
-    traffic = Trace(trace.name, short[seen : seen + details["requests"]]).traffic()
-    prompts_s = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
+    seen, short = details["seen_before"], trace.take(np.flatnonzero(trace.prompt_lengths <= LONGEST_PROMPT))
+    served = short.take(np.arange(len(short))[seen : seen + details["requests"]])
+    prompts_s = uncached_prompt_tokens(served) * profile.prompt_token_ms / 1e3
     if not details["turns_wait_for_each_other"]:
-        traffic = replace(traffic, sessions=np.full(len(traffic), -1))
+        served = replace(served, sessions=np.full(len(served), -1))
     curve, config = curve_at(profile, concurrency), DrafterConfig(max_draft=MAX_DRAFT)
     drafter = SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
-    for number, request in enumerate(short[:seen], len(traffic)):
+    for number, request in enumerate(short.requests[:seen], len(served)):
         drafter.start(number, request.prompt)
         drafter.finish(number, request.output)
-    timed = TracedDrafter(drafter, None)
-    result = replay(traffic, timed, curve, concurrency=concurrency, max_draft=MAX_DRAFT)
-    plain_s = int(traffic.output_lengths.sum()) * profile.step(concurrency, concurrency) / 1e3 / concurrency
-    drafted_s, wait_ms = result.seconds + timed.draft_s, host_ms(concurrency)
-    wait_s = int(result.steps.sum()) / concurrency * wait_ms / 1e3
+    counts = replay(served, drafter, curve=curve, concurrency=concurrency, max_draft=MAX_DRAFT, clock=time.thread_time)
+    plain_s = served.output_tokens * profile.step(concurrency, concurrency) / 1e3 / concurrency
+    drafted_s, wait_ms = counts.seconds + counts.draft_s, host_ms(concurrency)
+    wait_s = int(counts.steps.sum()) / concurrency * wait_ms / 1e3
     return (
         concurrency,
-        result.tokens_per_step,
+        counts.tokens_per_step,
         wait_ms,
         (plain_s + prompts_s) / (drafted_s - wait_s + prompts_s),
         (plain_s + prompts_s) / (drafted_s + prompts_s),

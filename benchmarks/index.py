@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -35,7 +35,8 @@ from drafter_service.observability.measuring.rounds import Timer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
-from ssd.types import DraftBatch, Progress, offsets_of
+from ssd.replay import RecordedRequest, Recording, Step, replay
+from ssd.types import DraftBatch, Progress
 
 PROMPT = 48
 """Number of prompt tokens of a request; the other tokens are its output."""
@@ -66,87 +67,61 @@ def timed(name: str, call: Callable[[], object]) -> dict[str, float]:
     return {f"{name}_s": round(timer.wall_s, 3), f"{name}_cpu_s": round(timer.cpu_s, 3)}
 
 
-class Replayed:
-    """A batch of requests whose drafts are verified against their known outputs."""
+class Unlearned:
+    """A drafter whose corpus a replay leaves as it is: text of the replay is neither remembered nor indexed."""
 
-    def __init__(self, drafter: ssd.SuffixDrafter, requests: list[np.ndarray], limit: int) -> None:
-        self._drafter, self._requests, self._limit = drafter, requests, limit
-        self._ids = np.arange(len(requests), dtype=np.uint64)
-        self._done = [PROMPT] * len(requests)
-        self._last = [np.empty(0, np.uint32)] * len(requests)
-        self._verified = np.zeros(len(requests), np.uint32)
-        self.drafted, self.committed = 0, 0
-        for sequence_id, request in enumerate(requests):
-            drafter.start(sequence_id, request[:PROMPT])
+    def __init__(self, corpus: ssd.Corpus, config: DrafterConfig) -> None:
+        self._drafter = ssd.SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
 
-    def step(self) -> float:
-        """Draft for the batch and verify; return the drafter's seconds."""
-        progress = self._progress(self._limit)
+    def start(self, sequence_id: int, prompt: np.ndarray) -> None:
+        """Begin a sequence."""
+        self._drafter.start(sequence_id, prompt)
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Commit the tokens of a step, and draft."""
+        return self._drafter.draft(progress)
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = False) -> None:
+        """End a sequence."""
+        self._drafter.finish(sequence_id, tokens, verified=verified, learn=learn)
+
+    def close(self) -> None:
+        """Forget the running sequences."""
+        self._drafter.close()
+
+
+class CommitTimer(Unlearned):
+    """Commits the tokens of a step in a call of their own, and measures its time."""
+
+    seconds = 0.0
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Commit the tokens of a step, then draft."""
+        none = np.zeros_like(progress.verified)
         began = time.perf_counter()
-        drafts = self._drafter.draft(progress)
-        seconds = time.perf_counter() - began
-        for index in range(len(self._ids)):
-            self._verify(index, drafts)
-        return seconds
-
-    def commit(self) -> float:
-        """Commit tokens without drafting; return the drafter's seconds."""
-        progress = self._progress(0)
-        began = time.perf_counter()
-        self._drafter.draft(progress)
-        seconds = time.perf_counter() - began
-        self._last = [np.empty(0, np.uint32)] * len(self._ids)
-        self._verified[:] = 0
-        return seconds
-
-    @property
-    def has_output(self) -> bool:
-        """Return whether every request has enough output left for a step."""
-        return max(self._done) < REQUEST_TOKENS - self._limit - 1
-
-    def stop(self) -> None:
-        """Finish the requests; nothing is remembered."""
-        for sequence_id, last in enumerate(self._last):
-            self._drafter.finish(
-                sequence_id,
-                last,
-                verified=int(self._verified[sequence_id]),
-                learn=False,
-            )
-
-    def _progress(self, limit: int) -> Progress:
-        return Progress(
-            self._ids,
-            np.concatenate(self._last),
-            offsets_of(np.array([len(last) for last in self._last])),
-            self._verified.copy(),
-            np.full(len(self._ids), limit, np.uint32),
+        self._drafter.draft(replace(progress, max_draft=none))
+        self.seconds += time.perf_counter() - began
+        return self._drafter.draft(
+            replace(progress, tokens=progress.tokens[:0], offsets=np.zeros_like(progress.offsets), verified=none)
         )
 
-    def _verify(self, index: int, drafts: DraftBatch) -> None:
-        first, end = int(drafts.offsets[index]), int(drafts.offsets[index + 1])
-        tokens, parents = drafts.tokens[first:end].tolist(), drafts.parents[first:end].tolist()
-        truth = self._requests[index][self._done[index] :].tolist()
-        node, accepted = -1, 0
-        for position, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            if parent == node and token == truth[accepted]:
-                node, accepted = position, accepted + 1
-        self._last[index] = self._requests[index][self._done[index] : self._done[index] + accepted + 1]
-        self._done[index] += accepted + 1
-        self._verified[index] = end - first
-        self.drafted += end - first
-        self.committed += accepted + 1
+
+def recorded(requests: Sequence[np.ndarray]) -> Recording:
+    """Return requests whose first `PROMPT` tokens are their prompts."""
+    return Recording.of([RecordedRequest(request[:PROMPT], request[PROMPT:]) for request in requests])
 
 
 def time_drafts(corpus: ssd.Corpus, config: DrafterConfig, requests: list[np.ndarray], contexts: int) -> list[float]:
     """Return the seconds of each draft for one sequence."""
     seconds: list[float] = []
-    drafter = ssd.SuffixDrafter(replace(config, capacity=corpus.capacity), corpus=corpus)
+    drafter = Unlearned(corpus, config)
     for request in requests:
-        replayed = Replayed(drafter, [request], config.max_draft)
-        while replayed.has_output:
-            seconds.append(replayed.step())
-        replayed.stop()
+        replay(
+            recorded([request]),
+            drafter,
+            max_draft=config.max_draft,
+            observe=lambda step: seconds.append(step.draft_s),
+        )
         if len(seconds) >= contexts:
             break
     return seconds
@@ -154,14 +129,16 @@ def time_drafts(corpus: ssd.Corpus, config: DrafterConfig, requests: list[np.nda
 
 def time_batches(corpus: ssd.Corpus, requests: list[np.ndarray], rounds: int) -> list[float]:
     """Return the seconds of each draft for BATCH sequences of BATCH_NODES nodes each."""
-    config = DrafterConfig(capacity=corpus.capacity, draft_shape="tree", max_draft=BATCH_NODES, cost=0.005)
-    drafter = ssd.SuffixDrafter(config, corpus=corpus)
+    drafter = Unlearned(corpus, DrafterConfig(draft_shape="tree", max_draft=BATCH_NODES, cost=0.005))
     seconds: list[float] = []
+
+    def observe(step: Step) -> None:
+        if len(step) == BATCH:
+            seconds.append(step.draft_s)
+
     for first in range(0, len(requests) - BATCH, BATCH):
-        replayed = Replayed(drafter, requests[first : first + BATCH], BATCH_NODES)
-        while replayed.has_output:
-            seconds.append(replayed.step())
-        replayed.stop()
+        batch = recorded(requests[first : first + BATCH])
+        replay(batch, drafter, concurrency=BATCH, max_draft=BATCH_NODES, observe=observe)
         if len(seconds) >= rounds:
             break
     return seconds
@@ -183,16 +160,9 @@ def time_searches(corpus: ssd.Corpus, requests: list[np.ndarray]) -> list[float]
 
 def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     """Return the microseconds per output token for committing, learning and counting."""
-    drafter = ssd.SuffixDrafter(replace(TREE, capacity=corpus.capacity), corpus=corpus)
-    seconds, tokens = 0.0, 0
-    for request in requests:
-        replayed = Replayed(drafter, [request], TREE.max_draft)
-        while replayed.has_output:
-            replayed.step()
-            seconds += replayed.commit()
-        tokens += replayed.committed
-        replayed.stop()
-    return seconds / tokens * 1e6
+    drafter = CommitTimer(corpus, TREE)
+    counts = replay(recorded(requests), drafter, max_draft=TREE.max_draft)
+    return drafter.seconds / int(counts.tokens.sum()) * 1e6
 
 
 def write_additions(writer: Writer, tokens: int) -> dict[str, list[list[np.ndarray]]]:

@@ -26,9 +26,9 @@ import itertools
 import multiprocessing
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -36,11 +36,20 @@ from rich.console import Console
 from benchmarks.support.command import list_of, new_parser, positive, print_document
 from benchmarks.support.drafters import Candidate, own_candidates, ssd_drafter
 from benchmarks.support.peers import missing, peer_candidates
-from benchmarks.support.step_times import ENGINES, Clock, Step, disturbed, total_seconds
-from benchmarks.traces import load_trace
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.progress import LongProgress
+from ssd.budget.padding import NO_PADDING, Padding
+from ssd.types import StepTime
 
+if TYPE_CHECKING:
+    from ssd.budget.curve import StepCurve
+    from ssd.replay import Recording, Step
+
+GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Numbers of tokens that vLLM captures CUDA graphs for by default."""
+PADDED_LENGTHS = (0, 1, 2, 4, 8, 16, 32)
+NOISE, OUTLIERS, OUTLIER_FACTOR = 0.1, 0.01, 5.0
+"""Relative standard deviation of reported times; share of times that other load makes longer, and their factor."""
 COSTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 SHAPES = ("path", "tree")
 MAX_DRAFT = 32
@@ -51,6 +60,60 @@ PEERS = ("arctic", "vllm-ngram", "sglang-ngram")
 OTHERS = ("none", "fixed", *PEERS)
 KNOWN, LEARNED, GUESSED = OWN = ("known", "learned", "guessed")
 Row = dict[str, Any]
+
+
+class SimulatedEngine(NamedTuple):
+    """Hardware and a model whose steps have known durations."""
+
+    name: str
+    gpu: str
+    model_size: str
+    padding: Padding = NO_PADDING
+    is_slowing: bool = False
+    """Whether its steps take twice as long after half of the output."""
+
+    def curve(self) -> StepCurve:
+        """Return the durations of its steps, at first."""
+        from ssd.budget.curve import StepCurve
+        from ssd.budget.roofline import roofline
+
+        return StepCurve.from_profile(roofline(self.gpu, self.model_size), self.padding)
+
+
+ENGINES = (
+    SimulatedEngine("H100, 8B", "h100", "8b"),
+    SimulatedEngine("H200, 70B", "h200", "70b"),
+    SimulatedEngine("L4, 8B", "l4", "8b"),
+    SimulatedEngine("H100, 8B, CUDA graphs", "h100", "8b", Padding(sizes=GRAPH_SIZES)),
+    SimulatedEngine("H100, 8B, padded to K", "h100", "8b", Padding(lengths=PADDED_LENGTHS)),
+    SimulatedEngine("H100, 8B, slowing by 2x", "h100", "8b", is_slowing=True),
+)
+
+
+class Clock:
+    """The durations of the steps of one replay on a simulated engine."""
+
+    def __init__(self, engine: SimulatedEngine, output_tokens: int) -> None:
+        self._curve = engine.curve()
+        self._duration = functools.cache(lambda tokens, sequences: float(self._curve.seconds(tokens, sequences)))
+        self._slow_after = output_tokens / 2 if engine.is_slowing else np.inf
+        self._committed = 0
+        self.seconds = 0.0
+        """Sum over all steps so far."""
+
+    def run(self, step: Step) -> StepTime:
+        """Run a step, and return its duration."""
+        tokens = self._curve.step_tokens(step.drafted)
+        seconds = self._duration(tokens, len(step)) * (2 if self._committed > self._slow_after else 1)
+        self._committed += int(step.committed.sum())
+        self.seconds += seconds
+        return StepTime(tokens, len(step), seconds)
+
+
+def disturbed(time: StepTime, rng: np.random.Generator) -> StepTime:
+    """Return a duration as an engine on a busy machine would report it."""
+    factor = max(0.01, 1 + NOISE * rng.standard_normal()) * (OUTLIER_FACTOR if rng.random() < OUTLIERS else 1.0)
+    return time._replace(seconds=time.seconds * factor)
 
 
 class Task(NamedTuple):
@@ -133,41 +196,54 @@ def run(task: Task) -> Result:
 
 def run_other(task: Task) -> Result:
     """Replay with a drafter that knows no durations, and return those of its steps on each engine."""
-    from benchmarks.support.replaying import running_steps
+    candidate, recording = settings_of(task.drafter)[task.number], recording_of(task.trace, task.tokens)
+    clocks = [Clock(engine, recording.output_tokens) for engine in ENGINES]
 
-    candidate, traffic = settings_of(task.drafter)[task.number], traffic_of(task.trace, task.tokens)
-    steps = [step_of(running) for running in running_steps(candidate, traffic, task.concurrency)]
-    output_tokens = int(traffic.output_lengths.sum())
+    def observe(step: Step) -> None:
+        for clock in clocks:
+            clock.run(step)
+
+    run_candidate(candidate, recording, task.concurrency, observe)
     setting = candidate.setting if candidate.cost is None else f"{candidate.setting} cost={candidate.cost:g}"
-    return Result(task, setting, {one.name: total_seconds(one, steps, output_tokens) for one in ENGINES})
+    return Result(task, setting, {one.name: clock.seconds for one, clock in zip(ENGINES, clocks, strict=True)})
 
 
 def run_own(task: Task) -> Result:
     """Replay with SSD, which is told the durations of the engine's steps, learns them from noisy times, or guesses."""
-    from benchmarks.support.replaying import running_steps
     from ssd.budget.curve import StepCurve
 
-    engine, traffic = ENGINES[task.number], traffic_of(task.trace, task.tokens)
+    engine, recording = ENGINES[task.number], recording_of(task.trace, task.tokens)
     curve = engine.curve() if task.drafter == KNOWN else StepCurve.unknown(engine.padding)
     candidate = Candidate("ssd", "", lambda one: ssd_drafter(one, MAX_DRAFT, "tree", curve=curve), MAX_DRAFT)
-    clock = Clock(engine, int(traffic.output_lengths.sum()))
+    clock = Clock(engine, recording.output_tokens)
     rng = np.random.default_rng(zlib.crc32(f"{task.trace.stem} {task.concurrency} {engine.name}".encode()))
-    for running in running_steps(candidate, traffic, task.concurrency):
-        time = clock.run(step_of(running))
-        running.step_times = (disturbed(time, rng),) if task.drafter == LEARNED else ()
+
+    def observe(step: Step) -> None:
+        time = clock.run(step)
+        step.step_times = (disturbed(time, rng),) if task.drafter == LEARNED else ()
+
+    run_candidate(candidate, recording, task.concurrency, observe)
     return Result(task, "", {engine.name: clock.seconds})
 
 
-def step_of(running: Any) -> Step:
-    """Return what decides how long a step takes; running: a `drafter_service.commands.advise.running.Running`."""
-    drafted = running.verified
-    return Step(len(running), int(drafted.sum()), int(drafted.max(initial=0)), int(running.committed.sum()))
+def run_candidate(
+    candidate: Candidate, recording: Recording, concurrency: int, observe: Callable[[Step], None]
+) -> None:
+    """Replay a recording with a new drafter."""
+    from benchmarks.support.replaying import options_of
+    from ssd.replay import replay
+
+    drafter = candidate.build(recording)
+    options = options_of(drafter, None)
+    replay(recording, drafter, concurrency=concurrency, max_draft=candidate.k, options=options, observe=observe)
 
 
 @functools.lru_cache(maxsize=2)
-def traffic_of(path: Path, tokens: int) -> Any:
+def recording_of(path: Path, tokens: int) -> Recording:
     """Return the first requests of a trace, with this number of output tokens."""
-    return load_trace(path).first(tokens).traffic(1)
+    from ssd.replay import Recording
+
+    return Recording.load(path).first(tokens)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:

@@ -31,7 +31,6 @@ from rich.console import Console
 from benchmarks.support.command import ROOT, list_of, new_parser, positive, print_document
 from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.scores import figures
-from benchmarks.traces import Trace, load_trace
 from benchmarks.traces.manifest import load_manifest
 from drafter_service.observability.pages.tables import console_table
 
@@ -142,12 +141,14 @@ def measure(task: Task) -> dict[str, Any]:
 def replayed(task: Task) -> tuple[Any, Any]:
     """Replay the first tokens of a recording, from a fraction of its requests on; return the drafter and the tally."""
     from benchmarks.support.replaying import replay
+    from ssd.replay import Recording
 
-    trace = load_trace(task.trace)
-    trace = Trace(trace.name, trace.requests[int(task.start * len(trace.requests)) :]).first(task.tokens)
+    recording = Recording.load(task.trace)
+    rows = np.arange(len(recording))[int(task.start * len(recording)) :]
+    recording = recording.take(rows).first(task.tokens)
     [candidate] = own_candidates("ssd", [MAX_DRAFT], [task.shape], [task.cost])
-    drafter = starting_from(candidate, task.prior).build(trace.traffic())
-    return drafter, replay(candidate, trace, drafter=drafter)
+    drafter = starting_from(candidate, task.prior).build(recording)
+    return drafter, replay(candidate, recording, drafter=drafter)
 
 
 def pooled(learned: Learned, without: str | None = None) -> Tables:

@@ -11,7 +11,7 @@ drafted. Reported figures:
     S                     tokens per step / (1 + cost * drafted per step)
     tokens_per_step_late  tokens per step of requests whose group occurred in at least 3 earlier versions
     ece, ece_all          expected calibration error of path probabilities after a tenth of the output, and in all
-    draft_us              duration of a draft call, per sequence; the project's drafters commit tokens in that call
+    draft_us              duration of a draft call, which also commits the tokens of the last step, per sequence
     insert_us             duration of all other calls, per token of prompt and output
     bytes_per_token       memory per remembered token
 """
@@ -23,8 +23,9 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,10 +33,15 @@ from benchmarks.support.command import list_of, new_parser, positive, print_docu
 from benchmarks.support.drafters import OWN_DRAFTERS, Candidate, own_candidates, with_library
 from benchmarks.support.peers import PEERS, ROLLOUT_PEERS, missing, peer_candidates
 from benchmarks.support.scores import BY_VERSION, Row, best_rows, compare, row_of
-from benchmarks.traces import Trace, copy_edit, load_trace
 from drafter_service.observability.pages.tables import console_table
 from ssd.config import MAX_DRAFT, check_cost
 
+if TYPE_CHECKING:
+    from ssd.replay import Recording
+
+VOCABULARY = 50_000
+SOURCE_TOKENS = 4_000
+COPIES = 10
 PLAIN_WIDTH = 200
 """Width of the tables in characters if the output is not a terminal."""
 COLUMNS = (
@@ -49,20 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Replay every trace with every drafter in every setting."""
     parser = build_parser()
     options = parser.parse_args(arguments)
+    # The kernels take seconds to import.
+    from ssd.replay import Recording
+
     try:
-        traces = [load_trace(path) for path in options.trace] + options.synthetic
-        library = None if options.reads is None else load_trace(options.reads).halves()[0]
+        traces = [*map(Recording.load, options.trace), *map(copy_edit, options.synthetic)]
+        library = None if options.reads is None else halves(Recording.load(options.reads))[0]
     except ValueError as error:
         parser.error(str(error))
     if not traces:
         parser.error("give --trace, --synthetic or both")
     if options.reads is not None:
-        traces = [second for trace in traces if (second := trace.halves()[1]).requests]
+        traces = [second for trace in traces if len(second := halves(trace)[1])]
     if options.max_output_tokens is not None:
         traces = [trace.first(options.max_output_tokens) for trace in traces]
     if BY_VERSION in options.concurrency:
         for trace in traces:
-            if any(request.version < 0 for request in trace.requests):
+            if (trace.versions < 0).any():
                 parser.error(f"--concurrency {BY_VERSION}: {trace.name} has requests without a version")
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     skipped = {name: reason for name in options.drafter if (reason := missing(name))}
@@ -85,7 +94,7 @@ def candidates_of(drafter: str, options: argparse.Namespace) -> list[Candidate]:
     return list(peer_candidates(drafter, options.k))
 
 
-def replay_all(traces: Sequence[Trace], candidates: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
+def replay_all(traces: Sequence[Recording], candidates: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
     """Run all replays one after another, with progress on stderr."""
     # The kernels take seconds to import.
     from benchmarks.support.replaying import replay
@@ -217,12 +226,40 @@ def shape(text: str) -> str:
     return text
 
 
-def synthetic(text: str) -> Trace:
-    """Parse the name of a synthetic trace."""
+def synthetic(text: str) -> int:
+    """Parse the name of a synthetic trace, and return after how many tokens one is edited."""
     kind, _, every = text.partition(":")
     if kind != "copy-edit":
         raise argparse.ArgumentTypeError(f"{text!r} is not copy-edit:N")
-    return copy_edit(positive(every))
+    return positive(every)
+
+
+def copy_edit(every: int) -> Recording:
+    """Return outputs that copy their random prompts, with every `every`-th token replaced."""
+    from ssd.replay import RecordedRequest, Recording
+
+    rng = np.random.default_rng(0)
+    requests = []
+    for session in range(COPIES):
+        source = rng.integers(0, VOCABULARY, SOURCE_TOKENS, np.uint32)
+        edited = source.copy()
+        # Adding 1 to VOCABULARY - 1 modulo the vocabulary gives any other token.
+        edited[every - 1 :: every] += rng.integers(1, VOCABULARY, len(edited[every - 1 :: every]), np.uint32)
+        requests.append(RecordedRequest(source, edited % VOCABULARY, session))
+    return Recording.of(requests, f"copy-edit-{every}")
+
+
+def halves(recording: Recording) -> tuple[Recording, Recording]:
+    """Return two parts with half of the output each: groups and sessions that began earlier, and the others."""
+    names = (recording.groups.tolist(), recording.sessions.tolist(), range(len(recording)))
+    # A request stays together with its group, else with its session.
+    units = [next((kind, name) for kind, name in enumerate(each) if name >= 0) for each in zip(*names, strict=True)]
+    sizes, lengths = dict.fromkeys(units, 0), recording.output_lengths.tolist()
+    for unit, length in zip(units, lengths, strict=True):
+        sizes[unit] += length
+    before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    is_second = np.array([2 * before[unit] >= recording.output_tokens for unit in units])
+    return recording.take(np.flatnonzero(~is_second)), recording.take(np.flatnonzero(is_second))
 
 
 if __name__ == "__main__":

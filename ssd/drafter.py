@@ -14,9 +14,9 @@ from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens
 from ssd.corpus.view import frame_of
-from ssd.draft_after import draft_after
 from ssd.kernels.frame import Frame
 from ssd.kernels.step import BAD_ARRAYS, BAD_TOKEN, BAD_VERIFIED, DONE, NEEDS_ROOM, step
+from ssd.sequences.draft_after import draft_after
 from ssd.sequences.running import NO_ROWS
 from ssd.stats import Stats
 from ssd.types import DraftBatch, Progress, check_path_prob, check_verified

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ssd import Corpus, DraftBatch, DrafterConfig, SuffixDrafter
+from ssd.replay import Recording
 from ssd.types import ROOT, Drafter, Progress, offsets_of
 
 
@@ -64,7 +65,7 @@ def accepted_path(drafts: DraftBatch, index: int, output: Sequence[int]) -> list
     return path
 
 
-def replay_one(
+def replayed(
     drafter: Drafter,
     sequence_id: int,
     prompt: np.ndarray,
@@ -73,17 +74,34 @@ def replay_one(
     *,
     learn: bool = True,
     **options: object,
-) -> int:
-    """Run one request whose greedy output is known; return the number of steps. options: those of `start`."""
+) -> Iterator[tuple[DraftBatch, np.ndarray, int]]:
+    """Run one request whose greedy output is known: the slow twin of `ssd.replay.replay`.
+
+    Yields the draft of each step, the output from there on and the number of accepted tokens. options: those of
+    `start`.
+    """
     drafter.start(sequence_id, prompt, **options)
-    done, steps, verified = 0, 0, 0
-    last = np.empty(0, np.uint32)
+    done, verified, last = 0, 0, np.empty(0, np.uint32)
     while done < len(output):
-        drafts = drafter.draft(progress_of({sequence_id: last}, min(limit, len(output) - done - 1), verified))
-        verified = len(drafts.tokens)
-        accepted = len(accepted_path(drafts, 0, output[done:]))
+        drafts = drafter.draft(progress_of({sequence_id: last}, limit, verified))
+        verified, accepted = len(drafts.tokens), len(accepted_path(drafts, 0, output[done:]))
+        yield drafts, output[done:], accepted
         last = output[done : done + accepted + 1]
         done += len(last)
-        steps += 1
     drafter.finish(sequence_id, last, verified=verified, learn=learn)
-    return steps
+
+
+def replay_one(drafter: Drafter, *request: object, **options: object) -> int:
+    """Run one request whose greedy output is known; return the number of steps. Arguments as of `replayed`."""
+    return sum(1 for _ in replayed(drafter, *request, **options))
+
+
+def recording_of(requests: Sequence[tuple[Sequence[int], Sequence[int]]], **columns: Sequence[float]) -> Recording:
+    """Return the recording of pairs of prompt and output; columns: as of `Recording.from_arrays`."""
+    texts = [np.array([*prompt, *output], np.uint32) for prompt, output in requests]
+    return Recording.from_arrays(
+        np.concatenate([*texts, np.empty(0, np.uint32)]),
+        np.array([len(prompt) for prompt, _ in requests], np.int64),
+        np.array([len(output) for _, output in requests], np.int64),
+        **{name: np.array(column) for name, column in columns.items()},
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.support.drafters import Candidate, own_candidates, starting_from
 from benchmarks.support.peers import PEERS, missing, peer_candidates
 from benchmarks.support.scores import Row, best_rows, blocks, row_of
-from benchmarks.traces import Trace
+from ssd.replay import Recording
 
 OUTPUT_TOKENS = 20_000
 """Output tokens of each trace that are replayed."""
@@ -35,7 +35,7 @@ def skipped() -> dict[str, str]:
     return {peer: reason for peer in PEERS if (reason := missing(peer))}
 
 
-def sections_of(trace: Trace, prior: Path, note: Callable[[str], None]) -> Sections:
+def sections_of(trace: Recording, prior: Path, note: Callable[[str], None]) -> Sections:
     """Replay a trace and return rows by section.
 
     prior: file of SSD's start values. note: called before each replay with its description.
@@ -51,7 +51,7 @@ def sections_of(trace: Trace, prior: Path, note: Callable[[str], None]) -> Secti
     def cold(candidate: Candidate, concurrency: int = 1) -> list[Row]:
         note(f"{trace.name} x{concurrency}: {candidate.drafter} {candidate.setting}")
         tally = replay(candidate, trace, concurrency)
-        counted = {"blocks": blocks(tally, trace.traffic().output_lengths)}
+        counted = {"blocks": blocks(tally)}
         return [row_of(trace.name, candidate, cost, concurrency, tally) | counted for cost in _costs(candidate)]
 
     def known(candidate: Candidate) -> Row:

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.evidence.measure import OUTPUT_TOKENS, Sections, sections_of, skipped
 from benchmarks.priors import PRIOR, learn_all, write_left_out
 from benchmarks.support.command import RESULTS, ROOT, source_commit
-from benchmarks.traces import load_trace
 from drafter_service.observability.measuring.results import machine, versions
+from ssd.replay import Recording
 
 FILE = RESULTS / "evidence.json"
 PARTS = ROOT / "build" / "evidence"
@@ -37,7 +37,7 @@ def measure(paths: Sequence[Path], teachers: Mapping[str, Path], parts: Path, no
         part = parts / f"{path.stem}.json"
         kept = json.loads(part.read_text()) if part.exists() else {}
         if kept.get("made_with") != made_with:
-            trace = load_trace(path).first(OUTPUT_TOKENS)
+            trace = Recording.load(path).first(OUTPUT_TOKENS)
             kept = {"made_with": made_with, "sections": sections_of(trace, left_out.get(path.stem, PRIOR), note)}
             part.write_text(json.dumps(kept))
         for name, rows in kept["sections"].items():

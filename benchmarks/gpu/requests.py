@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.traces import Trace
 from engine.models.config import ModelConfig
 from engine.scheduling.request import Request, SamplingParams
 from ssd.errors import UserError
+from ssd.replay import Recording
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Item:
     """Session id; requests of a session run one after the other."""
 
 
-def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> list[Item]:
+def replay_items(trace: Recording, count: int, limits: Limits, model: ModelConfig) -> list[Item]:
     """Return the first requests of a trace. Raises UserError if they have more distinct tokens than the model."""
     requests = trace.requests[:count]
     texts = _texts(trace, count, limits)
@@ -44,12 +44,12 @@ def replay_items(trace: Trace, count: int, limits: Limits, model: ModelConfig) -
     ]
 
 
-def is_renumbered(trace: Trace, count: int, limits: Limits, model: ModelConfig) -> bool:
+def is_renumbered(trace: Recording, count: int, limits: Limits, model: ModelConfig) -> bool:
     """Return whether `replay_items` changes the token ids of the trace."""
     return max(int(text.max()) for text in _texts(trace, count, limits)) >= model.vocab_size
 
 
-def _texts(trace: Trace, count: int, limits: Limits) -> list[np.ndarray]:
+def _texts(trace: Recording, count: int, limits: Limits) -> list[np.ndarray]:
     return [
         np.concatenate((request.prompt[-limits.prompt_tokens :], request.output[: limits.max_tokens]))
         for request in trace.requests[:count]

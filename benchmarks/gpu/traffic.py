@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.figures import SkippedError
 from benchmarks.gpu.requests import Item, Limits, is_renumbered, replay_items
-from benchmarks.traces import Trace, load_trace
+from ssd.replay import Recording
 from ssd.types import Drafter
 
 WARM_UP_TOKENS = 8
@@ -43,13 +45,13 @@ def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
     """
     trace = read_trace(bench)
     cap = bench.scale.prompt_tokens
-    short = [request for request in trace.requests if len(request.prompt) <= cap]
+    short = np.flatnonzero(trace.prompt_lengths <= cap)
     learned = min(bench.scale.learned, len(short) // 2)
-    chosen = Trace(trace.name, short[: learned + count])
-    if len(chosen.requests) <= learned:
+    chosen = trace.take(short[: learned + count])
+    if len(chosen) <= learned:
         raise SkippedError(f"the trace {trace.name} has no requests with prompts of at most {cap} tokens")
     limits = Limits(cap, bench.scale.output_tokens)
-    items = replay_items(chosen, len(chosen.requests), limits, bench.config)
+    items = replay_items(chosen, len(chosen), limits, bench.config)
     served = items[learned:]
     sessions = len({item.session for item in served})
     if apart := sessions < 2 * concurrent:
@@ -59,19 +61,19 @@ def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
         "requests": len(served),
         "output_tokens": sum(item.request.sampling.max_tokens for item in served),
         "seen_before": learned,
-        "renumbered": is_renumbered(chosen, len(chosen.requests), limits, bench.config),
+        "renumbered": is_renumbered(chosen, len(chosen), limits, bench.config),
         "turns_wait_for_each_other": not apart,
     }
     return Traffic(items[:learned], served, notes)
 
 
-def read_trace(bench: Bench) -> Trace:
+def read_trace(bench: Bench) -> Recording:
     """Read the recorded traffic. Raises SkippedError if there is none."""
     path = bench.setting.trace
     if path is None or not path.exists():
         raise SkippedError(f"no recorded traffic at {path}; give --trace FILE.npz" if path else "no --trace was given")
     try:
-        return load_trace(path)
+        return Recording.load(path)
     except ValueError as error:
         raise SkippedError(str(error)) from None
 

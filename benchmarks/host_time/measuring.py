@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.gpu.requests import Item, Limits, replay_items
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.traces import load_trace
+from ssd.replay import Recording
 
 MAX_DRAFT = 16
 MAX_POSITIONS = 8192
@@ -35,10 +35,10 @@ def recorded_items(path: Path) -> tuple[list[Item], list[Item], int]:
 
     After all recorded requests, each is served again with other tokens: token ids are shifted.
     """
-    trace = load_trace(path)
-    short = replace(trace, requests=[each for each in trace.requests if len(each.prompt) <= PROMPT_TOKENS])
+    trace = Recording.load(path)
+    short = trace.take(np.flatnonzero(trace.prompt_lengths <= PROMPT_TOKENS))
     items = replay_items(
-        short, len(short.requests), Limits(PROMPT_TOKENS, OUTPUT_TOKENS), replace(SHAPES["tiny"], vocab_size=1 << 18)
+        short, len(short), Limits(PROMPT_TOKENS, OUTPUT_TOKENS), replace(SHAPES["tiny"], vocab_size=1 << 18)
     )
     vocabulary = 1 + max(int(part.max()) for item in items for part in (item.request.prompt, item.request.recorded))
     learned = min(LEARNED, len(items) // 2)

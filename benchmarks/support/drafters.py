@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafter_service.commands.advise.traffic import Traffic
+import numpy as np
+
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.types import Drafter
 
 if TYPE_CHECKING:
-    from benchmarks.traces import Trace
     from ssd.budget.curve import StepCurve
     from ssd.drafter import SuffixDrafter
+    from ssd.replay import Recording
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 
@@ -31,7 +32,7 @@ class Candidate:
 
     drafter: str
     setting: str
-    build: Callable[[Traffic], Any]
+    build: Callable[[Recording], Any]
     """Returns a new drafter, a `ssd.types.Drafter` or a peer, with room for all requests."""
     k: int = 0
     """Maximum number of tokens in a draft."""
@@ -45,13 +46,13 @@ def own_candidates(
 ) -> Iterator[Candidate]:
     """Return the settings of one of the project's drafters."""
     if drafter == "none":
-        yield Candidate("none", "", lambda _traffic: NoDrafter())
+        yield Candidate("none", "", lambda _: NoDrafter())
         return
     for k in ks:
         if drafter == "ngram":
-            yield Candidate("ngram", f"k={k}", lambda _traffic: NgramDrafter(), k)
+            yield Candidate("ngram", f"k={k}", lambda _: NgramDrafter(), k)
         elif drafter == "classic":
-            yield Candidate("classic", f"k={k}", lambda traffic, k=k: _classic(traffic, k), k)
+            yield Candidate("classic", f"k={k}", lambda recording, k=k: _classic(recording, k), k)
         else:
             for shape in shapes:
                 for cost in costs:
@@ -62,10 +63,10 @@ def own_candidates(
 def starting_from(candidate: Candidate, prior: Path | None) -> Candidate:
     """Return a setting of SSD whose tables start from a file of `benchmarks.priors`; None: from formulas."""
 
-    def build(traffic: Traffic) -> SuffixDrafter:
+    def build(recording: Recording) -> SuffixDrafter:
         from ssd.kernels.learned import start_values
 
-        drafter = candidate.build(traffic)
+        drafter = candidate.build(recording)
         for own, start in zip(drafter.corpus.learned.arrays, start_values(prior), strict=False):
             own[:] = start
         return drafter
@@ -73,41 +74,42 @@ def starting_from(candidate: Candidate, prior: Path | None) -> Candidate:
     return replace(candidate, build=build)
 
 
-def with_library(candidate: Candidate, library: Trace) -> Iterator[Candidate]:
+def with_library(candidate: Candidate, library: Recording) -> Iterator[Candidate]:
     """Yield a setting of SSD with the outputs of a recording as a library, and the same without it for comparison."""
-    yield replace(candidate, build=lambda traffic: _reading(candidate.build(traffic), library))
+    yield replace(candidate, build=lambda recording: _reading(candidate.build(recording), library))
     yield replace(candidate, drafter=f"no library, {candidate.shape}")
 
 
-def _reading(drafter: SuffixDrafter, library: Trace) -> SuffixDrafter:
+def _reading(drafter: SuffixDrafter, library: Recording) -> SuffixDrafter:
     from ssd import Corpus
 
-    corpus, learned = Corpus(_capacity_for(library.traffic())), DrafterConfig.learned_prompt_tokens
+    corpus, learned = Corpus(_capacity_for(library)), DrafterConfig.learned_prompt_tokens
     for request in library.requests:
-        corpus.append(request.tokens[max(0, request.prompt_length - learned) :])
+        start = max(0, len(request.prompt) - learned)
+        corpus.append(np.concatenate((request.prompt[start:], request.output)))
     corpus.refresh()
     drafter.corpus.read_from(corpus)
     return drafter
 
 
 def ssd_drafter(
-    traffic: Traffic, k: int, shape: str, cost: float | None = None, curve: StepCurve | None = None
+    recording: Recording, k: int, shape: str, cost: float | None = None, curve: StepCurve | None = None
 ) -> Drafter:
     """Return SSD's drafter with room for all requests; curve: durations of the engine's steps."""
     # The kernels take seconds to import.
     from ssd import Corpus, SuffixDrafter
 
-    config = DrafterConfig(capacity=_capacity_for(traffic), draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
+    config = DrafterConfig(capacity=_capacity_for(recording), draft_shape=shape, max_draft=k, cost=cost)  # type: ignore[arg-type]
     return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
 
 
-def _classic(traffic: Traffic, k: int) -> Drafter:
+def _classic(recording: Recording, k: int) -> Drafter:
     from ssd import ClassicDrafter, Corpus
 
-    config = DrafterConfig(capacity=_capacity_for(traffic), max_draft=k)
+    config = DrafterConfig(capacity=_capacity_for(recording), max_draft=k)
     return ClassicDrafter(config, corpus=Corpus.from_config(config))
 
 
-def _capacity_for(traffic: Traffic) -> int:
+def _capacity_for(recording: Recording) -> int:
     learned = DrafterConfig.learned_prompt_tokens + 1
-    return max(MIN_CAPACITY, int(traffic.output_lengths.sum()) + len(traffic) * learned)
+    return max(MIN_CAPACITY, recording.output_tokens + len(recording) * learned)

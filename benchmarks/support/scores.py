@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,90 +11,37 @@ import numpy as np
 from benchmarks.support.drafters import Candidate
 
 if TYPE_CHECKING:
-    from drafter_service.commands.advise.running import Running
+    from benchmarks.support.replaying import Tally
 
 BINS = 10
 """Number of bins of the expected calibration error, of equal width."""
-COLD_SHARE = 0.1
-"""Fraction of the output tokens that is left out of `ece`."""
-
 BY_VERSION = "version"
 """Concurrency of synchronous rollouts: all requests of a version at once, then all of the next version."""
 BLOCKS = 20
 """Number of parts of a replay that are counted apart, if it has as many requests."""
-LATE_EPOCH = 3
-"""Epoch from which requests count for `tokens_per_step_late`: the number of earlier versions that had its group."""
 
 Row = dict[str, Any]
 
 
-@dataclass
-class Tally:
-    """Counts of one replay."""
-
-    request_steps: np.ndarray
-    """int64 [R]: steps of each request."""
-    request_drafted: np.ndarray
-    """int64 [R]: draft tokens of each request."""
-    output_tokens: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    """Steps of single sequences."""
-    late_tokens: int = 0
-    """Output tokens of requests from `LATE_EPOCH` on."""
-    late_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    path_probs: list[float] = field(default_factory=list)
-    """Path probability of each draft token."""
-    agrees: list[bool] = field(default_factory=list)
-    """Whether the whole path of each draft token is in the output; parallel to `path_probs`."""
-    cold_tokens: int = 0
-    """Number of these tokens that were drafted before `COLD_SHARE` of the output."""
-    has_probs: bool = False
-    draft_s: list[float] = field(default_factory=list)
-    """Seconds per sequence of each draft call."""
-    insert_s: float = 0.0
-    """Seconds of all other calls."""
-    bytes_per_token: float | None = None
-
-    def add(self, running: Running, path_probs: list[float] | None, is_late: np.ndarray, *, is_cold: bool) -> None:
-        """Count a step; path_probs: those of its draft tokens, None if the drafter has none. is_late: bool [R]."""
-        self.request_steps[running.requests] += 1
-        self.request_drafted[running.requests] += running.verified
-        self.steps += len(running)
-        self.output_tokens += int(running.committed.sum())
-        late = is_late[running.requests]
-        self.late_steps += int(late.sum())
-        self.late_tokens += int(running.committed[late].sum())
-        self.drafted += len(running.depths)
-        self.accepted += int(running.accepted.sum())
-        if path_probs is not None:
-            self.has_probs = True
-            self.path_probs += path_probs
-            self.agrees += (running.depths > 0).tolist()
-            self.cold_tokens += len(running.depths) if is_cold else 0
-
-
 def figures(tally: Tally, cost: float) -> Row:
     """Return a replay's figures if each draft token costs `cost` of a step."""
-    tokens_per_step = tally.output_tokens / tally.steps
-    drafted_per_step = tally.drafted / tally.steps
+    counts, drafted = tally.counts, int(tally.counts.drafted.sum())
+    late_steps = int(counts.steps[tally.is_late].sum())
     p50, p99 = np.percentile(np.array(tally.draft_s) * 1e6, [50, 99])
     probs, agrees = np.array(tally.path_probs), np.array(tally.agrees, bool)
     return {
         "output_tokens": tally.output_tokens,
-        "steps": tally.steps,
-        "tokens_per_step": round(tokens_per_step, 4),
-        "tokens_per_step_late": round(tally.late_tokens / tally.late_steps, 4) if tally.late_steps else None,
-        "drafted_per_step": round(drafted_per_step, 4),
-        "accept_rate": round(tally.accepted / tally.drafted, 4) if tally.drafted else None,
-        "S": round(tokens_per_step / (1 + cost * drafted_per_step), 4),
+        "steps": int(counts.steps.sum()),
+        "tokens_per_step": round(counts.tokens_per_step, 4),
+        "tokens_per_step_late": round(int(counts.tokens[tally.is_late].sum()) / late_steps, 4) if late_steps else None,
+        "drafted_per_step": round(counts.drafted_per_step, 4),
+        "accept_rate": round(int(counts.accepted.sum()) / drafted, 4) if drafted else None,
+        "S": round(counts.speedup_at(cost), 4),
         "ece": calibration_error(probs[tally.cold_tokens :], agrees[tally.cold_tokens :]) if tally.has_probs else None,
         "ece_all": calibration_error(probs, agrees) if tally.has_probs else None,
         "draft_us_p50": round(float(p50), 2),
         "draft_us_p99": round(float(p99), 2),
-        "insert_us_per_token": round(tally.insert_s * 1e6 / (tally.prompt_tokens + tally.output_tokens), 3),
+        "insert_us_per_token": round(counts.other_s * 1e6 / (tally.prompt_tokens + tally.output_tokens), 3),
         "bytes_per_token": None if tally.bytes_per_token is None else round(tally.bytes_per_token, 1),
     }
 
@@ -109,9 +55,9 @@ def calibration_error(probs: np.ndarray, agrees: np.ndarray) -> float | None:
     return round(float(np.abs(gaps).sum() / len(probs)), 4)
 
 
-def blocks(tally: Tally, output_lengths: np.ndarray) -> list[list[int]]:
+def blocks(tally: Tally) -> list[list[int]]:
     """Return output tokens, steps and draft tokens of groups of consecutive requests, at most `BLOCKS` numbers each."""
-    columns = (output_lengths, tally.request_steps, tally.request_drafted)
+    columns = (tally.counts.tokens, tally.counts.steps, tally.counts.drafted)
     return [[int(part.sum()) for part in np.array_split(column, min(BLOCKS, len(column)))] for column in columns]
 
 

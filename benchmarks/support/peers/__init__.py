@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers.arctic import Arctic
 from benchmarks.support.peers.automaton import SuffixAutomata
-from benchmarks.support.peers.one_by_one import OneByOne
 from benchmarks.support.peers.prompt_lookup import PromptLookup, VllmNgram
 from benchmarks.support.peers.rollouts import Das, PreviousAnswer, SpecRl
+from benchmarks.support.peers.text_drafter import TextDrafter
 from benchmarks.support.peers.tries import RestLike, SglangNgram
 from drafter_service.commands.advise.arctic import HIGH_COST_SETTINGS, LOW_COST_SETTINGS
 
 PACKAGES = {**dict.fromkeys(("arctic", "das", "specrl"), "arctic_inference"), "pld": "transformers"}
 """Packages that peers need."""
-WITH_K: dict[str, tuple[type[OneByOne], str]] = {
+WITH_K: dict[str, tuple[type[TextDrafter], str]] = {
     "pld": (PromptLookup, "path"),
     "vllm-ngram": (VllmNgram, "path"),
     "sglang-ngram": (SglangNgram, "tree"),
@@ -50,7 +50,7 @@ def peer_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
     if peer in WITH_K:
         build, shape = WITH_K[peer]
         for k in ks:
-            yield Candidate(peer, f"k={k}", lambda _traffic: build(), k, shape)
+            yield Candidate(peer, f"k={k}", lambda _: build(), k, shape)
         return
     if peer in ROLLOUT_PEERS:
         yield from _rollout_candidates(peer, ks)
@@ -59,7 +59,7 @@ def peer_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
         yield Candidate(
             "arctic",
             f"{shape} k={k} factor={factor:g} p={least_prob:g}",
-            lambda _traffic, settings=(factor, least_prob), is_tree=shape == "tree": Arctic(*settings, is_tree=is_tree),
+            lambda _, settings=(factor, least_prob), is_tree=shape == "tree": Arctic(*settings, is_tree=is_tree),
             k,
             shape,
         )
@@ -67,19 +67,17 @@ def peer_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
 
 def _rollout_candidates(peer: str, ks: Sequence[int]) -> Iterator[Candidate]:
     if peer == "specrl":
-        yield Candidate(peer, "", lambda _traffic: SpecRl(), SpecRl.LONGEST_DRAFT)
+        yield Candidate(peer, "", lambda _: SpecRl(), SpecRl.LONGEST_DRAFT)
         return
     if peer == "previous-answer":
         for k, n in itertools.product(ks, REALIGNMENTS):
-            yield Candidate(peer, f"k={k} n={n}", lambda _traffic, n=n: PreviousAnswer(n), k)
+            yield Candidate(peer, f"k={k} n={n}", lambda _, n=n: PreviousAnswer(n), k)
         return
     for k, shape, window, (factor, least_prob) in itertools.product(ks, *DAS_GRID.values()):
         yield Candidate(
             peer,
             f"{shape} k={k} window={window or 'all'} factor={factor:g} p={least_prob:g}",
-            lambda _traffic, settings=(window, factor, least_prob), is_tree=shape == "tree": Das(
-                *settings, is_tree=is_tree
-            ),
+            lambda _, settings=(window, factor, least_prob), is_tree=shape == "tree": Das(*settings, is_tree=is_tree),
             k,
             shape,
         )

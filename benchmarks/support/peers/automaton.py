@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from benchmarks.support.peers.one_by_one import Answer, OneByOne, path
+from benchmarks.support.peers.text_drafter import Answer, TextDrafter, path
 
 CONTEXT = 64
 """Context tokens that are matched in other requests."""
@@ -82,7 +82,7 @@ class SuffixAutomaton:
         return length, self._end[state] if length else 0
 
 
-class SuffixAutomata(OneByOne):
+class SuffixAutomata(TextDrafter):
     """TensorRT-LLM's SA decoding with its global pool: the longest match in all active requests, own text first.
 
     Drafts the tokens after the first occurrence of the longest match. When a request ends, its automaton is removed.
@@ -103,9 +103,9 @@ class SuffixAutomata(OneByOne):
         super().commit(sequence_id, tokens)
         self._automata[sequence_id].extend(tokens.tolist())
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """Forget the request."""
-        super().finish(sequence_id, tokens)
+        super().end(sequence_id)
         del self._automata[sequence_id]
 
     def speculate(self, sequence_id: int, limit: int) -> Answer:

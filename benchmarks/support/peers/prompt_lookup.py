@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.support.peers.one_by_one import Answer, OneByOne, path
+from benchmarks.support.peers.text_drafter import Answer, TextDrafter, path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ VLLM_SHORTEST, VLLM_LONGEST = 2, 5
 """Lengths of matches in the example of vLLM's documentation (`prompt_lookup_min`, `prompt_lookup_max`)."""
 
 
-class PromptLookup(OneByOne):
+class PromptLookup(TextDrafter):
     """Prompt lookup as in transformers: drafts after the first occurrence of the last 2 tokens, or else of the last."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class PromptLookup(OneByOne):
         self._contexts[sequence_id] = torch.from_numpy(self.texts[sequence_id].tokens.astype(np.int64))[None]
 
 
-class VllmNgram(OneByOne):
+class VllmNgram(TextDrafter):
     """vLLM's `ngram`: drafts after the first occurrence of the longest match of 5 down to 2 tokens of the context.
 
     The algorithm of `vllm/v1/spec_decode/ngram_proposer.py`; the original searches all lengths in one pass.

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from benchmarks.support.peers.arctic import Arctic
-from benchmarks.support.peers.one_by_one import Answer, OneByOne, path
+from benchmarks.support.peers.text_drafter import Answer, TextDrafter, path
+from drafter_service.commands.advise.arctic import OneByOne
 
 NO_VERSION = -1
 
@@ -25,7 +26,7 @@ def problem_of(prompt: np.ndarray, group: str | None) -> Hashable:
     return prompt.tobytes() if group is None else group
 
 
-class Das:
+class Das(OneByOne):
     """DAS (Shao et al., "Beat the long tail", 2026): a suffix tree per problem, of the answers of its last versions.
 
     Re-implemented from public descriptions with the trees of Arctic Inference: their rules for the length and the least
@@ -63,12 +64,12 @@ class Das:
         """Return a draft of at most `limit` tokens."""
         return self._running[sequence_id].speculate(sequence_id, limit)
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """End a sequence; its answer stays in the tree."""
-        self._running.pop(sequence_id).finish(sequence_id, tokens)
+        self._running.pop(sequence_id).end(sequence_id)
 
 
-class FromPreviousVersion(OneByOne, Generic[T]):
+class FromPreviousVersion(TextDrafter, Generic[T]):
     """Base of drafters that draft from the answers of the problem's previous version; without versions, from earlier
     answers.
     """
@@ -92,9 +93,9 @@ class FromPreviousVersion(OneByOne, Generic[T]):
         earlier = [number for number in stores if number < now or version is None]
         self._previous[sequence_id] = stores[max(earlier)] if earlier else self._new()
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """End a sequence."""
-        super().finish(sequence_id, tokens)
+        super().end(sequence_id)
         del self._own[sequence_id], self._previous[sequence_id]
 
 
@@ -136,13 +137,13 @@ class SpecRl(FromPreviousVersion[Any]):
                 return draft
         return path([])
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """End a sequence, and add its answer to the tree of its version."""
         text, tree = self.texts[sequence_id], self._own[sequence_id]
         if tree.num_seqs() == 0:
             tree.extend(0, text.tokens[: text.prompt_length].tolist())
         tree.extend(tree.num_seqs(), text.last(text.length - text.prompt_length + self.PROMPT_END))
-        super().finish(sequence_id, tokens)
+        super().end(sequence_id)
         self._limits.pop(sequence_id, None)
 
 
@@ -197,9 +198,9 @@ class PreviousAnswer(FromPreviousVersion[list[list[int]]]):
         place, agrees = self._places[sequence_id]
         return path(self._answers[sequence_id][place : place + limit] if agrees else [])
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """End a sequence, and remember its answer."""
         text = self.texts[sequence_id]
         self._own[sequence_id][self._numbers.pop(sequence_id)] = text.tokens[text.prompt_length :].tolist()
-        super().finish(sequence_id, tokens)
+        super().end(sequence_id)
         del self._answers[sequence_id], self._places[sequence_id]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.support.peers.one_by_one import Answer, OneByOne
+from benchmarks.support.peers.text_drafter import Answer, TextDrafter
 
 SGLANG_DEPTH = 18
 SGLANG_LEAST_BREADTH, SGLANG_MOST_BREADTH = 1, 10
@@ -87,7 +87,7 @@ class Tree:
         return Answer(self.tokens, self.parents, [1.0] * len(self.tokens))
 
 
-class SglangNgram(OneByOne):
+class SglangNgram(TextDrafter):
     """SGLang's n-gram drafter: a trie of the last tokens of every request; breadth first, the most recent child first.
 
     The algorithm of `python/sglang/srt/speculative/cpp_ngram/trie.cpp`, match type BFS. After every step the last 18
@@ -125,7 +125,7 @@ class SglangNgram(OneByOne):
                 waiting.append((tree.add(parent, token), breadth - narrowing, child))
 
 
-class RestLike(OneByOne):
+class RestLike(TextDrafter):
     """REST (He et al., 2024): the most frequent continuations of the longest match in a datastore.
 
     The datastore has the outputs of all finished requests; the original's is made once, from other text. The last 16
@@ -137,11 +137,11 @@ class RestLike(OneByOne):
         super().__init__()
         self._trie = Trie(REST_LONGEST + REST_CONTINUATION)
 
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:
+    def end(self, sequence_id: int) -> None:
         """End a sequence, and add the output to the datastore."""
         text = self.texts[sequence_id]
         self._trie.insert(text.last(text.length - text.prompt_length))
-        super().finish(sequence_id, tokens)
+        super().end(sequence_id)
 
     def speculate(self, sequence_id: int, limit: int) -> Answer:
         """Return a tree of the most frequent continuations."""

@@ -11,12 +11,11 @@ from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.host_flags import NEAR_BEST, best_padded, longest_draft, vllm_choice, vllm_flags
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.replay import Replay
-from drafter_service.commands.advise.traffic import Traffic
 from drafter_service.commands.advise.trials import Outcome, Speedup, Trial, concurrency_of, host_ms, needed_capacity
 from drafter_service.observability.report import units
 from ssd.budget.cost_profile import CostProfile
 from ssd.config import DrafterConfig, DraftShape
+from ssd.replay import Counts, Recording
 
 CONCURRENCIES = (1, 4, 16, 64, 256)
 """Requests at once for which the speed-up is predicted."""
@@ -83,10 +82,10 @@ class Advice:
     """Sentences about anything unusual in the log."""
 
 
-def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> list[Trial]:
+def plan_samples(recording: Recording, profile: CostProfile, given: int | None) -> list[Trial]:
     """Return the trials that compare settings on a part of the log. given: requests at once; None: as in the log."""
-    main = concurrency_of(traffic, given)
-    capacity = needed_capacity(traffic, DrafterConfig.capacity)
+    main = concurrency_of(recording, given)
+    capacity = needed_capacity(recording, DrafterConfig.capacity)
     longest = {"path": MAX_DRAFTS[-1], "tree": DrafterConfig.max_draft}
 
     def trial(drafter: str, shape: DraftShape, max_draft: int, count: int, *, is_padded: bool = False) -> Trial:
@@ -105,15 +104,15 @@ def plan_samples(traffic: Traffic, profile: CostProfile, given: int | None) -> l
     return by_concurrency + others + lengths + padded
 
 
-def plan_whole(traffic: Traffic, given: int | None, samples: Sequence[Outcome]) -> Trial:
+def plan_whole(recording: Recording, given: int | None, samples: Sequence[Outcome]) -> Trial:
     """Return the trial over the whole log, with the drafts that vLLM should verify by the outcomes of the samples."""
-    choice = vllm_choice(_paths(map(Speedup.of, samples)), concurrency_of(traffic, given))
-    capacity = needed_capacity(traffic, DrafterConfig.capacity)
+    choice = vllm_choice(_paths(map(Speedup.of, samples)), concurrency_of(recording, given))
+    capacity = needed_capacity(recording, DrafterConfig.capacity)
     return Trial("ssd", "path", choice.max_draft, given or 0, capacity, choice.is_padded, is_whole=True)
 
 
 def advise(
-    traffic: Traffic,
+    recording: Recording,
     facts: LogFacts,
     profile: CostProfile,
     samples: Sequence[Outcome],
@@ -121,7 +120,7 @@ def advise(
     given: int | None,
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
-    best = replace(Speedup.of(whole), concurrency=concurrency_of(traffic, given))
+    best = replace(Speedup.of(whole), concurrency=concurrency_of(recording, given))
     assert whole.origins is not None
     kept = _kept(whole.origins)
     compared = [Speedup.of(outcome) for outcome in samples]
@@ -135,14 +134,14 @@ def advise(
         best=best,
         speedups=[one for one in compared if not one.is_padded and one not in shorter],
         lengths=[*(one for one in shorter if not one.is_padded), *padded],
-        growth=_growth(whole.replay),
-        groups=_prefix_groups(traffic, whole.replay),
-        sizes=_size_groups(whole.replay),
+        growth=_growth(whole.counts),
+        groups=_prefix_groups(recording, whole.counts),
+        sizes=_size_groups(whole.counts),
         kept=kept,
-        tokens_per_hour=_tokens_per_hour(traffic),
-        other_users=_share_from_other_owners(whole.origins, traffic.users),
-        other_sessions=_share_from_other_owners(whole.origins, traffic.sessions),
-        notes=[*_drafts_notes(best, compared), *_notes(traffic, facts, whole.trial, profile, best.concurrency)],
+        tokens_per_hour=_tokens_per_hour(recording),
+        other_users=_share_from_other_owners(whole.origins, recording.users),
+        other_sessions=_share_from_other_owners(whole.origins, recording.sessions),
+        notes=[*_drafts_notes(best, compared), *_notes(recording, facts, whole.trial, profile, best.concurrency)],
     )
 
 
@@ -167,10 +166,10 @@ def _verdict(best: Speedup, profile: CostProfile) -> str:
     )
 
 
-def _growth(replay: Replay) -> list[tuple[int, float]]:
+def _growth(counts: Counts) -> list[tuple[int, float]]:
     """Return tokens per step of parts of the replay with equal numbers of output tokens."""
-    remembered = np.cumsum(replay.output_lengths[replay.order])
-    steps = np.cumsum(replay.steps[replay.order])
+    remembered = np.cumsum(counts.tokens[counts.order])
+    steps = np.cumsum(counts.steps[counts.order])
     ends = np.searchsorted(remembered, np.linspace(0, remembered[-1], CURVE_POINTS + 1)[1:] - 0.5)
     points, before = [], -1
     for end in np.unique(ends).tolist():
@@ -180,41 +179,39 @@ def _growth(replay: Replay) -> list[tuple[int, float]]:
     return points
 
 
-def _prefix_groups(traffic: Traffic, replay: Replay) -> list[Group]:
+def _prefix_groups(recording: Recording, counts: Counts) -> list[Group]:
     """Return the largest groups of requests whose prompts begin alike, and all others as one group."""
     members: dict[bytes, list[int]] = {}
-    tokens = np.asarray(traffic.tokens)
+    tokens = np.asarray(recording.tokens)
     for request, start, length in zip(
-        range(len(traffic)), traffic.starts.tolist(), traffic.prompt_lengths.tolist(), strict=False
+        range(len(recording)), recording.starts.tolist(), recording.prompt_lengths.tolist(), strict=False
     ):
         prefix = tokens[start : start + min(length, PREFIX_TOKENS)].tobytes()
         members.setdefault(prefix, []).append(request)
-    total = int(replay.output_lengths.sum())
-    groups = sorted(
-        (rows for rows in members.values() if len(rows) > 1), key=lambda rows: -replay.output_lengths[rows].sum()
-    )
+    total = int(counts.tokens.sum())
+    groups = sorted((rows for rows in members.values() if len(rows) > 1), key=lambda rows: -counts.tokens[rows].sum())
     least = MIN_GROUP_SHARE * total
-    large = [rows for rows in groups[:MAX_GROUPS] if replay.output_lengths[rows].sum() >= least]
-    others = np.setdiff1d(np.arange(len(traffic)), np.concatenate([[], *large])).astype(int).tolist()
-    named = [_group(f"prompt prefix {number}", rows, replay, total) for number, rows in enumerate(large, 1)]
-    return [*named, *([_group("all other requests", others, replay, total)] if others else [])]
+    large = [rows for rows in groups[:MAX_GROUPS] if counts.tokens[rows].sum() >= least]
+    others = np.setdiff1d(np.arange(len(recording)), np.concatenate([[], *large])).astype(int).tolist()
+    named = [_group(f"prompt prefix {number}", rows, counts, total) for number, rows in enumerate(large, 1)]
+    return [*named, *([_group("all other requests", others, counts, total)] if others else [])]
 
 
-def _group(name: str, rows: Sequence[int], replay: Replay, total: int) -> Group:
-    own = int(replay.output_lengths[rows].sum())
-    return Group(name, len(rows), own / total, own / int(replay.steps[rows].sum()))
+def _group(name: str, rows: Sequence[int], counts: Counts, total: int) -> Group:
+    own = int(counts.tokens[rows].sum())
+    return Group(name, len(rows), own / total, own / int(counts.steps[rows].sum()))
 
 
-def _size_groups(replay: Replay) -> list[Group]:
+def _size_groups(counts: Counts) -> list[Group]:
     """Return about a quarter of the requests each, by length of their outputs; equal lengths are in one group."""
-    lengths = replay.output_lengths
+    lengths = counts.tokens
     total, groups = int(lengths.sum()), []
     edges = np.unique(np.quantile(lengths, (0.25, 0.5, 0.75, 1), method="higher"))
     for least, most in zip([-1, *edges[:-1]], edges, strict=True):
         rows = np.flatnonzero((lengths > least) & (lengths <= most))
         first, last = int(lengths[rows].min()), int(lengths[rows].max())
         name = f"{first:,} output tokens" if first == last else f"{first:,} to {last:,} output tokens"
-        groups.append(_group(name, rows.tolist(), replay, total))
+        groups.append(_group(name, rows.tolist(), counts, total))
     return groups
 
 
@@ -238,11 +235,11 @@ def _capacity(kept: Sequence[tuple[int, float]]) -> int:
     return min(max(2 * needed, 1 << 20), 1 << 30)
 
 
-def _tokens_per_hour(traffic: Traffic) -> float | None:
-    if not traffic.has_times:
+def _tokens_per_hour(recording: Recording) -> float | None:
+    if not recording.has_times:
         return None
-    seconds = float(traffic.began_s.max() - traffic.began_s.min())
-    return None if seconds <= 0 else float(traffic.output_lengths.sum()) / seconds * 3600
+    seconds = float(recording.began_s.max() - recording.began_s.min())
+    return None if seconds <= 0 else recording.output_tokens / seconds * 3600
 
 
 def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | None:
@@ -274,7 +271,7 @@ def _drafts_notes(best: Speedup, compared: Sequence[Speedup]) -> list[str]:
     return notes
 
 
-def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:
+def _notes(recording: Recording, facts: LogFacts, trial: Trial, profile: CostProfile, concurrency: int) -> list[str]:
     notes = []
     if concurrency > profile.max_sequences:
         notes.append(
@@ -283,14 +280,14 @@ def _notes(traffic: Traffic, facts: LogFacts, trial: Trial, profile: CostProfile
         )
     if facts.faults.count:
         notes.append(f"records that could not be read: {facts.faults.count:,}: {facts.faults.summary}")
-    if facts.backwards and traffic.has_times:
+    if facts.backwards and recording.has_times:
         notes.append(f"requests that were out of order, and were sorted by time: {facts.backwards:,}")
     if facts.repeated_names:
         notes.append(f"requests with the id of an earlier one, though ids should be unique: {facts.repeated_names:,}")
-    if not traffic.prompt_lengths.any():
+    if not recording.prompt_lengths.any():
         notes.append("no request has a prompt, so drafts from prompts are missing from these figures")
-    if not traffic.has_times:
+    if not recording.has_times:
         notes.append("the log has no times, so its order was used")
-    if trial.concurrency == 0 and traffic.concurrency() is None:
+    if trial.concurrency == 0 and recording.concurrency() is None:
         notes.append("the log has no start and end times, so one request at a time was replayed; give --concurrency")
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +28,41 @@ def settings_for(cost: float) -> tuple[float, float]:
     return LOW_COST_SETTINGS if cost <= MAX_LOW_COST else HIGH_COST_SETTINGS
 
 
-class ArcticDrafter:
+class OneByOne(ABC):
+    """Base of other projects' drafters, which are asked for one sequence at a time."""
+
+    @abstractmethod
+    def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
+        """Commit tokens of a sequence, uint32 [n]."""
+
+    @abstractmethod
+    def speculate(self, sequence_id: int, limit: int) -> Any:
+        """Return a draft of at most `limit` tokens with the attributes of Arctic's: `token_ids`, `parents`, `probs`."""
+
+    @abstractmethod
+    def end(self, sequence_id: int) -> None:
+        """End a sequence."""
+
+    def draft(self, progress: Progress) -> DraftBatch:
+        """Commit the tokens of all sequences, and draft for each."""
+        ids, offsets = progress.sequence_ids.tolist(), progress.offsets.tolist()
+        for sequence_id, first, end in zip(ids, offsets[:-1], offsets[1:], strict=True):
+            if end > first:
+                self.commit(sequence_id, progress.tokens[first:end])
+        limits = progress.max_draft.tolist()
+        return batch_of([self.speculate(*each) for each in zip(ids, limits, strict=True)])
+
+    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
+        """Commit the last tokens and end a sequence."""
+        if len(tokens):
+            self.commit(sequence_id, tokens)
+        self.end(sequence_id)
+
+    def close(self) -> None:  # noqa: B027
+        """Do nothing."""
+
+
+class ArcticDrafter(OneByOne):
     """Drafts from the suffix trees of the package, called as its vLLM integration calls them."""
 
     def __init__(self, factor: float, least_prob: float, *, is_tree: bool = True) -> None:
@@ -45,33 +80,18 @@ class ArcticDrafter:
 
     def commit(self, sequence_id: int, tokens: np.ndarray) -> None:
         """Add tokens, uint32 [n], to the sequence's tree and to the shared one."""
-        if len(tokens):
-            signed = tokens.astype(np.int32)
-            self._cache.add_active_response(sequence_id, signed)
-            self._contexts[sequence_id] = np.concatenate((self._contexts[sequence_id], signed))[-DEPTH:]
+        signed = tokens.astype(np.int32)
+        self._cache.add_active_response(sequence_id, signed)
+        self._contexts[sequence_id] = np.concatenate((self._contexts[sequence_id], signed))[-DEPTH:]
 
     def speculate(self, sequence_id: int, limit: int) -> Any:
         """Return the package's draft of at most `limit` tokens for one sequence; commits nothing."""
         return self._cache.speculate(sequence_id, self._contexts[sequence_id], max_spec_tokens=limit, **self._settings)
 
-    def draft(self, progress: Progress) -> DraftBatch:
-        """Commit tokens and draft for each sequence."""
-        answers = []
-        for row, (sequence_id, limit) in enumerate(
-            zip(progress.sequence_ids.tolist(), progress.max_draft.tolist(), strict=True)
-        ):
-            self.commit(sequence_id, progress.tokens[progress.offsets[row] : progress.offsets[row + 1]])
-            answers.append(self.speculate(sequence_id, limit))
-        return batch_of(answers)
-
-    def finish(self, sequence_id: int, tokens: np.ndarray, *, verified: int = 0, learn: bool = True) -> None:
-        """Commit the last tokens and end a sequence."""
-        self.commit(sequence_id, tokens)
+    def end(self, sequence_id: int) -> None:
+        """End a sequence; its text stays in the shared tree."""
         self._cache.stop_request(sequence_id)
         del self._contexts[sequence_id]
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def batch_of(answers: list[Any]) -> DraftBatch:

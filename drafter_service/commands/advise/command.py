@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from drafter_service.commands.advise.advice import Advice
     from drafter_service.commands.advise.reading import LogFacts
-    from drafter_service.commands.advise.traffic import Traffic
     from drafter_service.commands.advise.trials import Outcome, Trial
     from drafter_service.ingest.files import File
     from drafter_service.ingest.pipeline import LoadProgress
     from drafter_service.ingest.reading import Reading
     from ssd.budget.cost_profile import CostProfile
+    from ssd.replay import Recording
 
 
 @click.command()
@@ -94,7 +94,7 @@ def advise(
     try:
         # A file without a name: its text is gone with the process, however that ends.
         with tempfile.TemporaryFile() as tokens:
-            advice, traffic, facts = _analyze(files, reading, tokens, profile, concurrency, quiet=quiet)
+            advice, recording, facts = _analyze(files, reading, tokens, profile, concurrency, quiet=quiet)
     except KeyboardInterrupt:
         raise UserError("interrupted; nothing was written") from None
     finally:
@@ -103,14 +103,14 @@ def advise(
     estimated = {"gpu": gpu or "h100", "model_size": model_size}
     toml = _settings_file(advice, {"cost_profile": str(cost_profile.resolve())} if cost_profile else estimated)
     if out is not None:
-        write(out, _page(advice, toml, traffic, facts, profile), OWNER_ONLY)
+        write(out, _page(advice, toml, recording, facts, profile), OWNER_ONLY)
     if config is not None:
         write(config, toml)
 
 
 def _analyze(
     files: list[File], reading: Reading, tokens: BinaryIO, profile: CostProfile, concurrency: int | None, *, quiet: bool
-) -> tuple[Advice, Traffic, LogFacts]:
+) -> tuple[Advice, Recording, LogFacts]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -120,21 +120,21 @@ def _analyze(
 
     columns = (TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        traffic, facts = _read(files, reading, tokens, progress, quiet=quiet)
+        recording, facts = _read(files, reading, tokens, progress, quiet=quiet)
 
         def run(what: str, trials: list[Trial]) -> list[Outcome]:
-            task = progress.add_task(what, total=size_of(traffic, trials))
-            return run_trials(traffic, tokens, profile, trials, lambda count: progress.advance(task, count))
+            task = progress.add_task(what, total=size_of(recording, trials))
+            return run_trials(recording, tokens, profile, trials, lambda count: progress.advance(task, count))
 
-        samples = run("comparing settings", plan_samples(traffic, profile, concurrency))
-        [whole] = run("replaying the log", [plan_whole(traffic, concurrency, samples)])
-    return advice_of(traffic, facts, profile, samples, whole, concurrency), traffic, facts
+        samples = run("comparing settings", plan_samples(recording, profile, concurrency))
+        [whole] = run("replaying the log", [plan_whole(recording, concurrency, samples)])
+    return advice_of(recording, facts, profile, samples, whole, concurrency), recording, facts
 
 
 def _read(
     files: list[File], reading: Reading, tokens: BinaryIO, progress: Progress, *, quiet: bool
-) -> tuple[Traffic, LogFacts]:
-    from drafter_service.commands.advise.reading import read_traffic
+) -> tuple[Recording, LogFacts]:
+    from drafter_service.commands.advise.reading import read_requests
 
     total = sum(file.size for file in files)
     task = progress.add_task("reading", total=total or None)
@@ -144,7 +144,7 @@ def _read(
         progress.update(task, completed=state.bytes_read)
         excerpts.show()
 
-    return read_traffic(files, reading, tokens, watch)
+    return read_requests(files, reading, tokens, watch)
 
 
 def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
@@ -154,14 +154,14 @@ def _settings_file(advice: Advice, steps: dict[str, str]) -> str:
     return tomli_w.dumps({"drafting": {name: getattr(advice.settings, name) for name in names}, "steps": steps})
 
 
-def _page(advice: Advice, toml: str, traffic: Traffic, facts: LogFacts, profile: CostProfile) -> str:
+def _page(advice: Advice, toml: str, recording: Recording, facts: LogFacts, profile: CostProfile) -> str:
     from drafter_service.commands.advise.page import render_page
 
     details = {
         "ssd-drafter": own_version(),
         "log": ", ".join(f"{count:,} {kind}" for kind, count in facts.files.most_common()),
-        "requests": f"{len(traffic):,}",
-        "output tokens": f"{int(traffic.output_lengths.sum()):,}",
+        "requests": f"{len(recording):,}",
+        "output tokens": f"{recording.output_tokens:,}",
         "cost profile": profile.label,
     }
     return render_page(advice, toml, details)

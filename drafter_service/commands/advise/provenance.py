@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_service.commands.advise.traffic import Traffic
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.search import longest_match
+from ssd.replay import Recording, Step
+from ssd.types import Source
 
 EVERY = 8
 """Accepted drafts per one that is traced."""
@@ -34,33 +35,44 @@ class Origins:
 class Tracer:
     """Traces accepted drafts to the requests in the corpus that contain them."""
 
-    def __init__(self, traffic: Traffic, corpus: Corpus) -> None:
+    def __init__(self, recording: Recording, corpus: Corpus) -> None:
         self.origins = Origins()
-        self._traffic = traffic
+        self._recording = recording
         self._corpus = corpus
         self._ends: list[int] = []
         """Number of tokens in the corpus after each remembered request."""
         self._finished: list[int] = []
         self._count = 0
 
-    def finish(self, request: int) -> None:
-        """Record that a request has ended and that its output was indexed."""
-        self._ends.append(self._corpus.indexed)
-        self._finished.append(request)
+    def remember(self, tokens: np.ndarray, request_id: str | None, tag: int) -> None:
+        """Append a request to the corpus; for the argument `remember` of its drafter."""
+        self._corpus.append(tokens, request_id, tag=tag)
+        separator = 1
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(tokens) + separator)
 
-    def accept(self, request: int, end: int, accepted: int, is_shared: bool) -> None:
-        """Record an accepted draft.
+    def observe(self, step: Step) -> None:
+        """Record the accepted drafts of a step of the replay, and which requests end with it."""
+        rows = np.flatnonzero(step.accepted)
+        accepted = step.accepted[rows]
+        ends = step.ends[rows] - step.committed[rows] + accepted
+        is_shared = step.drafts.source[step.drafts.offsets[rows] + step.last_accepted[rows]] != Source.LOCAL
+        columns = (step.requests[rows], ends, accepted, is_shared)
+        for each in zip(*(column.tolist() for column in columns), strict=True):
+            self._count += 1
+            if self._count % EVERY == 0:
+                self._trace(*each)
+        self._finished += step.requests[step.ended].tolist()
 
-        end: index in `Traffic.tokens` after its last accepted token. is_shared: whether that token came from another
+    def _trace(self, request: int, end: int, accepted: int, is_shared: bool) -> None:
+        """Record the origin of an accepted draft.
+
+        end: index in `Recording.tokens` after its last accepted token. is_shared: whether that token came from another
         request's text.
         """
-        self._count += 1
-        if self._count % EVERY:
-            return
         age = source = -1
         if is_shared:
-            start = max(int(self._traffic.starts[request]), end - max(CONTEXT, accepted + 1))
-            text = np.asarray(self._traffic.tokens[start:end])
+            start = max(int(self._recording.starts[request]), end - max(CONTEXT, accepted + 1))
+            text = np.asarray(self._recording.tokens[start:end])
             match = longest_match(self._corpus.view, text, self._corpus.depth)
             age = match.age if match.length > min(accepted, self._corpus.depth - 1) else -1
             source = self._request_at(self._corpus.indexed - age) if age >= 0 else -1
@@ -77,4 +89,4 @@ class Tracer:
 
     def _request_at(self, position: int) -> int:
         place = bisect_right(self._ends, position)
-        return self._finished[place] if place < len(self._finished) else -1
+        return self._finished[place] if place < len(self._ends) else -1

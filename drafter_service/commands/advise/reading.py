@@ -1,4 +1,4 @@
-"""Read the requests of a log into `Traffic`, in bounded memory: tokens go to a file that is mapped into memory."""
+"""Read the requests of a log into a `Recording`, in bounded memory: tokens go to a file that is mapped into memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from drafter_service.commands.advise.traffic import Traffic
 from drafter_service.ingest.documents import Faults, Item
 from drafter_service.ingest.files import File
 from drafter_service.ingest.origins import Origin
 from drafter_service.ingest.pipeline import LoadProgress, check_readable, read_all
 from drafter_service.ingest.reading import Reading, tokenize
 from ssd.errors import UserError
+from ssd.replay import Recording
 
 FORMATS = (
     'JSON lines of requests with their responses ({"request": {"messages": [...]}, "response": {"choices": [...]}}), '
@@ -50,7 +50,7 @@ class LogFacts:
     """Requests whose id an earlier request has."""
 
 
-class TrafficWriter:
+class RecordingWriter:
     """Collects requests."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -80,30 +80,31 @@ class TrafficWriter:
         self.facts.repeated_names += key in self._names
         self._names.add(key)
 
-    def finish(self) -> Traffic:
+    def finish(self) -> Recording:
         """Return all requests."""
         self._file.flush()
         lengths = np.array(self._lengths, np.int64).reshape(-1, 2)
         times = np.array(self._times, np.float64).reshape(-1, 2)
         codes = np.array(self._codes, np.int64).reshape(-1, 2)
         tokens = np.memmap(self._file, np.uint32, "r") if lengths.any() else np.empty(0, np.uint32)
-        starts = np.append(0, np.cumsum(lengths.sum(axis=1)))
-        none = np.full(len(lengths), -1)
-        return Traffic(tokens, starts, lengths[:, 0], times[:, 0], times[:, 1], codes[:, 0], codes[:, 1], none, none)
+        (prompts, outputs), (began_s, ended_s), (users, sessions) = lengths.T, times.T, codes.T
+        return Recording.from_arrays(
+            tokens, prompts, outputs, began_s=began_s, ended_s=ended_s, users=users, sessions=sessions
+        )
 
 
 def _code(codes: dict[str, int], name: str | None) -> int:
     return -1 if name is None else codes.setdefault(name, len(codes))
 
 
-def read_traffic(
+def read_requests(
     files: Sequence[File], reading: Reading, file: BinaryIO, watch: Callable[[LoadProgress], None]
-) -> tuple[Traffic, LogFacts]:
-    """Read the requests of all files; file: see `TrafficWriter`. `watch` is called after each batch.
+) -> tuple[Recording, LogFacts]:
+    """Read the requests of all files; file: see `RecordingWriter`. `watch` is called after each batch.
 
     Raises UserError if there are none.
     """
-    writer = TrafficWriter(file)
+    writer = RecordingWriter(file)
     writer.facts.files, writer.facts.faults = reading.kinds, reading.faults
     tokens = 0
     with closing(read_all(files, reading, _named)) as batches:

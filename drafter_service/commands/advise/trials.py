@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd
 from queue import Empty
@@ -21,9 +22,7 @@ import numpy as np
 
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from drafter_service.commands.advise.provenance import Origins, Tracer
-from drafter_service.commands.advise.replay import Replay, TimedDrafter, replay
-from drafter_service.commands.advise.traffic import Traffic
-from ssd.base import CorpusDrafter
+from ssd.baselines.classic import ClassicDrafter
 from ssd.baselines.ngram import NgramDrafter
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import PaddingOf, StepCurve, usual_knots
@@ -32,9 +31,13 @@ from ssd.config import DrafterConfig, DraftShape
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.processors import usable_processors
 from ssd.corpus.ring import MIN_CAPACITY
+from ssd.drafter import SuffixDrafter
 from ssd.errors import UserError
+from ssd.replay import Counts, Recording, Step, replay
 from ssd.types import Drafter
 
+PAGE_SIZE = 16
+"""Tokens that a prefix cache keeps or drops together, as in vLLM."""
 POLL_S = 0.1
 """Interval at which progress is reported."""
 REPORTED_TOKENS = 10_000
@@ -71,7 +74,7 @@ class Outcome:
     """Result of a trial."""
 
     trial: Trial
-    replay: Replay
+    counts: Counts
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
     origins: Origins | None = None
@@ -96,65 +99,71 @@ class Speedup:
     @classmethod
     def of(cls, outcome: Outcome) -> Speedup:
         """Return the prediction of a trial."""
-        trial, replay = outcome.trial, outcome.replay
+        trial, counts = outcome.trial, outcome.counts
         return cls(
             trial.drafter,
             trial.draft_shape,
             trial.max_draft,
             trial.concurrency,
-            replay.tokens_per_step,
-            replay.drafted_per_step,
+            counts.tokens_per_step,
+            counts.drafted_per_step,
             outcome.speedup,
-            int(replay.output_lengths.sum()),
+            int(counts.tokens.sum()),
             trial.is_padded,
         )
 
 
-class TracedDrafter(TimedDrafter):
-    """A drafter that indexes each output at once, so that a tracer knows where in the corpus it is."""
-
-    clock = staticmethod(time.thread_time)
-    """Processor time, so that other processes on this machine do not change the advice."""
-
-    def __init__(self, inner: Drafter, tracer: Tracer | None) -> None:
-        super().__init__(inner)
-        self._tracer = tracer
-
-    def finish(self, sequence_id: int, tokens: np.ndarray, verified: int) -> None:
-        """End a sequence, and index its output."""
-        super().finish(sequence_id, tokens, verified)
-        self.refresh()
-        if self._tracer is not None:
-            self._tracer.finish(sequence_id)
-
-
-def run_trial(traffic: Traffic, profile: CostProfile, trial: Trial, watch: Callable[[int], None]) -> Outcome:
+def run_trial(recording: Recording, profile: CostProfile, trial: Trial, watch: Callable[[int], None]) -> Outcome:
     """Run one trial on an engine with the steps of a profile; `watch` is called with numbers of replayed tokens."""
     if not trial.is_whole:
-        traffic = traffic.first(SAMPLE_TOKENS)
-    recorded = traffic.concurrency()
-    concurrency = trial.concurrency or (1 if recorded is None else recorded)
-    load = concurrency_of(traffic, trial.concurrency)
+        recording = recording.first(SAMPLE_TOKENS)
+    recorded = recording.concurrency()
+    load = concurrency_of(recording, trial.concurrency)
     curve = curve_at(profile, load, Padding(lengths=(trial.max_draft,)) if trial.is_padded else NO_PADDING)
-    inner, tracer = _drafter_of(trial, curve), None
-    if trial.is_whole and isinstance(inner, CorpusDrafter):
-        tracer = Tracer(traffic, inner.corpus)
-    drafter = TracedDrafter(inner, tracer)
-    result = replay(
-        traffic, drafter, curve, concurrency=concurrency, max_draft=trial.max_draft, tracer=tracer, watch=watch
+    drafter, tracer = _drafter_of(trial, curve, recording)
+
+    def observe(step: Step) -> None:
+        if tracer is not None:
+            tracer.observe(step)
+        watch(int(step.committed.sum()))
+
+    counts = replay(
+        recording,
+        drafter,
+        curve=curve,
+        concurrency=trial.concurrency or (1 if recorded is None else recorded),
+        max_draft=trial.max_draft,
+        clock=time.thread_time,  # Other processes on this machine do not change the advice.
+        observe=observe,
     )
-    inner.close()
+    drafter.close()
     # Drafts do not change the time of prompts, nor how many of them a prefix cache has.
-    prompts = traffic.uncached_prompt_tokens() * profile.prompt_token_ms / 1e3
-    plain_step = float(StepCurve.from_profile(profile).seconds(load, load))
-    plain = int(traffic.output_lengths.sum()) * plain_step / load
-    speedup = (plain + prompts) / (result.seconds + drafter.draft_s + prompts)
-    return Outcome(trial, result, speedup, None if tracer is None else tracer.origins)
+    prompts = uncached_prompt_tokens(recording) * profile.prompt_token_ms / 1e3
+    plain = recording.output_tokens * float(StepCurve.from_profile(profile).seconds(load, load)) / load
+    speedup = (plain + prompts) / (counts.seconds + counts.draft_s + prompts)
+    return Outcome(trial, counts, speedup, None if tracer is None else tracer.origins)
 
 
-def concurrency_of(traffic: Traffic, given: int | None) -> int:
+def uncached_prompt_tokens(recording: Recording) -> int:
+    """Return the number of prompt tokens that a target computes if its prefix cache keeps all earlier requests."""
+    tokens, cached, missing = np.asarray(recording.tokens), set[int](), 0
+    for request in recording.in_order().tolist():
+        pages = _page_hashes(tokens[recording.starts[request] : recording.starts[request + 1]])
+        found = sum(1 for _ in takewhile(cached.__contains__, pages))
+        missing += max(0, int(recording.prompt_lengths[request]) - found * PAGE_SIZE)
+        cached.update(pages)
+    return missing
+
+
+def _page_hashes(tokens: np.ndarray) -> list[int]:
+    """Return a hash for each full page of a text; it identifies the text up to the end of the page."""
+    pages = (tokens[at : at + PAGE_SIZE].tobytes() for at in range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE))
+    return list(accumulate(pages, lambda before, page: hash((before, page)), initial=0))[1:]
+
+
+def concurrency_of(recording: Recording, given: int | None) -> int:
     """Return the number of requests at once for which to advise: the given one, that of the log, or 1."""
-    recorded = traffic.concurrency()
+    recorded = recording.concurrency()
     return given or (1 if recorded is None else max(1, round(float(recorded.mean()))))
 
 
@@ -180,33 +189,34 @@ def curve_at(profile: CostProfile, load: int, padding: PaddingOf = NO_PADDING) -
     return StepCurve(knots, share, padding)
 
 
-def _drafter_of(trial: Trial, curve: StepCurve) -> Drafter:
+def _drafter_of(trial: Trial, curve: StepCurve, recording: Recording) -> tuple[Drafter, Tracer | None]:
+    """Return the drafter of a trial, and what traces its drafts if the whole log is replayed."""
     if trial.drafter == "ngram":
-        return NgramDrafter()
+        return NgramDrafter(), None
     if trial.drafter == "arctic":
         count = max(1, trial.concurrency)
         one, two = curve.seconds(np.array([count, 2 * count]), count)
-        return ArcticDrafter(*settings_for(two / one - 1))
-    # The kernels take seconds to import.
-    from ssd.baselines.classic import ClassicDrafter
-    from ssd.drafter import SuffixDrafter
-
+        return ArcticDrafter(*settings_for(two / one - 1)), None
     config = DrafterConfig(capacity=trial.capacity, draft_shape=trial.draft_shape, max_draft=trial.max_draft)
+    corpus = Corpus.from_config(config)
     if trial.drafter == "classic":
-        return ClassicDrafter(config, corpus=Corpus.from_config(config))
-    return SuffixDrafter(config, corpus=Corpus.from_config(config), curve=curve)
+        return ClassicDrafter(config, corpus=corpus), None
+    if not trial.is_whole:
+        return SuffixDrafter(config, corpus=corpus, curve=curve), None
+    tracer = Tracer(recording, corpus)
+    return SuffixDrafter(config, corpus=corpus, curve=curve, remember=tracer.remember), tracer
 
 
-def needed_capacity(traffic: Traffic, most: int) -> int:
+def needed_capacity(recording: Recording, most: int) -> int:
     """Return the capacity in which all outputs with their prefixes fit, at most `most`."""
-    room = int(traffic.output_lengths.sum()) + len(traffic) * (DrafterConfig.learned_prompt_tokens + 1)
+    room = recording.output_tokens + len(recording) * (DrafterConfig.learned_prompt_tokens + 1)
     return max(MIN_CAPACITY, min(most, room))
 
 
-def size_of(traffic: Traffic, trials: Sequence[Trial]) -> int:
+def size_of(recording: Recording, trials: Sequence[Trial]) -> int:
     """Return the number of output tokens that trials replay."""
-    whole = int(traffic.output_lengths.sum())
-    sample = int(traffic.first(SAMPLE_TOKENS).output_lengths.sum())
+    whole = recording.output_tokens
+    sample = min(whole, SAMPLE_TOKENS)
     return sum(whole if trial.is_whole else sample for trial in trials)
 
 
@@ -225,17 +235,17 @@ def _inherited(descriptor: Any) -> InheritedFile:
 
 
 def run_trials(
-    traffic: Traffic, tokens: BinaryIO, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
+    recording: Recording, tokens: BinaryIO, profile: CostProfile, trials: Sequence[Trial], watch: Callable[[int], None]
 ) -> list[Outcome]:
-    """Run trials, as many at a time as there are cores; tokens: the file with the tokens of the traffic.
+    """Run trials, as many at a time as there are cores; tokens: the file with the tokens of the recording.
 
     Raises UserError if the system ends one of the processes.
     """
     workers = min(len(trials), len(usable_processors()))
-    if workers == 1 or size_of(traffic, trials) <= INLINE_TOKENS:
-        return [run_trial(traffic, profile, trial, watch) for trial in trials]
+    if workers == 1 or size_of(recording, trials) <= INLINE_TOKENS:
+        return [run_trial(recording, profile, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")
-    without_tokens = replace(traffic, tokens=np.empty(0, np.uint32))
+    without_tokens = replace(recording, tokens=np.empty(0, np.uint32))
     done: Queue[int] = context.Queue()
     shared = InheritedFile(tokens.fileno()), done
     with ProcessPoolExecutor(workers, context, _begin_process, shared) as pool:
@@ -280,7 +290,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(traffic: Traffic, profile: CostProfile, trial: Trial) -> Outcome:
+def _run(recording: Recording, profile: CostProfile, trial: Trial) -> Outcome:
     waiting = 0
 
     def watch(tokens: int) -> None:
@@ -290,6 +300,6 @@ def _run(traffic: Traffic, profile: CostProfile, trial: Trial) -> Outcome:
             _done.put(waiting)
             waiting = 0
 
-    outcome = run_trial(replace(traffic, tokens=_tokens), profile, trial, watch)
+    outcome = run_trial(replace(recording, tokens=_tokens), profile, trial, watch)
     _done.put(waiting)
     return outcome

@@ -5,11 +5,11 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from benchmarks.support.peers.one_by_one import OneByOne, path
 
 from benchmarks.replay import main
 from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers import ROLLOUT_PEERS, missing, peer_candidates
-from benchmarks.support.peers.one_by_one import OneByOne, path
 from benchmarks.support.peers.rollouts import Das, PreviousAnswer, SpecRl
 from benchmarks.support.replaying import replay
 from benchmarks.support.scores import BY_VERSION, LATE_EPOCH

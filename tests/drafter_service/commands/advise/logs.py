@@ -4,25 +4,6 @@ import json
 
 import numpy as np
 
-from drafter_service.commands.advise.traffic import Traffic
-
-
-def traffic_of(requests, *, sessions=None, users=None, began=None, ended=None, groups=None, versions=None):
-    """Return traffic of pairs of prompt and output, lists of token ids."""
-    count = len(requests)
-    tokens = [np.array([*prompt, *output], np.uint32) for prompt, output in requests]
-    return Traffic(
-        tokens=np.concatenate(tokens) if tokens else np.empty(0, np.uint32),
-        starts=np.cumsum([0, *map(len, tokens)]),
-        prompt_lengths=np.array([len(prompt) for prompt, _ in requests], np.int64),
-        began_s=np.full(count, np.nan) if began is None else np.array(began, float),
-        ended_s=np.full(count, np.nan) if ended is None else np.array(ended, float),
-        users=np.full(count, -1) if users is None else np.array(users),
-        sessions=np.full(count, -1) if sessions is None else np.array(sessions),
-        groups=np.full(count, -1) if groups is None else np.array(groups),
-        versions=np.full(count, -1) if versions is None else np.array(versions),
-    )
-
 
 def repeated_requests(count=40, length=60, *, seed=0):
     """Return requests of two kinds, each of which always has the same output."""

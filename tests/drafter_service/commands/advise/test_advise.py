@@ -20,30 +20,31 @@ from drafter_service.commands.main import cli
 from drafter_service.settings.load import load_settings
 from ssd.budget.cost_profile import CostProfile
 from tests.browser import page_faults
-from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
+from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, write_log
 from tests.drafter_service.ingest.loads import model_folder
+from tests.replay import recording_of
 
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
 
-def advice_of(traffic, concurrency=1, profile=CHEAP, sampled=None):
+def advice_of(recording, concurrency=1, profile=CHEAP, sampled=None):
     """Return the advice; sampled: another log with which settings are compared."""
 
-    def run_all(traffic, trials):
-        return run_trials(traffic, BytesIO(), profile, trials, lambda _tokens: None)
+    def run_all(recording, trials):
+        return run_trials(recording, BytesIO(), profile, trials, lambda _tokens: None)
 
-    sampled = sampled or traffic
+    sampled = sampled or recording
     samples = run_all(sampled, plan_samples(sampled, profile, concurrency))
-    [whole] = run_all(traffic, [plan_whole(traffic, concurrency, samples)])
-    return advise(traffic, LogFacts(), profile, samples, whole, concurrency)
+    [whole] = run_all(recording, [plan_whole(recording, concurrency, samples)])
+    return advise(recording, LogFacts(), profile, samples, whole, concurrency)
 
 
 def few_requests():
-    return traffic_of(repeated_requests(4, 20))
+    return recording_of(repeated_requests(4, 20))
 
 
 def test_repeated_outputs_pay():
-    advice = advice_of(traffic_of(repeated_requests()))
+    advice = advice_of(recording_of(repeated_requests()))
     assert advice.verdict.startswith("Drafting is worthwhile")
     assert advice.best.speedup > 2
     assert advice.growth[0][1] < 2 < advice.growth[-1][1]
@@ -54,10 +55,10 @@ def test_repeated_outputs_pay():
 
 
 def test_verdicts_on_enough_text_have_no_caveat(monkeypatch):
-    traffic = few_requests()
+    recording = few_requests()
     for most, is_reliable in ((80, True), (81, False)):
         monkeypatch.setattr("drafter_service.commands.advise.advice.MIN_RELIABLE_TOKENS", most)
-        assert ("not reliable" not in advice_of(traffic).verdict) == is_reliable
+        assert ("not reliable" not in advice_of(recording).verdict) == is_reliable
 
 
 def test_the_headline_is_for_paths_where_trees_would_gain_more():
@@ -70,7 +71,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
             last = 1 + (2 * last + int(rng.integers(2))) % 30
             words += [100 * last + offset for offset in range(4)]
         requests.append(([7, 8, 9], words))
-    advice = advice_of(traffic_of(requests))
+    advice = advice_of(recording_of(requests))
     [tree] = [one for one in advice.speedups if (one.draft_shape, one.concurrency) == ("tree", 1)]
     assert (advice.best.draft_shape, advice.settings.draft_shape) == ("path", "path")
     assert advice.best.speedup < tree.speedup
@@ -80,7 +81,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
 
 
 def test_random_outputs_do_not_pay():
-    advice = advice_of(traffic_of(random_requests()))
+    advice = advice_of(recording_of(random_requests()))
     assert advice.verdict.startswith("Drafting is not worthwhile")
     assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
 
@@ -88,15 +89,15 @@ def test_random_outputs_do_not_pay():
 def test_text_of_other_users_is_told_apart():
     requests = repeated_requests()
     for users, most in ((5, 1.0), (2, 0.0)):
-        traffic = traffic_of(requests, users=[number % users for number in range(40)])
-        share = advice_of(traffic, sampled=few_requests()).other_users
+        recording = recording_of(requests, users=[number % users for number in range(40)])
+        share = advice_of(recording, sampled=few_requests()).other_users
         assert most / 2 <= share <= most
 
 
 def test_capacity_covers_the_age_of_sources():
     """Outputs that repeat one from long ago need a corpus that still has it."""
     old, noise = repeated_requests(2, 200), random_requests(60, 200, seed=1)
-    advice = advice_of(traffic_of([*old, *noise, *old]), sampled=few_requests())
+    advice = advice_of(recording_of([*old, *noise, *old]), sampled=few_requests())
     ages = [age for age, share in advice.kept if share >= 0.98]
     assert ages[0] >= 60 * 200
 
@@ -166,9 +167,9 @@ def test_tokens_of_the_log_are_in_no_file_with_a_name(tmp_path, profile, monkeyp
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
-    def list_folder(traffic, tokens, *rest):
+    def list_folder(recording, tokens, *rest):
         seen.append((os.fstat(tokens.fileno()).st_size > 0, os.fstat(tokens.fileno()).st_nlink, os.listdir(folder)))
-        return run_trials(traffic, tokens, *rest)
+        return run_trials(recording, tokens, *rest)
 
     monkeypatch.setattr(trials, "run_trials", list_folder)
     log = write_log(tmp_path / "log.jsonl", repeated_requests())
@@ -231,9 +232,9 @@ def test_a_profile_and_a_gpu_cannot_both_be_given(tmp_path, profile):
 
 def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
     profile = CostProfile("test", "tiny", {1: {1: 100.0}, 64: {1: 110.0, 4: 120.0}})
-    traffic = traffic_of(repeated_requests())
+    recording = recording_of(repeated_requests())
     for concurrency, is_extrapolated in ((2, False), (8, True)):
-        advice = advice_of(traffic, concurrency, profile)
+        advice = advice_of(recording, concurrency, profile)
         assert {one.concurrency for one in advice.speedups} == {1, 4, concurrency}
         assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
 
@@ -242,6 +243,6 @@ def test_outputs_of_equal_length_are_one_group():
     [size] = advice_of(few_requests()).sizes
     assert size.name == "20 output tokens"
     requests = [(prompt, output[: 10 * (1 + number % 3)]) for number, (prompt, output) in enumerate(random_requests())]
-    sizes = advice_of(traffic_of(requests), sampled=few_requests()).sizes
+    sizes = advice_of(recording_of(requests), sampled=few_requests()).sizes
     assert sum(group.requests for group in sizes) == len(requests)
     assert [group.name for group in sizes] == ["10 output tokens", "20 output tokens", "30 output tokens"]

@@ -10,7 +10,8 @@ from drafter_service.commands.advise import advice, arctic
 from drafter_service.commands.advise.arctic import ArcticDrafter, settings_for
 from ssd.budget.cost_profile import CostProfile
 from ssd.types import Progress
-from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
+from tests.drafter_service.commands.advise.logs import repeated_requests
+from tests.replay import recording_of
 
 CHEAP = CostProfile("test", "tiny", {n: {1: 100.0 + 0.1 * n, 64: 100.0 + 0.1 * n} for n in (1, 10_000)})
 
@@ -69,5 +70,5 @@ def test_requests_are_passed_on_with_signed_tokens_and_the_end_of_the_context(re
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_it_is_replayed_where_it_is_installed(monkeypatch, is_installed):
     monkeypatch.setattr(arctic, "is_installed", lambda: is_installed)
-    trials = advice.plan_samples(traffic_of(repeated_requests()), CHEAP, 1)
+    trials = advice.plan_samples(recording_of(repeated_requests()), CHEAP, 1)
     assert ("arctic" in {trial.drafter for trial in trials}) == is_installed

@@ -10,45 +10,55 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drafter_service.commands.advise import trials
-from drafter_service.commands.advise.trials import TracedDrafter, Trial, curve_at, host_ms, run_trials
+from drafter_service.commands.advise.trials import (
+    PAGE_SIZE,
+    Trial,
+    curve_at,
+    host_ms,
+    run_trials,
+    uncached_prompt_tokens,
+)
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.errors import UserError
-from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, traffic_of, write_log
+from tests.drafter_service.commands.advise.logs import random_requests, repeated_requests, write_log
 from tests.drafter_service.raw import eventually
+from tests.replay import recording_of
 
 PROFILE = roofline("h100", "8b")
 TRIALS = [Trial("ssd", "path", 8, 2, 20_000, is_whole=True), Trial("ngram", "path", 8, 2, 20_000)]
 
 
 def test_processes_have_the_results_of_one(monkeypatch):
-    traffic = traffic_of(repeated_requests())
-    inline = run_trials(traffic, BytesIO(), PROFILE, TRIALS, lambda _: None)
+    recording = recording_of(repeated_requests())
+    inline = run_trials(recording, BytesIO(), PROFILE, TRIALS, lambda _: None)
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     with TemporaryFile() as file:
-        file.write(traffic.tokens.tobytes())
+        file.write(recording.tokens.tobytes())
         file.flush()
-        spawned = run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
+        spawned = run_trials(recording, file, PROFILE, TRIALS, lambda _: None)
     for one, other in zip(inline, spawned, strict=True):
         assert one.trial == other.trial
         assert one.origins == other.origins
-        assert one.replay.steps.tolist() == other.replay.steps.tolist()
-        assert one.replay.order.tolist() == other.replay.order.tolist()
+        assert one.counts.steps.tolist() == other.counts.steps.tolist()
+        assert one.counts.order.tolist() == other.counts.order.tolist()
 
 
 def test_a_process_that_the_system_ends_is_said(monkeypatch):
-    traffic = traffic_of(repeated_requests())
+    recording = recording_of(repeated_requests())
     monkeypatch.setattr(trials, "INLINE_TOKENS", 0)
     monkeypatch.setattr(trials, "usable_processors", lambda: {0, 1})
     monkeypatch.setattr(trials, "_run", end_this_process)
     with TemporaryFile() as file:
-        file.write(traffic.tokens.tobytes())
+        file.write(recording.tokens.tobytes())
         file.flush()
         with pytest.raises(UserError, match="the system ended a replay"):
-            run_trials(traffic, file, PROFILE, TRIALS, lambda _: None)
+            run_trials(recording, file, PROFILE, TRIALS, lambda _: None)
 
 
 def end_this_process(*_):
@@ -63,13 +73,13 @@ def test_no_speedup_exceeds_its_tokens_per_step(gpu, concurrency):
     """A long output that repeats itself runs alone at the end, where its steps must not count as an empty engine's."""
     requests = [*random_requests(40, 20), ([1, 2], [*range(100, 150)] * 40)]
     trial = Trial("ssd", "path", 16, concurrency, 20_000)
-    [outcome] = run_trials(traffic_of(requests), BytesIO(), roofline(gpu, "8b"), [trial], lambda _: None)
-    assert 1 < outcome.speedup < outcome.replay.tokens_per_step
+    [outcome] = run_trials(recording_of(requests), BytesIO(), roofline(gpu, "8b"), [trial], lambda _: None)
+    assert 1 < outcome.speedup < outcome.counts.tokens_per_step
 
 
 def test_a_step_with_drafts_includes_the_wait_for_the_host(monkeypatch):
     def speedup():
-        return run_trials(traffic_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)[0].speedup
+        return run_trials(recording_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)[0].speedup
 
     waiting = speedup()
     monkeypatch.setattr(trials, "host_ms", lambda _: 0.0)
@@ -87,22 +97,23 @@ KILLED = """
 import multiprocessing, os, signal, sys
 from tempfile import TemporaryFile
 from drafter_service.commands.advise import trials
-from tests.drafter_service.commands.advise.logs import repeated_requests, traffic_of
+from tests.drafter_service.commands.advise.logs import repeated_requests
 from tests.drafter_service.commands.advise.test_trials import PROFILE, TRIALS
+from tests.replay import recording_of
 
 if __name__ == "__main__":
     trials.usable_processors = lambda: {0, 1}
     trials.INLINE_TOKENS = trials.REPORTED_TOKENS = 0
-    traffic = traffic_of(repeated_requests())
+    recording = recording_of(repeated_requests())
 
     def end(_):
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with TemporaryFile() as file:
-        file.write(traffic.tokens.tobytes())
+        file.write(recording.tokens.tobytes())
         file.flush()
-        trials.run_trials(traffic, file, PROFILE, TRIALS[1:] * 64, end)
+        trials.run_trials(recording, file, PROFILE, TRIALS[1:] * 64, end)
 """
 
 
@@ -150,7 +161,33 @@ def is_running(pid):
 
 
 def test_drafts_are_timed_by_the_processor_time_of_the_thread(monkeypatch):
-    assert TracedDrafter.clock is time.thread_time
-    monkeypatch.setattr(TracedDrafter, "clock", staticmethod(itertools.count().__next__))
-    [outcome] = run_trials(traffic_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)
+    monkeypatch.setattr(time, "thread_time", itertools.count().__next__)
+    [outcome] = run_trials(recording_of(repeated_requests()), BytesIO(), PROFILE, TRIALS[:1], lambda _: None)
     assert outcome.speedup < 0.1, "each draft takes a second"
+
+
+@st.composite
+def texts(draw):
+    """Return token ids in pages of one token, so that texts share pages often, and a part of a page."""
+    pages = draw(st.lists(st.integers(0, 1), max_size=4))
+    return [token for token in pages for _ in range(PAGE_SIZE)] + [7] * draw(st.integers(0, 3))
+
+
+def slow_uncached(requests):
+    missing = 0
+    for number, (prompt, output) in enumerate(requests):
+        own = prompt + output
+        shared = 0
+        for earlier in (a + b for a, b in requests[:number]):
+            same = next((at for at, (x, y) in enumerate(zip(own, earlier, strict=False)) if x != y), None)
+            same = min(len(own), len(earlier)) if same is None else same
+            shared = max(shared, same // PAGE_SIZE * PAGE_SIZE)
+        missing += max(0, len(prompt) - shared)
+    return missing
+
+
+@given(st.lists(st.tuples(texts(), texts()), max_size=6), st.booleans())
+def test_uncached_prompt_tokens_equal_the_slow_twin(requests, has_times):
+    columns = {"began_s": range(len(requests), 0, -1)} if has_times else {}
+    in_order = requests[::-1] if has_times else requests
+    assert uncached_prompt_tokens(recording_of(requests, **columns)) == slow_uncached(in_order)

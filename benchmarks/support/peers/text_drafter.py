@@ -1,10 +1,12 @@
-"""Base of other projects' drafters: the calls that the replay benchmark times apart."""
+"""Base of re-implemented drafters, which keep the texts of the running sequences."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+
+from drafter_service.commands.advise.arctic import OneByOne
 
 
 class Answer(NamedTuple):
@@ -42,8 +44,8 @@ class Text:
         return self.tokens[max(0, self.length - count) :].tolist()
 
 
-class OneByOne:
-    """A drafter that is asked for one sequence at a time. A subclass overrides what it needs."""
+class TextDrafter(OneByOne):
+    """A drafter that is asked for one sequence at a time, and knows its text. A subclass overrides what it needs."""
 
     def __init__(self) -> None:
         self.texts: dict[int, Text] = {}
@@ -57,12 +59,8 @@ class OneByOne:
         """Commit tokens, uint32 [n]."""
         self.texts[sequence_id].append(tokens)
 
-    def speculate(self, sequence_id: int, limit: int) -> Answer:
-        """Return a draft of at most `limit` tokens."""
-        raise NotImplementedError
-
-    def finish(self, sequence_id: int, tokens: np.ndarray) -> None:  # noqa: ARG002
-        """End a sequence; tokens: empty, as all are committed."""
+    def end(self, sequence_id: int) -> None:
+        """End a sequence, whose tokens are all committed."""
         del self.texts[sequence_id]
 
 
