@@ -35,7 +35,7 @@ from drafter_service.observability.measuring.rounds import Timer
 from drafter_service.settings.quantity import Quantity
 from ssd.config import DrafterConfig
 from ssd.corpus.memory import trim_heap
-from ssd.replay import RecordedRequest, Recording, Step, replay
+from ssd.replay import RecordedRequest, Recording
 from ssd.types import DraftBatch, Progress
 
 PROMPT = 48
@@ -116,7 +116,7 @@ def time_drafts(corpus: ssd.Corpus, config: DrafterConfig, requests: list[np.nda
     seconds: list[float] = []
     drafter = Unlearned(corpus, config)
     for request in requests:
-        replay(
+        ssd.replay.replay(
             recorded([request]),
             drafter,
             max_draft=config.max_draft,
@@ -132,13 +132,13 @@ def time_batches(corpus: ssd.Corpus, requests: list[np.ndarray], rounds: int) ->
     drafter = Unlearned(corpus, DrafterConfig(draft_shape="tree", max_draft=BATCH_NODES, cost=0.005))
     seconds: list[float] = []
 
-    def observe(step: Step) -> None:
+    def observe(step: ssd.replay.Step) -> None:
         if len(step) == BATCH:
             seconds.append(step.draft_s)
 
     for first in range(0, len(requests) - BATCH, BATCH):
         batch = recorded(requests[first : first + BATCH])
-        replay(batch, drafter, concurrency=BATCH, max_draft=BATCH_NODES, observe=observe)
+        ssd.replay.replay(batch, drafter, concurrency=BATCH, max_draft=BATCH_NODES, observe=observe)
         if len(seconds) >= rounds:
             break
     return seconds
@@ -161,7 +161,7 @@ def time_searches(corpus: ssd.Corpus, requests: list[np.ndarray]) -> list[float]
 def time_feedback(corpus: ssd.Corpus, requests: list[np.ndarray]) -> float:
     """Return the microseconds per output token for committing, learning and counting."""
     drafter = CommitTimer(corpus, TREE)
-    counts = replay(recorded(requests), drafter, max_draft=TREE.max_draft)
+    counts = ssd.replay.replay(recorded(requests), drafter, max_draft=TREE.max_draft)
     return drafter.seconds / int(counts.tokens.sum()) * 1e6
 
 

@@ -39,11 +39,12 @@ from benchmarks.support.peers import missing, peer_candidates
 from drafter_service.observability.pages.tables import console_table
 from engine.commands.progress import LongProgress
 from ssd.budget.padding import NO_PADDING, Padding
+from ssd.replay import Recording
 from ssd.types import StepTime
 
 if TYPE_CHECKING:
     from ssd.budget.curve import StepCurve
-    from ssd.replay import Recording, Step
+    from ssd.replay import Step
 
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Numbers of tokens that vLLM captures CUDA graphs for by default."""
@@ -241,8 +242,6 @@ def run_candidate(
 @functools.lru_cache(maxsize=2)
 def recording_of(path: Path, tokens: int) -> Recording:
     """Return the first requests of a trace, with this number of output tokens."""
-    from ssd.replay import Recording
-
     return Recording.load(path).first(tokens)
 
 

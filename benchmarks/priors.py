@@ -33,6 +33,7 @@ from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.scores import figures
 from benchmarks.traces.manifest import load_manifest
 from drafter_service.observability.pages.tables import console_table
+from ssd.replay import Recording
 
 LEARNED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.05))
 """Shapes and costs that the tables learn with."""
@@ -141,7 +142,6 @@ def measure(task: Task) -> dict[str, Any]:
 def replayed(task: Task) -> tuple[Any, Any]:
     """Replay the first tokens of a recording, from a fraction of its requests on; return the drafter and the tally."""
     from benchmarks.support.replaying import replay
-    from ssd.replay import Recording
 
     recording = Recording.load(task.trace)
     rows = np.arange(len(recording))[int(task.start * len(recording)) :]

@@ -23,7 +23,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -35,9 +35,7 @@ from benchmarks.support.peers import PEERS, ROLLOUT_PEERS, missing, peer_candida
 from benchmarks.support.scores import BY_VERSION, Row, best_rows, compare, row_of
 from drafter_service.observability.pages.tables import console_table
 from ssd.config import MAX_DRAFT, check_cost
-
-if TYPE_CHECKING:
-    from ssd.replay import Recording
+from ssd.replay import RecordedRequest, Recording
 
 VOCABULARY = 50_000
 SOURCE_TOKENS = 4_000
@@ -55,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Replay every trace with every drafter in every setting."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    # The kernels take seconds to import.
-    from ssd.replay import Recording
-
     try:
         traces = [*map(Recording.load, options.trace), *map(copy_edit, options.synthetic)]
         library = None if options.reads is None else halves(Recording.load(options.reads))[0]
@@ -236,8 +231,6 @@ def synthetic(text: str) -> int:
 
 def copy_edit(every: int) -> Recording:
     """Return outputs that copy their random prompts, with every `every`-th token replaced."""
-    from ssd.replay import RecordedRequest, Recording
-
     rng = np.random.default_rng(0)
     requests = []
     for session in range(COPIES):

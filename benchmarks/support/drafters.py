@@ -13,12 +13,12 @@ import numpy as np
 from ssd.baselines.ngram import NgramDrafter
 from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
+from ssd.replay import Recording
 from ssd.types import Drafter
 
 if TYPE_CHECKING:
     from ssd.budget.curve import StepCurve
     from ssd.drafter import SuffixDrafter
-    from ssd.replay import Recording
 
 OWN_DRAFTERS = ("ssd", "classic", "ngram", "none")
 

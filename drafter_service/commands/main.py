@@ -15,7 +15,7 @@ from drafter_service.commands.token import token
 from drafter_service.commands.warm import warm
 from ssd.errors import exit_with_message
 
-KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "ssd.replay")
+KERNELS = ("ssd.drafter", "ssd.corpus.search", "ssd.baselines.classic", "ssd.replay.replaying")
 """Modules that import all kernels of the library and the service."""
 ENGINE_KERNELS = (
     "engine.attention.plain",

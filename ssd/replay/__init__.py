@@ -10,7 +10,22 @@ counts = replay(Recording.load(Path("recording.npz")), drafter, concurrency=4)
 print(counts.tokens_per_step, counts.speedup_at(0.02))
 """
 
+from typing import TYPE_CHECKING
+
 from ssd.replay.recording import RecordedRequest, Recording
-from ssd.replay.replaying import Counts, Step, replay
+
+if TYPE_CHECKING:
+    from ssd.replay.replaying import Counts as Counts
+    from ssd.replay.replaying import Step as Step
+    from ssd.replay.replaying import replay as replay
 
 __all__ = ["Counts", "RecordedRequest", "Recording", "Step", "replay"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Recordings are read without the kernels, which take seconds to import.
+    from ssd.replay import replaying
+
+    return getattr(replaying, name)

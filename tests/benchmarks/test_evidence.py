@@ -11,9 +11,9 @@ from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.index_tables import index_table
 from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.peers import PEERS
-from benchmarks.traces import load_trace
 from benchmarks.traces.manifest import load_manifest
 from ssd.kernels.learned import start_values
+from ssd.replay import Recording
 
 
 def row(drafter, trace, s, *, shape="path", cost=0.02, concurrency=1, drafted=4.0):
@@ -197,7 +197,7 @@ def test_each_recording_starts_from_what_the_others_taught(traces, tmp_path, mon
     assert np.array_equal(cells[files["first"]], cells[other])
     assert not np.array_equal(cells[files["first"]], cells[both])
     [candidate] = own_candidates("ssd", [8], ["tree"], [0.02])
-    drafter = starting_from(candidate, files["first"]).build(load_trace(paths["first"]).traffic())
+    drafter = starting_from(candidate, files["first"]).build(Recording.load(paths["first"]))
     assert np.array_equal(drafter.corpus.learned.cells, cells[other])
 
 

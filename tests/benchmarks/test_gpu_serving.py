@@ -9,13 +9,14 @@ import torch
 from benchmarks.gpu.requests import Limits, replay_items
 from benchmarks.gpu.serving import Run, serve
 from benchmarks.gpu.shapes import SHAPES, random_model
-from benchmarks.traces import Request, Trace
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.scheduling.times import StageTimes
 from ssd.config import DrafterConfig
 from ssd.errors import UserError
+from ssd.replay import RecordedRequest, Recording
+from tests.replay import recording_of
 
 TINY = SHAPES["tiny"]
 
@@ -24,7 +25,8 @@ TINY = SHAPES["tiny"]
 def trace():
     """Return a trace of 6 requests of 2 sessions that repeat one phrase, with token ids above small vocabularies."""
     phrase = np.random.default_rng(0).integers(150_000, 200_000, 7).astype(np.uint32)
-    return Trace("phrase", [Request(np.tile(phrase, 6), 20, number % 2) for number in range(6)])
+    text = np.tile(phrase, 6)
+    return Recording.of([RecordedRequest(text[:20], text[20:], number % 2) for number in range(6)])
 
 
 @pytest.fixture
@@ -48,14 +50,14 @@ def test_a_replay_gives_the_recorded_output_with_every_drafter(items):
 def test_tokens_are_renumbered_only_for_models_with_fewer_of_them(trace, items):
     large = replay_items(trace, 6, Limits(prompt_tokens=18, max_tokens=15), SHAPES["llama3-8b"])
     assert max(int(item.request.prompt.max()) for item in items + large) < 7
-    ids = np.concatenate([trace.requests[0].tokens[2:20], trace.requests[0].tokens[20:35]])
+    ids = trace.tokens[2:35]
     dense = np.concatenate([items[0].request.prompt, items[0].request.recorded])
     assert (np.equal.outer(ids, ids) == np.equal.outer(dense, dense)).all()
-    few = Trace("few", [Request(np.arange(40, dtype=np.uint32) + 9, 20, 0)])
+    few = recording_of([(range(9, 29), range(29, 49))])
     [same] = replay_items(few, 1, Limits(18, 15), TINY)
     assert same.request.prompt.tolist() == list(range(11, 29))
     assert same.request.recorded.tolist() == list(range(29, 44))
-    many = Trace("many", [Request(np.arange(5_000, dtype=np.uint32), 4_000, 0)])
+    many = recording_of([(range(4_000), range(4_000, 5_000))])
     with pytest.raises(UserError, match=r"have 5,000 distinct tokens, the model has 4,096"):
         replay_items(many, 1, Limits(4_000, 1_000), TINY)
 

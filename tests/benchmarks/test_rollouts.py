@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.rollouts.problems import STATEMENTS, Problem, read_problems
 from benchmarks.rollouts.settings import Settings
-from benchmarks.traces import load_trace
+from ssd.replay import Recording
 
 HEAD = "    def add(self, left, right):\n"
 FULL = "".join(f"        value{number} = left + right\n" for number in range(STATEMENTS))
@@ -74,7 +74,7 @@ def test_drafts_change_nothing_but_time(command, tmp_path):
     assert json.loads((tmp_path / "rollouts.json").read_text()) == result
     assert "<svg" in (tmp_path / "rollouts.html").read_text()
 
-    trace = load_trace(tmp_path / "rollouts.npz")
+    trace = Recording.load(tmp_path / "rollouts.npz")
     assert trace.output_tokens == sum(step["output_tokens"] for step in result["steps"])
     with np.load(tmp_path / "rollouts.npz") as arrays:
         assert arrays["group"].tolist() == [0, 0, 1, 1] * 2

@@ -5,15 +5,15 @@ from itertools import groupby
 
 import numpy as np
 import pytest
-from benchmarks.support.peers.one_by_one import OneByOne, path
 
 from benchmarks.replay import main
 from benchmarks.support.drafters import Candidate
 from benchmarks.support.peers import ROLLOUT_PEERS, missing, peer_candidates
 from benchmarks.support.peers.rollouts import Das, PreviousAnswer, SpecRl
-from benchmarks.support.replaying import replay
-from benchmarks.support.scores import BY_VERSION, LATE_EPOCH
-from benchmarks.traces import Request, Trace
+from benchmarks.support.peers.text_drafter import TextDrafter, path
+from benchmarks.support.replaying import LATE_EPOCH, replay
+from benchmarks.support.scores import BY_VERSION
+from ssd.replay import RecordedRequest, Recording
 
 needs_arctic = pytest.mark.skipif(bool(missing("das")), reason="arctic_inference is not installed")
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -28,7 +28,7 @@ def begin(drafter, sequence, answer=(), prompt=PROMPT, **origin):
 def answered(drafter, sequence, answer, **origin):
     """Begin and end a sequence."""
     begin(drafter, sequence, answer, **origin)
-    drafter.finish(sequence, np.empty(0, np.uint32))
+    drafter.end(sequence)
 
 
 def drafted(drafter, sequence, limit=8):
@@ -36,12 +36,10 @@ def drafted(drafter, sequence, limit=8):
 
 
 def trace_of(groups, versions, outputs):
-    return Trace(
-        "rollouts",
-        [
-            Request(np.array([*PROMPT, *output], np.uint32), len(PROMPT), number, group, version)
-            for number, (group, version, output) in enumerate(zip(groups, versions, outputs, strict=True))
-        ],
+    prompt = np.array(PROMPT, np.uint32)
+    return Recording.of(
+        RecordedRequest(prompt, np.array(output, np.uint32), number, group, version)
+        for number, (group, version, output) in enumerate(zip(groups, versions, outputs, strict=True))
     )
 
 
@@ -140,7 +138,7 @@ def test_a_replay_gives_peers_groups_and_versions(peer):
     candidate, answer = next(peer_candidates(peer, [8])), list(range(20, 40))
 
     def steps(groups, versions):
-        return replay(candidate, trace_of(groups, versions, [answer] * 4), groups=True).steps
+        return replay(candidate, trace_of(groups, versions, [answer] * 4), groups=True).counts.steps.sum()
 
     assert steps([0, 1, 2, 3], [0, 1, 2, 3]) == 80
     assert steps([0, 0, 0, 0], [0, 1, 2, 3]) < 60
@@ -148,8 +146,8 @@ def test_a_replay_gives_peers_groups_and_versions(peer):
         assert steps([0, 0, 0, 0], [5, 5, 5, 5]) == 80
 
 
-class Recorder(OneByOne):
-    """Drafts nothing, and records calls of `start` and `finish`."""
+class Recorder(TextDrafter):
+    """Drafts nothing, and records the calls that begin and end sequences."""
 
     def __init__(self):
         super().__init__()
@@ -163,14 +161,14 @@ class Recorder(OneByOne):
     def speculate(self, sequence_id, limit):
         return path([])
 
-    def finish(self, sequence_id, tokens):
-        super().finish(sequence_id, tokens)
+    def end(self, sequence_id):
+        super().end(sequence_id)
         self.events.append((sequence_id, "finish"))
 
 
 def recorded(trace, concurrency, **options):
     recorder = Recorder()
-    tally = replay(Candidate("recorder", "", lambda _traffic: recorder), trace, concurrency, **options)
+    tally = replay(Candidate("recorder", "", lambda _: recorder), trace, concurrency, **options)
     return recorder, tally
 
 
@@ -191,8 +189,9 @@ def test_drafters_are_given_groups_and_versions_if_the_option_is_set():
 def test_late_epochs_are_counted_apart():
     versions = [0, 1, 2, 3, 4]
     _, tally = recorded(trace_of([1] * 5, versions, [[7]] * 3 + [[7] * 5, [7] * 6]), BY_VERSION)
-    assert (LATE_EPOCH, tally.late_tokens, tally.late_steps) == (3, 11, 11)
-    assert recorded(trace_of([1] * 5, [-1] * 5, [[7]] * 5), 1)[1].late_steps == 0
+    assert (LATE_EPOCH, tally.is_late.tolist()) == (3, [False] * 3 + [True] * 2)
+    assert tally.counts.steps[tally.is_late].sum() == 11
+    assert not recorded(trace_of([1] * 5, [-1] * 5, [[7]] * 5), 1)[1].is_late.any()
 
 
 def test_the_command_replays_rollouts(tmp_path, capsys):

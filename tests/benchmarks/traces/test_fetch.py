@@ -9,13 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from benchmarks.traces import load_trace
 from benchmarks.traces.__main__ import main
 from benchmarks.traces.download import DownloadError, download
 from benchmarks.traces.fetching import fetch, remote_files
 from benchmarks.traces.formats import FORMATS
 from benchmarks.traces.manifest import Remote, load_manifest
 from benchmarks.traces.vocabularies import VOCABULARIES
+from ssd.replay import Recording
 from tests.benchmarks.traces.byte_encoder import ByteEncoder
 
 ANSWERS = b"\n".join(
@@ -122,7 +122,7 @@ def test_a_trace_is_made_with_its_licences(manifest_path, tmp_path, server):
     differences, advanced = fetched(manifest_path, tmp_path / "traces", server)
     assert differences == []
     assert advanced == sum(map(len, PATHS.values()))
-    trace = load_trace(tmp_path / "traces" / "chat.npz")
+    trace = Recording.load(tmp_path / "traces" / "chat.npz")
     assert len(trace.requests) == 5
     assert sorted(bytes(request.output[:-1].tolist()) for request in trace.requests) == [
         b"a%d" % number for number in range(5)
