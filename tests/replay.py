@@ -73,16 +73,19 @@ def replayed(
     limit: int = 16,
     *,
     learn: bool = True,
+    refreshes: bool = False,
     **options: object,
 ) -> Iterator[tuple[DraftBatch, np.ndarray, int]]:
     """Run one request whose greedy output is known: the slow twin of `ssd.replay.replay`.
 
-    Yields the draft of each step, the output from there on and the number of accepted tokens. options: those of
-    `start`.
+    Yields the draft of each step, the output from there on and the number of accepted tokens. refreshes: whether all
+    text is indexed before each draft. options: those of `start`.
     """
     drafter.start(sequence_id, prompt, **options)
     done, verified, last = 0, 0, np.empty(0, np.uint32)
     while done < len(output):
+        if refreshes:
+            drafter.corpus.refresh()
         drafts = drafter.draft(progress_of({sequence_id: last}, limit, verified))
         verified, accepted = len(drafts.tokens), len(accepted_path(drafts, 0, output[done:]))
         yield drafts, output[done:], accepted

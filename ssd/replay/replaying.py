@@ -76,7 +76,7 @@ class Step:
         """counts: int64 [4, R], to which steps are added. max_draft: largest number of tokens in a draft."""
         self._recording, self._counts, self._max_draft = recording, counts, max_draft
         self._text = np.asarray(recording.tokens)
-        self._table = np.empty((7, 0), np.int64)
+        self._set(np.empty((7, 0), np.int64))
         self.drafts = DraftBatch.empty(0)
         """The drafts that were verified."""
         self.depths = np.empty(0, np.int64)
@@ -88,44 +88,29 @@ class Step:
         self.step_times: Sequence[StepTime] = ()
         """Durations that the drafter is told with the next step."""
 
-    def __len__(self) -> int:
-        return self._table.shape[1]
-
-    @property
-    def requests(self) -> np.ndarray:
+    def _set(self, table: np.ndarray) -> None:
+        self._table = table
+        self.requests = table[REQUEST]
         """int64 [B]: the running requests."""
-        return self._table[REQUEST]
-
-    @property
-    def drafted(self) -> np.ndarray:
+        self.drafted = table[DRAFTED]
         """int64 [B]: number of draft tokens of each request."""
-        return self._table[DRAFTED]
-
-    @property
-    def accepted(self) -> np.ndarray:
+        self.accepted = table[ACCEPTED]
         """int64 [B]: number of them that were accepted."""
-        return self._table[ACCEPTED]
-
-    @property
-    def committed(self) -> np.ndarray:
+        self.committed = table[COMMITTED]
         """int64 [B]: number of output tokens that were committed."""
-        return self._table[COMMITTED]
-
-    @property
-    def ends(self) -> np.ndarray:
+        self.ends = table[DONE]
         """int64 [B]: index in `Recording.tokens` after the last committed token."""
-        return self._table[DONE]
-
-    @property
-    def last_accepted(self) -> np.ndarray:
+        self.last_accepted = table[LAST]
         """int64 [B]: index of the last accepted token in the request's own draft, -1 for none."""
-        return self._table[LAST]
+
+    def __len__(self) -> int:
+        return len(self.requests)
 
     def add(self, request: int) -> None:
         """Begin a request."""
         start, end = self._recording.starts[request : request + 2]
         output = start + self._recording.prompt_lengths[request]
-        self._table = np.column_stack((self._table, (request, output, end, 0, 0, 0, -1)))
+        self._set(np.column_stack((self._table, (request, output, end, 0, 0, 0, -1))))
 
     def progress(self) -> Progress:
         """Return the progress since the last drafts."""
@@ -142,7 +127,7 @@ class Step:
         """Verify a batch of drafts, commit the tokens and count them."""
         self.drafts, self.depths = drafts, np.empty(len(drafts.tokens), np.int64)
         _verify(self._text, drafts.tokens, drafts.parents, drafts.offsets, self.depths, self._table, self._counts)
-        self.ended = self._table[DONE] == self._table[END]
+        self.ended = self.ends == self._table[END]
 
     def last(self, row: int) -> np.ndarray:
         """Return the tokens that one of the requests committed, uint32 [n]."""
@@ -150,7 +135,7 @@ class Step:
 
     def drop_ended(self) -> None:
         """Drop the requests that ended."""
-        self._table = np.ascontiguousarray(self._table[:, ~self.ended])
+        self._set(np.ascontiguousarray(self._table[:, ~self.ended]))
 
 
 @kernel(Tokens, LongRows, TokensOut, returns=Nothing)

@@ -46,18 +46,13 @@ def figures_slowly(drafter, trace):
     tokens, sizes, accepted, probs, agrees = 0, [], 0, [], []
     has_corpus = isinstance(drafter, CorpusDrafter)
     for index, request in enumerate(trace.requests):
-        options = {"session_id": str(request.session)} if isinstance(drafter, SuffixDrafter) else {}
-        steps = replayed(drafter, index, request.prompt, request.output, 8, **options)
-        while True:
-            if has_corpus:
-                drafter.corpus.refresh()
-            if (step := next(steps, None)) is None:
-                break
-            draft, left, length = step
-            parents, left = draft.parents.tolist(), left.tolist()
+        options = {"session_id": request.session} if isinstance(drafter, SuffixDrafter) else {}
+        steps = replayed(drafter, index, request.prompt, request.output, 8, refreshes=has_corpus, **options)
+        for draft, left, length in steps:
+            parents = draft.parents.tolist()
             if has_corpus and tokens >= trace.output_tokens / 10:
                 probs += [math.prod(path) for path in branches(draft.accept_prob.tolist(), parents)]
-                agrees += [path == left[: len(path)] for path in branches(draft.tokens.tolist(), parents)]
+                agrees += [path == left.tolist()[: len(path)] for path in branches(draft.tokens.tolist(), parents)]
             tokens, accepted = tokens + min(length + 1, len(left)), accepted + length
             sizes.append(len(parents))
     bins = [[i for i, p in enumerate(probs) if b <= min(p * 10, 9.999) < b + 1] for b in range(10)]

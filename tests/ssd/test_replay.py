@@ -60,16 +60,9 @@ def replay_slowly(drafter, recording, limit):
     """Replay one request after the other; return steps, draft tokens and accepted tokens of each."""
     has_corpus, counts = isinstance(drafter, CorpusDrafter), []
     for number, request in enumerate(recording.requests):
-        options, own = {"session_id": request.session} if has_corpus else {}, np.zeros(3, int)
+        options = {"session_id": request.session, "refreshes": True} if has_corpus else {}
         steps = replayed(drafter, number, request.prompt, request.output, limit, **options)
-        while True:
-            if has_corpus:
-                drafter.corpus.refresh()
-            if (step := next(steps, None)) is None:
-                break
-            batch, _, accepted = step
-            own += 1, len(batch.tokens), accepted
-        counts.append(own.tolist())
+        counts.append(sum(np.array([1, len(batch.tokens), accepted]) for batch, _, accepted in steps).tolist())
     return counts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from drafter_service.commands.advise import arctic
 from drafter_service.commands.advise.host_flags import NEAR_BEST, best_padded, longest_draft, vllm_choice, vllm_flags
 from drafter_service.commands.advise.provenance import Origins
 from drafter_service.commands.advise.reading import LogFacts
-from drafter_service.commands.advise.trials import Outcome, Speedup, Trial, concurrency_of, host_ms, needed_capacity
+from drafter_service.commands.advise.trials import Outcome, Trial, concurrency_of, host_ms, needed_capacity
 from drafter_service.observability.report import units
 from ssd.budget.cost_profile import CostProfile
 from ssd.config import DrafterConfig, DraftShape
@@ -56,12 +56,12 @@ class Advice:
     settings: DrafterConfig
     vllm: str
     """Flags of vLLM; empty if drafting is not worthwhile."""
-    best: Speedup
+    best: Outcome
     """Prediction for the drafts that vLLM verifies with these flags, over the whole log."""
-    speedups: Sequence[Speedup]
+    speedups: Sequence[Outcome]
     """Predictions for each drafter, shape and number of requests at once, over the first part of the log. Trees are
     included, although vLLM does not verify them."""
-    lengths: Sequence[Speedup]
+    lengths: Sequence[Outcome]
     """Predictions for several maximum lengths of drafts, and for the best padded length with each number of requests at
     once, over the first part of the log."""
     growth: Sequence[tuple[int, float]]
@@ -106,9 +106,9 @@ def plan_samples(recording: Recording, profile: CostProfile, given: int | None) 
 
 def plan_whole(recording: Recording, given: int | None, samples: Sequence[Outcome]) -> Trial:
     """Return the trial over the whole log, with the drafts that vLLM should verify by the outcomes of the samples."""
-    choice = vllm_choice(_paths(map(Speedup.of, samples)), concurrency_of(recording, given))
+    choice = vllm_choice(_paths(samples), concurrency_of(recording, given))
     capacity = needed_capacity(recording, DrafterConfig.capacity)
-    return Trial("ssd", "path", choice.max_draft, given or 0, capacity, choice.is_padded, is_whole=True)
+    return Trial("ssd", "path", choice.trial.max_draft, given or 0, capacity, choice.trial.is_padded, is_whole=True)
 
 
 def advise(
@@ -120,20 +120,19 @@ def advise(
     given: int | None,
 ) -> Advice:
     """Return the advice; samples, whole: outcomes of `plan_samples` and `plan_whole`."""
-    best = replace(Speedup.of(whole), concurrency=concurrency_of(recording, given))
+    best = replace(whole, trial=replace(whole.trial, concurrency=concurrency_of(recording, given)))
     assert whole.origins is not None
     kept = _kept(whole.origins)
-    compared = [Speedup.of(outcome) for outcome in samples]
-    paths = _paths(compared)
-    padded, shorter = best_padded(paths), [one for one in paths if one.max_draft < MAX_DRAFTS[-1]]
+    paths = _paths(samples)
+    padded, shorter = best_padded(paths), [one for one in paths if one.trial.max_draft < MAX_DRAFTS[-1]]
     is_worthwhile = best.speedup >= MIN_USEFUL_SPEEDUP
     return Advice(
         verdict=_verdict(best, profile),
         settings=DrafterConfig(capacity=_capacity(kept), draft_shape="path", max_draft=longest_draft(best, padded)),
         vllm=vllm_flags(best, padded) if is_worthwhile else "",
         best=best,
-        speedups=[one for one in compared if not one.is_padded and one not in shorter],
-        lengths=[*(one for one in shorter if not one.is_padded), *padded],
+        speedups=[one for one in samples if not one.trial.is_padded and one not in shorter],
+        lengths=[*(one for one in shorter if not one.trial.is_padded), *padded],
         growth=_growth(whole.counts),
         groups=_prefix_groups(recording, whole.counts),
         sizes=_size_groups(whole.counts),
@@ -141,22 +140,23 @@ def advise(
         tokens_per_hour=_tokens_per_hour(recording),
         other_users=_share_from_other_owners(whole.origins, recording.users),
         other_sessions=_share_from_other_owners(whole.origins, recording.sessions),
-        notes=[*_drafts_notes(best, compared), *_notes(recording, facts, whole.trial, profile, best.concurrency)],
+        notes=[*_drafts_notes(best, samples), *_notes(recording, facts, whole.trial, profile, best.trial.concurrency)],
     )
 
 
-def _paths(compared: Iterable[Speedup]) -> list[Speedup]:
+def _paths(samples: Sequence[Outcome]) -> list[Outcome]:
     """Return the predictions for SSD's paths, padded ones included."""
-    return [one for one in compared if (one.drafter, one.draft_shape) == ("ssd", "path")]
+    return [one for one in samples if (one.trial.drafter, one.trial.draft_shape) == ("ssd", "path")]
 
 
-def _verdict(best: Speedup, profile: CostProfile) -> str:
-    where = f"with {units.counted(best.concurrency, 'request')} at once on {profile.label}"
-    form = "paths padded to" if best.is_padded else "paths of at most"
-    how = f"{best.tokens_per_step:.2f} tokens per step, {form} {best.max_draft} tokens, as vLLM verifies them"
+def _verdict(best: Outcome, profile: CostProfile) -> str:
+    where = f"with {units.counted(best.trial.concurrency, 'request')} at once on {profile.label}"
+    form = "paths padded to" if best.trial.is_padded else "paths of at most"
+    tokens = f"{best.counts.tokens_per_step:.2f} tokens per step"
+    drafts = f"{form} {best.trial.max_draft} tokens, as vLLM verifies them"
     kind = "estimated" if profile.source == "roofline" else "predicted"
     worth = "not worthwhile" if best.speedup < MIN_USEFUL_SPEEDUP else "worthwhile"
-    verdict = f"Drafting is {worth} for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({how})."
+    verdict = f"Drafting is {worth} for this traffic: {kind} speed-up {best.speedup:.2f}x {where} ({tokens}, {drafts})."
     if best.output_tokens >= MIN_RELIABLE_TOKENS:
         return verdict
     size = units.counted(best.output_tokens, "output token")
@@ -253,17 +253,17 @@ def _share_from_other_owners(origins: Origins, owners: np.ndarray) -> float | No
     return float(accepted[is_foreign].sum() / accepted.sum())
 
 
-def _drafts_notes(best: Speedup, compared: Sequence[Speedup]) -> list[str]:
+def _drafts_notes(best: Outcome, samples: Sequence[Outcome]) -> list[str]:
     """Return what the verdict on vLLM's drafts depends on, and what other hosts would gain."""
     notes = [
-        f"a step with drafts includes {host_ms(best.concurrency):.1f} ms in which the device waits for the host, as "
-        "measured on one machine (docs/operations.md)"
+        f"a step with drafts includes {host_ms(best.trial.concurrency):.1f} ms in which the device waits for the host, "
+        "as measured on one machine (docs/operations.md)"
     ]
     if best.speedup >= MIN_USEFUL_SPEEDUP:
         notes.append("vLLM starts only if --max-num-batched-tokens exceeds num_speculative_tokens x --max-num-seqs")
-    alike = [one for one in compared if (one.drafter, one.concurrency) == ("ssd", best.concurrency)]
-    tree = max((one.speedup for one in alike if one.draft_shape == "tree"), default=0.0)
-    path = max(one.speedup for one in alike if one.draft_shape == "path")
+    alike = [one for one in samples if (one.trial.drafter, one.trial.concurrency) == ("ssd", best.trial.concurrency)]
+    tree = max((one.speedup for one in alike if one.trial.draft_shape == "tree"), default=0.0)
+    path = max(one.speedup for one in alike if one.trial.draft_shape == "path")
     if path < NEAR_BEST * tree:
         notes.append(
             f"hosts that verify trees, such as SGLang, would gain more: {tree:.2f}x where paths gain {path:.2f}x"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from drafter_service.commands.advise.advice import Advice, Group
-from drafter_service.commands.advise.trials import Speedup
+from drafter_service.commands.advise.trials import Outcome
 from drafter_service.observability.pages import page as pages
 from drafter_service.observability.pages.charts import Axis, Series, line_chart
 from drafter_service.observability.pages.svg import Frame
@@ -29,11 +29,11 @@ def render_page(advice: Advice, settings_toml: str, facts: Mapping[str, object])
     """Return the page; settings_toml: the recommended settings as a file; facts: how it was computed."""
     best = advice.best
     over = f"over {units.count(best.output_tokens)} output tokens"
-    at_once = f"{units.counted(best.concurrency, 'request')} at once"
+    at_once = f"{units.counted(best.trial.concurrency, 'request')} at once"
     cards = [
         pages.card("predicted speed-up", f"{best.speedup:.2f}x", at_once, kind="green"),
-        pages.card("tokens per step", f"{best.tokens_per_step:.2f}", over),
-        pages.card("drafted per step", f"{best.drafted_per_step:.1f}", f"{best.draft_shape} drafts"),
+        pages.card("tokens per step", f"{best.counts.tokens_per_step:.2f}", over),
+        pages.card("drafted per step", f"{best.counts.drafted_per_step:.1f}", f"{best.trial.draft_shape} drafts"),
     ]
     for name, share in (("other users' text", advice.other_users), ("other sessions' text", advice.other_sessions)):
         if share is not None:
@@ -47,10 +47,10 @@ def render_page(advice: Advice, settings_toml: str, facts: Mapping[str, object])
 
 def _by_concurrency(advice: Advice) -> str:
     """Chart the speed-up of each drafter and shape against requests at once."""
-    lines: dict[tuple[str, str], list[Speedup]] = {}
-    for one in sorted(advice.speedups, key=lambda one: one.concurrency):
-        lines.setdefault((one.drafter, one.draft_shape), []).append(one)
-    numbers = sorted({one.concurrency for one in advice.speedups})
+    lines: dict[tuple[str, str], list[Outcome]] = {}
+    for one in sorted(advice.speedups, key=lambda one: one.trial.concurrency):
+        lines.setdefault((one.trial.drafter, one.trial.draft_shape), []).append(one)
+    numbers = sorted({one.trial.concurrency for one in advice.speedups})
     chart = line_chart(
         "Predicted speed-up by concurrency",
         Axis.of([str(count) for count in numbers], "requests at once"),
@@ -59,9 +59,9 @@ def _by_concurrency(advice: Advice) -> str:
             Series(
                 " ".join(key),
                 COLORS[key],
-                [(numbers.index(one.concurrency), one.speedup) for one in line],
+                [(numbers.index(one.trial.concurrency), one.speedup) for one in line],
                 words=[
-                    f"{' '.join(key)}, {units.counted(one.concurrency, 'request')} at once: {one.speedup:.2f}x"
+                    f"{' '.join(key)}, {units.counted(one.trial.concurrency, 'request')} at once: {one.speedup:.2f}x"
                     for one in line
                 ],
             )
@@ -84,14 +84,14 @@ def rows_of(advice: Advice) -> list[tuple[str, ...]]:
     return [_cells_of(one) for one in [*advice.speedups, *advice.lengths]]
 
 
-def _cells_of(one: Speedup) -> tuple[str, ...]:
+def _cells_of(one: Outcome) -> tuple[str, ...]:
     return (
-        one.drafter,
-        "padded" if one.is_padded else one.draft_shape,
-        str(one.max_draft),
-        str(one.concurrency),
-        f"{one.tokens_per_step:.2f}",
-        f"{one.drafted_per_step:.1f}",
+        one.trial.drafter,
+        "padded" if one.trial.is_padded else one.trial.draft_shape,
+        str(one.trial.max_draft),
+        str(one.trial.concurrency),
+        f"{one.counts.tokens_per_step:.2f}",
+        f"{one.counts.drafted_per_step:.1f}",
         f"{one.speedup:.2f}x",
     )
 

@@ -8,14 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
-from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd
-from queue import Empty
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,10 +35,6 @@ from ssd.types import Drafter
 
 PAGE_SIZE = 16
 """Tokens that a prefix cache keeps or drops together, as in vLLM."""
-POLL_S = 0.1
-"""Interval at which progress is reported."""
-REPORTED_TOKENS = 10_000
-"""Output tokens after which a process reports progress."""
 SAMPLE_TOKENS = 100_000
 """Output tokens of a trial that compares settings; only the last trial replays the whole log."""
 INLINE_TOKENS = 500_000
@@ -78,39 +71,12 @@ class Outcome:
     speedup: float
     """Time of a service without drafts, divided by that with these drafts."""
     origins: Origins | None = None
+    """Of the accepted drafts, if the whole log was replayed."""
 
-
-@dataclass(frozen=True)
-class Speedup:
-    """Predicted speed-up over decoding without drafts."""
-
-    drafter: str
-    draft_shape: DraftShape
-    max_draft: int
-    concurrency: int
-    tokens_per_step: float
-    drafted_per_step: float
-    speedup: float
-    output_tokens: int
-    """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
-    is_padded: bool = False
-    """Whether the engine pads each draft to `max_draft`."""
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> Speedup:
-        """Return the prediction of a trial."""
-        trial, counts = outcome.trial, outcome.counts
-        return cls(
-            trial.drafter,
-            trial.draft_shape,
-            trial.max_draft,
-            trial.concurrency,
-            counts.tokens_per_step,
-            counts.drafted_per_step,
-            outcome.speedup,
-            int(counts.tokens.sum()),
-            trial.is_padded,
-        )
+    @property
+    def output_tokens(self) -> int:
+        """Number of output tokens that were replayed. A longer part of a log has more tokens per step."""
+        return int(self.counts.tokens.sum())
 
 
 def run_trial(recording: Recording, profile: CostProfile, trial: Trial, watch: Callable[[int], None]) -> Outcome:
@@ -246,14 +212,13 @@ def run_trials(
         return [run_trial(recording, profile, trial, watch) for trial in trials]
     context = multiprocessing.get_context("spawn")
     without_tokens = replace(recording, tokens=np.empty(0, np.uint32))
-    done: Queue[int] = context.Queue()
-    shared = InheritedFile(tokens.fileno()), done
-    with ProcessPoolExecutor(workers, context, _begin_process, shared) as pool:
-        futures = [pool.submit(_run, without_tokens, profile, trial) for trial in trials]
+    file = InheritedFile(tokens.fileno())
+    with ProcessPoolExecutor(workers, context, _begin_process, (file,)) as pool:
+        futures = {pool.submit(_run, without_tokens, profile, trial): trial for trial in trials}
         try:
-            while not all(future.done() for future in futures):
-                with suppress(Empty):
-                    watch(done.get(timeout=POLL_S))
+            for future in as_completed(futures):
+                future.result()
+                watch(size_of(recording, [futures[future]]))
             return [future.result() for future in futures]
         except BrokenProcessPool:
             raise UserError("the system ended a replay, perhaps for lack of memory; give a part of the log") from None
@@ -268,16 +233,13 @@ def run_trials(
 # In a process of the pool.
 
 _tokens: np.ndarray
-_done: Queue[int]
 
 
-def _begin_process(file: InheritedFile, done: Queue[int]) -> None:
-    """Keep what the trials of this process share, and end the process with Ctrl-C or with its parent."""
-    global _tokens, _done
+def _begin_process(file: InheritedFile) -> None:
+    """Map the tokens that the trials of this process share, and end it with Ctrl-C or with its parent."""
+    global _tokens
     with os.fdopen(file.descriptor, "rb") as tokens:
         _tokens = np.memmap(tokens, np.uint32, "r")
-    _done = done
-    done.cancel_join_thread()  # Progress that nobody reads must not keep the process.
     # With Python's own handler the process would go on with the next trial.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="ssd-parent", daemon=True).start()
@@ -291,15 +253,4 @@ def _end_with_parent() -> None:
 
 
 def _run(recording: Recording, profile: CostProfile, trial: Trial) -> Outcome:
-    waiting = 0
-
-    def watch(tokens: int) -> None:
-        nonlocal waiting
-        waiting += tokens
-        if waiting >= REPORTED_TOKENS:
-            _done.put(waiting)
-            waiting = 0
-
-    outcome = run_trial(replace(recording, tokens=_tokens), profile, trial, watch)
-    _done.put(waiting)
-    return outcome
+    return run_trial(replace(recording, tokens=_tokens), profile, trial, lambda _: None)

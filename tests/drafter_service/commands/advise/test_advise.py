@@ -72,8 +72,8 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
             words += [100 * last + offset for offset in range(4)]
         requests.append(([7, 8, 9], words))
     advice = advice_of(recording_of(requests))
-    [tree] = [one for one in advice.speedups if (one.draft_shape, one.concurrency) == ("tree", 1)]
-    assert (advice.best.draft_shape, advice.settings.draft_shape) == ("path", "path")
+    [tree] = [one for one in advice.speedups if (one.trial.draft_shape, one.trial.concurrency) == ("tree", 1)]
+    assert (advice.best.trial.draft_shape, advice.settings.draft_shape) == ("path", "path")
     assert advice.best.speedup < tree.speedup
     assert any(f"such as SGLang, would gain more: {tree.speedup:.2f}x" in note for note in advice.notes)
     assert any("device waits for the host" in note for note in advice.notes)
@@ -83,7 +83,7 @@ def test_the_headline_is_for_paths_where_trees_would_gain_more():
 def test_random_outputs_do_not_pay():
     advice = advice_of(recording_of(random_requests()))
     assert advice.verdict.startswith("Drafting is not worthwhile")
-    assert advice.best.tokens_per_step == pytest.approx(1, abs=0.02)
+    assert advice.best.counts.tokens_per_step == pytest.approx(1, abs=0.02)
 
 
 def test_text_of_other_users_is_told_apart():
@@ -235,7 +235,7 @@ def test_speedups_beyond_the_cost_profile_are_said_to_be_extrapolated():
     recording = recording_of(repeated_requests())
     for concurrency, is_extrapolated in ((2, False), (8, True)):
         advice = advice_of(recording, concurrency, profile)
-        assert {one.concurrency for one in advice.speedups} == {1, 4, concurrency}
+        assert {one.trial.concurrency for one in advice.speedups} == {1, 4, concurrency}
         assert any("extrapolated" in note for note in advice.notes) == is_extrapolated
 
 

@@ -6,11 +6,11 @@ import shlex
 import pytest
 
 from drafter_service.commands.advise.host_flags import best_padded, ranges_of, vllm_choice, vllm_flags
-from drafter_service.commands.advise.trials import Speedup
+from drafter_service.commands.advise.trials import Outcome, Trial
 
 
 def path(max_draft, concurrency, speedup, *, is_padded=False):
-    return Speedup("ssd", "path", max_draft, concurrency, 2.0, 4.0, speedup, 1000, is_padded)
+    return Outcome(Trial("ssd", "path", max_draft, concurrency, 1000, is_padded), None, speedup)
 
 
 def padded(*rows):
@@ -31,7 +31,7 @@ def test_drafts_of_any_length_need_synchronous_scheduling():
 
 
 def test_a_shorter_draft_is_preferred_where_it_is_nearly_as_fast():
-    assert vllm_choice([path(8, 1, 1.985), path(16, 1, 2.0), *padded((1, 8, 1.5))], 1).max_draft == 8
+    assert vllm_choice([path(8, 1, 1.985), path(16, 1, 2.0), *padded((1, 8, 1.5))], 1).trial.max_draft == 8
 
 
 def test_where_padding_costs_little_asynchronous_scheduling_has_a_length_for_each_batch_size():
@@ -43,7 +43,7 @@ def test_where_padding_costs_little_asynchronous_scheduling_has_a_length_for_eac
 
 
 def test_drafts_that_are_not_worthwhile_are_not_padded():
-    assert not vllm_choice([path(4, 1, 0.9), *padded((1, 4, 0.9))], 1).is_padded
+    assert not vllm_choice([path(4, 1, 0.9), *padded((1, 4, 0.9))], 1).trial.is_padded
 
 
 @pytest.mark.parametrize(

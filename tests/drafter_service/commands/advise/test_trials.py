@@ -103,7 +103,7 @@ from tests.replay import recording_of
 
 if __name__ == "__main__":
     trials.usable_processors = lambda: {0, 1}
-    trials.INLINE_TOKENS = trials.REPORTED_TOKENS = 0
+    trials.INLINE_TOKENS = 0
     recording = recording_of(repeated_requests())
 
     def end(_):
