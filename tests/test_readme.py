@@ -1,4 +1,4 @@
-"""Commands in the README are correct, and examples in docs/api.md run."""
+"""Commands in the README are correct, and examples in docs/api.md and docs/replay.md run."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-IMPORTS, ONE, BATCH, KEEPING, CLIENT, ENGINE, ADAPTERS, INTERFACE = re.findall(
+IMPORTS, ONE, BATCH, KEEPING, REPLAY, CLIENT, ENGINE, ADAPTERS, INTERFACE = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL
 )
 """Python examples of docs/api.md, in their order."""
@@ -33,6 +33,14 @@ def test_the_library_examples_run(tmp_path, monkeypatch):
     assert (tmp_path / "corpus.ssd").exists()
 
 
+def test_the_replay_example_prints_what_it_says(capsys):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "replay.md").read_text(), re.DOTALL)
+    exec(example, {})
+    totals, each = capsys.readouterr().out.splitlines()
+    assert [f"{float(word):.2f}" for word in totals.split()] == re.search(r"# ([\d. ]+)\n", example)[1].split()
+    assert each == "[ 1.    11.875 23.75 ]"
+
+
 def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
     remote = re.sub(r"drafter = SuffixDrafter\(\)\n# (drafter = DrafterClient.*\n)", r"\1", BATCH)
     names = {}
@@ -44,7 +52,7 @@ def test_the_drafting_example_runs_with_a_sidecar(server, socket_address):
 
 def test_the_examples_of_the_interface_run(tmp_path, monkeypatch, capsys):
     [first] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    for example in (first, IMPORTS, ONE, CLIENT, INTERFACE):
+    for example in (first, IMPORTS, ONE, REPLAY, CLIENT, INTERFACE):
         exec(example, {})
     assert capsys.readouterr().out == "[4 5]\n[4 5]\n"
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+import ssd.replay
 from benchmarks.support.text import AT_ONCE, REQUEST_TOKENS, Writer
-from ssd.replay import RecordedRequest, Recording, Step
+from ssd.replay import RecordedRequest, Recording
 
 PROMPT = 64
 """Number of prompt tokens of a request, which has REQUEST_TOKENS tokens."""
@@ -29,7 +30,7 @@ class SimulatedEngine:
         self._recording = Recording.of([RecordedRequest(text[:at], text[at:]) for text, at in texts])
         self._waiting = itertools.cycle(range(AT_ONCE))
         self._counts = np.zeros((4, AT_ONCE), np.int64)
-        self._step = Step(self._recording, self._counts, max_draft)
+        self._step = ssd.replay.Step(self._recording, self._counts, max_draft)
         self._start(batch)
 
     @property
@@ -54,7 +55,7 @@ class SimulatedEngine:
             self._step.drop_ended()
             # Prompts run in a separate step. As with a real model, the drafter has then processed started and finished
             # requests before the next timed step.
-            prompts = Step(self._recording, self._counts, max_draft=1)
+            prompts = ssd.replay.Step(self._recording, self._counts, max_draft=1)
             for request in self._start(self._batch - len(self._step)):
                 prompts.add(request)
             self._drafter.draft(replace(prompts.progress(), cost=self._cost))
