@@ -11,7 +11,7 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind
+from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, Kind
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
