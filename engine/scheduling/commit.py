@@ -33,9 +33,7 @@ from ssd.kernels.jit import (
     Nothing,
     SourceCodes,
     Tokens,
-    TokensOut,
     kernel,
-    peek,
     poke,
 )
 
@@ -148,11 +146,3 @@ def commit_results(state, rows, admissions, results, sources, offsets, lengths, 
         ending += outcome != CONTINUES
         filled += row[COMPUTED] // page_size > row[REGISTERED]
     return producing, committed, accepted_tokens, ending, filled
-
-
-@kernel(Longs, Tokens, TokensOut, returns=Nothing)
-def copy_tokens(addresses, offsets, tokens):
-    """Copy runs of tokens to `tokens`, one after the other. addresses: int64 [B]. offsets: uint32 [B + 1]."""
-    for index in range(len(addresses)):
-        for place in range(offsets[index], offsets[index + 1]):
-            tokens[place] = peek(addresses[index], place - np.int64(offsets[index]))

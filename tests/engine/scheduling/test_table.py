@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine.drafters.reports import copy_tokens
 from engine.sampling.grammar import Grammar
 from engine.sampling.stopping import Stopping
 from engine.scheduling import commit, planning, table
@@ -77,7 +78,7 @@ class Requests:
         rows, texts = np.array([one.row for one in held], np.int64), [one.tokens[one.number % 2 :] for one in held]
         copied, starts = np.zeros(sum(map(len, texts)), np.uint32), self.table.state[rows, table.SEQUENCE_ID] % 2
         offsets = offsets_of(np.array([len(text) for text in texts], np.int64))
-        commit.copy_tokens(self.table.state[rows, table.TEXT] + 4 * starts, offsets, copied)
+        copy_tokens(self.table.state[rows, table.TEXT] + 4 * starts, offsets, copied)
         assert copied.tolist() == [token for text in texts for token in text]
         assert self.pages.arrays.unused[: self.pages.arrays.counts[0]].tolist() == self.twin_pages.unused
         assert self.pages._idle() == self.twin_pages.idle
