@@ -93,8 +93,8 @@ class GraphExecutor:
         if len(missing):
             self.grid.state.install(missing.tolist(), table.of(missing), texts=self.chain is not None)
             table.state[missing, ON_DEVICE] = 0
-        added = np.empty((3, plan.lacking_pages), np.int32)
-        count = new_pages(table.state, table.pages, rows, added)
+        added = np.empty((2, plan.lacking_pages), np.int64)
+        count = new_pages(table.state, table.pages, rows, self.grid.state.page_tables.shape[1], added)
         self.grid.state.add_pages(added[:, :count])
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:
