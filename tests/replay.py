@@ -74,19 +74,22 @@ def replayed(
     *,
     learn: bool = True,
     refreshes: bool = False,
+    within: bool = False,
     **options: object,
 ) -> Iterator[tuple[DraftBatch, np.ndarray, int]]:
     """Run one request whose greedy output is known: the slow twin of `ssd.replay.replay`.
 
     Yields the draft of each step, the output from there on and the number of accepted tokens. refreshes: whether all
-    text is indexed before each draft. options: those of `start`.
+    text is indexed before each draft. within: whether drafts end before the output's last token. options: those of
+    `start`.
     """
     drafter.start(sequence_id, prompt, **options)
     done, verified, last = 0, 0, np.empty(0, np.uint32)
     while done < len(output):
         if refreshes:
             drafter.corpus.refresh()
-        drafts = drafter.draft(progress_of({sequence_id: last}, limit, verified))
+        most = min(limit, len(output) - done - 1) if within else limit
+        drafts = drafter.draft(progress_of({sequence_id: last}, most, verified))
         verified, accepted = len(drafts.tokens), len(accepted_path(drafts, 0, output[done:]))
         yield drafts, output[done:], accepted
         last = output[done : done + accepted + 1]
@@ -96,7 +99,7 @@ def replayed(
 
 def replay_one(drafter: Drafter, *request: object, **options: object) -> int:
     """Run one request whose greedy output is known; return the number of steps. Arguments as of `replayed`."""
-    return sum(1 for _ in replayed(drafter, *request, **options))
+    return sum(1 for _ in replayed(drafter, *request, within=True, **options))
 
 
 def recording_of(requests: Sequence[tuple[Sequence[int], Sequence[int]]], **columns: Sequence[float]) -> Recording:
