@@ -1,20 +1,21 @@
-"""Settings, amounts of work, the model and the engines that all parts share."""
+"""Settings, amounts of work, the model, the engines and the figures that all parts share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
-from benchmarks.gpu.shapes import SHAPES, random_model
+from benchmarks.gpu.shapes import SHAPES, Ceilings, kv_bytes_per_token, random_model
 from benchmarks.support.resources import free_bytes
+from benchmarks.support.targets import Target
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
@@ -96,10 +97,36 @@ class Setting:
     attention: str
     """As in `choose_backend`."""
     shape: str
-    scale: Scale
+    """Key of `SHAPES`."""
+    scale: str
+    """Key of `SCALES`."""
     trace: Path | None
     in_flight: int | None = None
     """As in `EngineConfig`."""
+
+
+class SkippedError(Exception):
+    """Raised if a part cannot run here; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value."""
+
+    name: str
+    value: float
+    unit: str
+    of: int
+    """Number of values that it is the median of; 1 for a count or a derived value."""
+    target: Target | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """Additional values of the same run; names contain units."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the figure as a row of a document."""
+        value = round(self.value, 5)
+        row = {"name": self.name, "value": value} if self.target is None else self.target.row(self.name, value)
+        return {**row, "unit": self.unit, "of": self.of, "details": self.details}
 
 
 class Bench:
@@ -107,7 +134,7 @@ class Bench:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.scale = setting.scale
+        self.scale = SCALES[setting.scale]
         self.dtype = DTYPES[setting.dtype]
         self.on_gpu = setting.device.startswith("cuda")
 

@@ -11,13 +11,9 @@ from itertools import chain
 from statistics import median
 from time import sleep
 
-from benchmarks.gpu.bench import MAX_DRAFT, Bench
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.requests import Item
-from benchmarks.gpu.serving import Run, serve
-from benchmarks.gpu.stepping import WARM_STEPS, FixedDrafter, Stream, path, random_requests
-from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
-from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
+from benchmarks.gpu.bench import MAX_DRAFT, Bench, Figure
+from benchmarks.gpu.requests import Item, Run, Traffic, serve, shortened, traffic, warm_up
+from benchmarks.gpu.stepping import MIN_GAP_US, WARM_STEPS, FixedDrafter, Stream, gaps, path, random_requests, span
 from benchmarks.support.targets import at_least, at_most
 from drafter_service.observability.measuring.rounds import median_of, median_ratio
 from drafter_service.observability.measuring.sidecar import running_sidecar

@@ -10,11 +10,20 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.gpu.bench import CEILING_TRIES, MAX_DRAFT, Bench
-from benchmarks.gpu.estimate import overlapped_seconds, step_bytes, step_seconds
-from benchmarks.gpu.figures import Figure, SkippedError
-from benchmarks.gpu.stepping import FixedDrafter, binary_tree, path, ratios, time_steps
-from benchmarks.gpu.timeline import MIN_GAP_US, Interval, by_name, idle_share, span
+from benchmarks.gpu.bench import CEILING_TRIES, MAX_DRAFT, Bench, Figure, SkippedError
+from benchmarks.gpu.shapes import overlapped_seconds, step_bytes, step_seconds
+from benchmarks.gpu.stepping import (
+    MIN_GAP_US,
+    FixedDrafter,
+    Interval,
+    binary_tree,
+    by_name,
+    idle_share,
+    path,
+    ratios,
+    span,
+    time_steps,
+)
 from benchmarks.support.targets import at_least, at_most
 from ssd.baselines.none import NoDrafter
 
