@@ -6,14 +6,13 @@ llama-cpp-python needs the package gguf as well. The server is the command `llam
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import URLError
@@ -120,8 +119,7 @@ class ServerHost:
             command += ["--parallel", "1", "--threads", "1", "--threads-batch", "1", "--no-ui", "--cache-ram", "0"]
             command += ["--spec-type", method.rstrip("-0123456789"), *SERVER_FLAGS[method].split()]
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            # The benchmark ends this process with this signal.
-            signal.signal(signal.SIGTERM, lambda *_: (self._process.kill(), self._process.wait(), os._exit(0)))
+            Finalize(None, self._process.kill, exitpriority=1)  # at the end of this process
             self._await_start()
 
     def complete(self, prompt: str, max_tokens: int, is_useless: bool) -> tuple[list[int], int]:
