@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.evidence.results import FILE, PARTS, measure, read, write
+from benchmarks.evidence.measure import FILE, PARTS, measure, read, write
 from benchmarks.evidence.tables import DOCUMENTS, updated
 from benchmarks.priors import teacher_names, teachers_in
 from benchmarks.support.command import new_parser

@@ -1,15 +1,24 @@
-"""Replay a trace with all drafters that are installed, and keep what the tables need."""
+"""Replay traces with all drafters that are installed, and keep what the tables need in a file of results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks.priors import PRIOR, learn_all, write_left_out
+from benchmarks.support.command import RESULTS, ROOT, source_commit
 from benchmarks.support.drafters import Candidate, own_candidates, starting_from
 from benchmarks.support.peers import PEERS, missing, peer_candidates
 from benchmarks.support.scores import Row, best_rows, blocks, row_of
-from benchmarks.traces import Trace
+from benchmarks.traces import Trace, load_trace
+from drafter_service.observability.measuring.results import machine, versions
 
+FILE = RESULTS / "evidence.json"
+PARTS = ROOT / "build" / "evidence"
+"""Finished traces of a measurement, which continues with the others after an interruption."""
+PACKAGES = ("ssd-drafter", "numpy", "numba", "arctic-inference", "transformers")
 OUTPUT_TOKENS = 20_000
 """Output tokens of each trace that are replayed."""
 COSTS = (0.005, 0.02, 0.05, 0.1)
@@ -28,11 +37,49 @@ KEPT = (
 """Columns of the results. Durations are left out: `benchmarks.index` measures them under the same conditions."""
 
 Sections = dict[str, list[Row]]
+Document = dict[str, Any]
 
 
-def skipped() -> dict[str, str]:
-    """Return the drafters that cannot be replayed, with reasons."""
-    return {peer: reason for peer in PEERS if (reason := missing(peer))}
+def measure(paths: Sequence[Path], teachers: Mapping[str, Path], parts: Path, note: Callable[[str], None]) -> Document:
+    """Replay traces and return the document of results. Raises ValueError for a file that is not a trace.
+
+    teachers: see `benchmarks.priors.teachers_in`; SSD starts in each of them from values that the others taught, and in
+    other traces from the shipped ones. parts: folder for the results of each trace; those of the same commit and
+    versions are not measured again.
+    """
+    made_with = {"commit": source_commit(), "versions": versions(PACKAGES), "output_tokens": OUTPUT_TOKENS}
+    parts.mkdir(parents=True, exist_ok=True)
+    note("learning start values without each trace")
+    left_out = write_left_out(learn_all(teachers))
+    sections: Sections = {}
+    for path in paths:
+        part = parts / f"{path.stem}.json"
+        kept = json.loads(part.read_text()) if part.exists() else {}
+        if kept.get("made_with") != made_with:
+            trace = load_trace(path).first(OUTPUT_TOKENS)
+            kept = {"made_with": made_with, "sections": sections_of(trace, left_out.get(path.stem, PRIOR), note)}
+            part.write_text(json.dumps(kept))
+        for name, rows in kept["sections"].items():
+            sections.setdefault(name, []).extend(rows)
+    held_out = sorted(path.stem for path in paths if path.stem not in teachers)
+    skipped = {peer: reason for peer in PEERS if (reason := missing(peer))}
+    return {**machine(), **made_with, "held_out": held_out, "skipped": skipped, "sections": sections}
+
+
+def write(document: Document, path: Path = FILE) -> None:
+    """Write a document, a row on each line."""
+    head = {name: value for name, value in document.items() if name != "sections"}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    sections = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
+        for name, rows in document["sections"].items()
+    ]
+    path.write_text("{\n" + ",\n".join(lines) + ',\n"sections": {\n' + ",\n".join(sections) + "\n}\n}\n")
+
+
+def read(path: Path = FILE) -> Document:
+    """Read a document."""
+    return json.loads(path.read_text())
 
 
 def sections_of(trace: Trace, prior: Path, note: Callable[[str], None]) -> Sections:
