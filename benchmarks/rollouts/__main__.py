@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.rollouts.settings import Settings
+from benchmarks.rollouts.problems import Settings
 from benchmarks.support.command import new_parser
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     def log(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    from benchmarks.rollouts.page import render_page
-    from benchmarks.rollouts.report import document
-    from benchmarks.rollouts.runs import write_trace
+    from benchmarks.rollouts.runs import document, render_page, write_trace
     from benchmarks.support.targets import conclude
     from drafter_service.observability.measuring.results import machine
 

@@ -20,9 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollouts.engines import Engines, Sample
-from benchmarks.rollouts.problems import read_problems
+from benchmarks.rollouts.problems import Settings, read_problems
 from benchmarks.rollouts.runs import Run, Step
-from benchmarks.rollouts.settings import Settings
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.request import FinishReason
 
