@@ -1,4 +1,4 @@
-"""Texts that a sidecar has acknowledged, and how soon, and whether at all, other sidecars draft them.
+"""Texts that a sidecar has acknowledged: how soon, and whether at all, other sidecars draft them, and at what cost.
 
 Each text is unique: random tokens of the vocabulary. A sidecar has learned it if it drafts its end after its beginning.
 """
@@ -8,20 +8,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
-from benchmarks.cluster.engines import MODEL
-from benchmarks.cluster.topology import Node
-from benchmarks.support.sidecar_load import LONG_DEADLINE_S, texts_message
+from benchmarks.cluster.nodes import PROBE_TIMEOUT_S, Cluster, Node
+from benchmarks.support.sidecar_load import LONG_DEADLINE_S, NAMESPACE, Feed, texts_message
 from drafter_service.client import DrafterClient
 from drafter_service.client.identity import model_identity
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
+from engine.models.shipped import SHIPPED_MODEL
 from ssd.types import Progress
 
 TEXT_TOKENS, BEGINNINGS = 24, (16, 19, 22)
@@ -30,20 +30,11 @@ that often follow the last token elsewhere may be more likely than one that was 
 """
 MAX_DRAFT = 4
 INTERVAL_S = 0.25
-CALL_TIMEOUT_S = 2.0
-POLL_S = 0.001
-PROBE_TIMEOUT_S = 30.0
+DELAY_TIMEOUT_S = 30.0
 NO_TOKENS = np.empty(0, np.uint32)
-
-
-class Acknowledged(NamedTuple):
-    """A text that a sidecar has acknowledged."""
-
-    text: np.ndarray
-    """uint32 [TEXT_TOKENS]."""
-    node: Node
-    time: float
-    """Time of the acknowledgement, on the monotonic clock."""
+COST_TOKENS_PER_S, COST_S = 200_000, 8.0
+"""Text that the first sidecar learns while the cost of replication is measured."""
+CATCH_UP_S = 1.0
 
 
 class UniqueTexts:
@@ -51,7 +42,7 @@ class UniqueTexts:
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._vocabulary = model_identity(MODEL).vocab_size
+        self._vocabulary = model_identity(SHIPPED_MODEL).vocab_size
 
     def take(self) -> np.ndarray:
         """Return a text, uint32 [TEXT_TOKENS]."""
@@ -62,11 +53,11 @@ class UniqueTexts:
 class Reader:
     """Asks a sidecar for drafts as an engine of the cluster does."""
 
-    def __init__(self, node: Node) -> None:
-        self.client = DrafterClient(
-            node.address, model=model_identity(MODEL), deadline_s=LONG_DEADLINE_S, draft_shape="tree"
-        )
+    def __init__(self, address: str) -> None:
+        model = model_identity(SHIPPED_MODEL)
+        self._client = DrafterClient(address, model=model, deadline_s=LONG_DEADLINE_S, draft_shape="tree")
         self._ids = count()
+        self.close = self._client.close
 
     def knows(self, text: np.ndarray) -> bool:
         """Return whether the sidecar drafts the end of a text."""
@@ -75,39 +66,43 @@ class Reader:
     def _next_tokens(self, text: np.ndarray) -> np.ndarray:
         """Return the tokens that are drafted directly after a text."""
         sequence = next(self._ids)
-        self.client.start(sequence, text, learn=False)
-        draft = self.client.draft(Progress.of_one(sequence, NO_TOKENS, max_draft=MAX_DRAFT))
-        self.client.finish(sequence, NO_TOKENS, learn=False)
+        self._client.start(sequence, text, learn=False)
+        draft = self._client.draft(Progress.of_one(sequence, NO_TOKENS, max_draft=MAX_DRAFT))
+        self._client.finish(sequence, NO_TOKENS, learn=False)
         return draft.tokens[draft.parents < 0]
 
     def learn(self, text: np.ndarray) -> None:
         """Let a request with this text run and end."""
         sequence = next(self._ids)
-        self.client.start(sequence, text[: BEGINNINGS[0]])
-        self.client.finish(sequence, text[BEGINNINGS[0] :])
-
-    def close(self) -> None:
-        """Disconnect."""
-        self.client.close()
+        self._client.start(sequence, text[: BEGINNINGS[0]])
+        self._client.finish(sequence, text[BEGINNINGS[0] :])
 
 
 def measure_delays(nodes: Sequence[Node], probes: int) -> list[float]:
     """Return the seconds from the end of a request at the first node until the second one drafts its text."""
     texts, delays = UniqueTexts(1), []
-    first, second = Reader(nodes[0]), Reader(nodes[1])
-    for _ in range(probes):
-        text = texts.take()
-        first.learn(text)
-        began = time.monotonic()
-        while not second.knows(text):
-            if time.monotonic() - began > PROBE_TIMEOUT_S:
-                raise SystemExit(f"the second sidecar did not draft a text of the first within {PROBE_TIMEOUT_S} s")
-            time.sleep(POLL_S)
-        delays.append(time.monotonic() - began)
-        time.sleep(0.05)
-    first.close()
-    second.close()
+    with closing(Reader(nodes[0].address)) as first, closing(Reader(nodes[1].address)) as second:
+        for _ in range(probes):
+            text = texts.take()
+            first.learn(text)
+            began = time.monotonic()
+            while not second.knows(text):
+                if time.monotonic() - began > DELAY_TIMEOUT_S:
+                    raise SystemExit(f"the second sidecar did not draft a text of the first within {DELAY_TIMEOUT_S} s")
+                time.sleep(0.001)
+            delays.append(time.monotonic() - began)
+            time.sleep(0.05)
     return delays
+
+
+class Acknowledged(NamedTuple):
+    """A text that a sidecar has acknowledged."""
+
+    text: np.ndarray
+    """uint32 [TEXT_TOKENS]."""
+    node: Node
+    time: float
+    """Time of the acknowledgement, on the monotonic clock."""
 
 
 class SentTexts:
@@ -140,14 +135,13 @@ class SentTexts:
         missing = []
         until = time.monotonic() + wait_s
         for node in self._nodes:
-            reader = Reader(node)
             waiting = [each for each in self.acknowledged if not excused(each)]
-            while waiting := [each for each in waiting if not reader.knows(each.text)]:
-                if time.monotonic() > until:
-                    break
-                time.sleep(INTERVAL_S)
+            with closing(Reader(node.address)) as reader:
+                while waiting := [each for each in waiting if not reader.knows(each.text)]:
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(INTERVAL_S)
             missing += [(node.name, each) for each in waiting]
-            reader.close()
         return missing
 
     def _run(self) -> None:
@@ -163,12 +157,10 @@ class SentTexts:
 
 def observe(address: str, text: np.ndarray, namespace: str = "") -> bool:
     """Let a sidecar learn a text; return whether it has acknowledged it."""
+    request = pb.ObserveRequest(namespace=namespace or namespace_name(), texts=texts_message([text]))
     with grpc.insecure_channel(address) as channel:
         try:
-            DrafterServiceStub(channel).Observe(
-                pb.ObserveRequest(namespace=namespace or namespace_name(), texts=texts_message([text])),
-                timeout=CALL_TIMEOUT_S,
-            )
+            DrafterServiceStub(channel).Observe(request, timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError:
             return False
     return True
@@ -178,4 +170,37 @@ def namespace_name() -> str:
     """Return the name of the namespace of the cluster's engines."""
     from drafter_service.server.requests import default_namespace
 
-    return default_namespace(model_identity(MODEL))
+    return default_namespace(model_identity(SHIPPED_MODEL))
+
+
+def measure_cost(cluster: Cluster) -> dict[str, Any]:
+    """Let the first sidecar learn text that nobody drafts; return what replication costs each process for each token.
+
+    Every sidecar reads the whole log, including what it has written itself.
+    """
+    first, second = cluster.nodes
+    for node in cluster.nodes:
+        observe(node.address, np.arange(32, dtype=np.uint32), namespace=NAMESPACE)
+    processes = {"first sidecar": first.sidecar, "Redis": cluster.redis, "second sidecar": second.sidecar}
+    links = {"first sidecar": first.link, "second sidecar": second.link}
+    cpu_before = {name: process.usage().cpu_s for name, process in processes.items()}
+    bytes_before = {name: link.bytes for name, link in links.items()}
+    began = time.monotonic()
+    with Feed(first.address, COST_TOKENS_PER_S) as feed:
+        time.sleep(COST_S)
+    time.sleep(CATCH_UP_S)
+    seconds = time.monotonic() - began
+    result = {
+        "tokens_per_s": round(feed.tokens / seconds),
+        "cpu_us_per_token": {
+            name: round((process.usage().cpu_s - cpu_before[name]) / feed.tokens * 1e6, 3)
+            for name, process in processes.items()
+        },
+        "bytes_per_token": {
+            name: round((link.bytes - bytes_before[name]) / feed.tokens, 2) for name, link in links.items()
+        },
+    }
+    for node in cluster.nodes:
+        with node.stub() as stub:
+            stub.DropNamespace(pb.DropNamespaceRequest(namespace=NAMESPACE))
+    return result
