@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from benchmarks.cluster.nodes import Cluster, Node, Usage, add_engine_options, running_cluster, settings_of
+from benchmarks.cluster.nodes import Cluster, Node, Usage, add_options, check_options, running_cluster
 from benchmarks.cluster.texts import namespace_name
 from benchmarks.cluster.traffic import Record, Traffic, mixed_prompts
 from benchmarks.support.command import new_parser
@@ -42,11 +42,9 @@ from drafter_service.observability.pages.tables import html_table
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from engine.models.shipped import SHIPPED_MODEL
-from ssd.errors import UserError
 
-CAPACITY = 200_000
-"""Tokens of each namespace, so that the ring buffers are full after seconds."""
-LOG_TOKENS = 400_000
+SMALL = ("--capacity", "200k", "--set", "log.max_tokens=400000")
+"""Arguments of sidecars, with which the ring buffers are full after seconds."""
 RATE = 3.0
 """Requests per second: with everything else, about a third of two cores."""
 SAMPLE_S = 5.0
@@ -72,26 +70,20 @@ Document = dict[str, Any]
 def main() -> None:
     """Run the load and print the results."""
     parser = new_parser("soak", __doc__)
-    add_engine_options(parser)
+    add_options(parser, Path("build/soak"))
     parser.add_argument("--minutes", type=float, default=60.0, help=f"{MIN_MINUTES:g} at least (60)")
-    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder for results and logs")
     options = parser.parse_args()
     if options.minutes < MIN_MINUTES:
         parser.error(f"--minutes must be at least {MIN_MINUTES:g}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    try:
-        document = soak(options)
-    except UserError as problem:
-        raise SystemExit(str(problem)) from None
+    check_options(options)
+    document = soak(options)
     conclude("soak", document, render_page(document), options.out)
 
 
 def soak(options: argparse.Namespace) -> Document:
     """Run the load and return the document."""
-    environment = {"SSD_DRAFTER_LOG__MAX_TOKENS": str(LOG_TOKENS)}
-    settings = settings_of(options, capacity=CAPACITY, sidecar_environment=environment)
     seconds, samples = options.minutes * 60, list[Sample]()
-    with running_cluster(2, settings) as cluster, ExitStack() as stack:
+    with running_cluster(2, options, *SMALL) as cluster, ExitStack() as stack:
         for node, namespace in itertools.product(cluster.nodes, (NAMESPACE, namespace_name())):
             fill(node, namespace)
         traffic = Traffic(cluster.engine_ports, RATE)
@@ -109,7 +101,7 @@ def soak(options: argparse.Namespace) -> Document:
     errors = traffic.failures + [error for load in loads for error in load.errors]
     return {
         **machine(),
-        "engine": settings.engine,
+        "engine": options.engine,
         "errors": errors[:20],
         "error_count": len(errors),
         **figures(samples, traffic.records, began, ended, len(errors)),

@@ -8,17 +8,18 @@ the output. The exit code is 1 if a target was missed.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cluster.faults import FAULTS
-from benchmarks.cluster.nodes import Cluster, Settings, add_engine_options, running_cluster, settings_of
+from benchmarks.cluster.nodes import Cluster, add_options, check_options, running_cluster
 from benchmarks.cluster.texts import SentTexts, measure_cost, measure_delays
 from benchmarks.cluster.traffic import (
     MIXED_RATE,
@@ -26,7 +27,6 @@ from benchmarks.cluster.traffic import (
     ROUND,
     Meter,
     Recovery,
-    Totals,
     Traffic,
     all_prompts,
     mixed_prompts,
@@ -37,10 +37,9 @@ from benchmarks.cluster.traffic import (
 from benchmarks.support.command import new_parser
 from benchmarks.support.targets import at_least, at_most, conclude
 from drafter_service.observability.measuring.results import machine
-from ssd.errors import UserError
 
-COST = 0.02
-"""Fixed, so that the lengths of drafts do not depend on measured step times."""
+FIXED_COST = ("--capacity", "1M", "--set", "drafting.cost=0.02")
+"""Arguments of sidecars. With a fixed cost the lengths of drafts do not depend on measured step times."""
 PROBES = 120
 LEARNING_ROUNDS = 4
 """Rounds until the repeated traffic has been learned, and until durations of steps are known."""
@@ -65,9 +64,8 @@ BEGAN = time.monotonic()
 def main() -> None:
     """Run the benchmark."""
     parser = new_parser("cluster", __doc__)
-    add_engine_options(parser)
+    add_options(parser, Path("build/cluster"))
     parser.add_argument("--only", default=",".join(FAULTS), help=f"faults to cause ({','.join(FAULTS)}); '' for none")
-    parser.add_argument("--out", type=Path, default=Path("build/cluster"), help="folder for results and logs")
     options = parser.parse_args()
     faults = [name for name in options.only.split(",") if name]
     if unknown := set(faults) - set(FAULTS):
@@ -75,11 +73,8 @@ def main() -> None:
 
     from benchmarks.cluster.page import render_page
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    try:
-        document = run(settings_of(options, cost=COST), faults)
-    except UserError as problem:
-        raise SystemExit(str(problem)) from None
+    check_options(options)
+    document = run(options, faults)
     document["targets"] = targets(document)
     conclude("cluster", document, render_page(document), options.out)
 
@@ -89,13 +84,13 @@ def log(text: str) -> None:
     print(f"[{time.monotonic() - BEGAN:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def run(settings: Settings, faults: Sequence[str]) -> Document:
+def run(options: argparse.Namespace, faults: Sequence[str]) -> Document:
     """Run all parts; return the document."""
     log("one engine and one sidecar: starting")
-    with running_cluster(1, settings) as cluster:
+    with running_cluster(1, options, *FIXED_COST) as cluster:
         one = run_mixed(cluster)
     log("two engines and two sidecars: starting")
-    with running_cluster(2, settings) as cluster:
+    with running_cluster(2, options, *FIXED_COST) as cluster:
         two = run_mixed(cluster)
         cost = measure_cost(cluster)
         log(f"cost of replication: {cost['cpu_us_per_token']} us of processor time per token")
@@ -109,7 +104,7 @@ def run(settings: Settings, faults: Sequence[str]) -> Document:
     }
     return {
         **machine(),
-        "engine": settings.engine,
+        "engine": options.engine,
         "mixed": mixed,
         "processes": two["processes"],
         "cost": cost,
@@ -126,14 +121,16 @@ def run_mixed(cluster: Cluster) -> Document:
     traffic.run(mixed_prompts())
     seconds = time.monotonic() - began
     after = {process.name: process.usage() for process in cluster.processes}
-    totals = {node.name: read_totals(node.port) or Totals(0, 0) for node in cluster.nodes}
-    mean = tokens_per_step(totals.values())
+    totals = {node.name: read_totals(node.port) for node in cluster.nodes}
+    if missing := [name for name, total in totals.items() if total is None]:
+        raise SystemExit(f"engine {', '.join(missing)} does not answer")
+    mean = tokens_per_step(np.array([*totals.values()]))
     if mean is None:
         raise SystemExit("the engines made no tokens")
     log(f"mixed traffic: {mean:.3f} tokens per step, {len(traffic.failures)} failed")
     return {
         "tokens_per_step": mean,
-        "by_engine": {name: tokens_per_step([total]) for name, total in totals.items()},
+        "by_engine": {name: tokens_per_step(total) for name, total in totals.items()},
         "failed": len(traffic.failures),
         "processes": [
             {
@@ -153,12 +150,12 @@ def run_repeated(cluster: Cluster, faults: Sequence[str]) -> Document:
     meter = Meter(cluster.engine_ports)
     traffic = Traffic(cluster.engine_ports, RATE, meter.sample)
     with traffic.running(cycle(all_prompts()[:ROUND])):
-        wait_for_windows(meter, LEARNING_ROUNDS)
+        wait_for_rounds(meter, LEARNING_ROUNDS)
         delays = np.array(measure_delays(cluster.nodes, PROBES)) * 1000
         p50, p99 = (round(float(value), 1) for value in np.percentile(delays, (50, 99)))
         log(f"delay until the other sidecar drafts: p50 {p50} ms, p99 {p99} ms")
         effects = [cause(name, cluster, traffic, meter, seed) for seed, name in enumerate(faults, 2)]
-    first = meter.windows[0].began
+    first = meter.times[0]
     for fault in effects:
         for name in {"fault_at", "healed_at"} & fault.keys():
             fault[name] = round(fault[name] - first, 1)
@@ -167,12 +164,12 @@ def run_repeated(cluster: Cluster, faults: Sequence[str]) -> Document:
         "faults": effects,
         "windows": [
             {
-                "began": round(window.began - first, 1),
-                "ended": round(window.ended - first, 1),
-                "tokens_per_step": window.tokens_per_step,
-                "by_engine": [tokens_per_step([total]) for total in window.totals],
+                "began": round(began - first, 1),
+                "ended": round(ended - first, 1),
+                "tokens_per_step": tokens_per_step(later - earlier),
+                "by_engine": [tokens_per_step(total) for total in later - earlier],
             }
-            for window in meter.windows
+            for (began, earlier), (ended, later) in pairwise(zip(meter.times, meter.totals, strict=True))
         ],
         "requests": len(traffic.records),
         "different_outputs": sum(record.is_different for record in traffic.records),
@@ -189,7 +186,7 @@ def cause(name: str, cluster: Cluster, traffic: Traffic, meter: Meter, seed: int
         log(f"{fault.title}: skipped, {obstacle}")
         return {**result, "skipped": obstacle}
     failed_before, requests_before = len(traffic.failures), len(traffic.records)
-    wait_for_windows(meter, BEFORE_ROUNDS)
+    wait_for_rounds(meter, BEFORE_ROUNDS)
     sent = SentTexts(cluster.nodes, seed)
     with sent.running():
         time.sleep(1.0)
@@ -232,10 +229,10 @@ def summary(fault: Document) -> str:
     )
 
 
-def wait_for_windows(meter: Meter, number: int) -> None:
+def wait_for_rounds(meter: Meter, number: int) -> None:
     """Wait until the traffic has gone through this number of further rounds. Raises SystemExit if it takes too long."""
-    wanted = len(meter.windows) + number
-    if not wait_until(lambda: len(meter.windows) >= wanted, ROUNDS_TIMEOUT_S):
+    wanted = len(meter.times) + number
+    if not wait_until(lambda: len(meter.times) >= wanted, ROUNDS_TIMEOUT_S):
         raise SystemExit(
             f"the traffic did not go through {number} rounds within {ROUNDS_TIMEOUT_S:.0f} s; "
             "requests, or the engines' metrics, hang"
@@ -246,7 +243,7 @@ def await_recovery(meter: Meter, fault_at: float, healed_at: float) -> Recovery 
     """Wait until tokens per step are as before a fault, or for `RECOVERY_S`; return how they changed."""
 
     def seen() -> Recovery | None:
-        return recovery(meter.windows, fault_at, healed_at)
+        return recovery(meter.times, meter.totals, fault_at, healed_at)
 
     wait_until(lambda: (now := seen()) is not None and now.seconds is not None, RECOVERY_S + ROUND_S)
     return seen()

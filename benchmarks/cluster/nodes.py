@@ -18,26 +18,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.hosts.engines import HOSTS
+from benchmarks.hosts.engines import HOSTS, NULL_PROPOSER
 from benchmarks.support.command import ROOT
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.stubs.drafter_pb2_grpc import DrafterServiceStub
 from drafter_service.transport.wire import MESSAGE_SIZES
 from engine.models.shipped import SHIPPED_MODEL
-from ssd.errors import UserError
 
 HOST = "127.0.0.1"
+PYTHON_PATH = {"PYTHONPATH": str(ROOT)}
 MAX_DRAFT, MAX_SEQUENCES = 16, 32
 DEADLINE_S = 0.25
 """Longest time that a step of vLLM waits for a draft: long, so that a stalled machine causes a slow step and not a
@@ -50,38 +50,22 @@ START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S, PROBE_TIMEOUT_S = 300.0, 60.0, 
 REDIS_PERSISTENCE = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the cluster runs."""
-
-    engine: Literal["ssd", "vllm"]
-    python: Path
-    """Interpreter of the engines, if they are vLLM."""
-    logs: Path
-    """Folder for the output of all processes."""
-    capacity: int = 1_000_000
-    """Tokens that a sidecar remembers."""
-    cost: float | None = None
-    """Cost of verifying a token that sidecars assume; None: they learn the durations of steps, as by default."""
-    sidecar_environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the engines."""
+def add_options(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Add the options that choose the engines and the folder of results."""
     parser.add_argument("--engine", choices=("ssd", "vllm"), help="default: vllm if --hosts exists, else ssd")
     parser.add_argument("--hosts", type=Path, default=HOSTS, help=f"virtual environment with vLLM ({HOSTS})")
+    parser.add_argument("--out", type=Path, default=out, help="folder for results and logs")
 
 
-def settings_of(options: argparse.Namespace, **others: Any) -> Settings:
-    """Return the settings of the cluster from the options of the command line, which has --out too.
-
-    others: further fields of the settings. Raises SystemExit if vLLM is chosen and not installed.
-    """
+def check_options(options: argparse.Namespace) -> None:
+    """Choose the engine if none is given, and make the folder. Raises SystemExit if something is not installed."""
     python = options.hosts / "bin" / "python"
-    kind = options.engine or ("vllm" if python.exists() else "ssd")
-    if kind == "vllm" and not python.exists():
+    options.engine = options.engine or ("vllm" if python.exists() else "ssd")
+    if options.engine == "vllm" and not python.exists():
         raise SystemExit(f"there is no {python}; run `make hosts`, or choose --engine ssd")
-    return Settings(kind, python.absolute(), (options.out / "logs").absolute(), **others)
+    if shutil.which("redis-server") is None:
+        raise SystemExit("redis-server is not installed; run: apt-get install redis-server")
+    (options.out / "logs").mkdir(parents=True, exist_ok=True)
 
 
 class Usage(NamedTuple):
@@ -102,15 +86,15 @@ class ManagedProcess:
         self,
         name: str,
         command: Sequence[str],
-        log: Path,
+        logs: Path,
         is_ready: Callable[[], bool],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """name: for reports. log: file to which the output is appended. environment: variables besides the current."""
+        """name: for reports. logs: folder for the output. environment: variables besides the current."""
         self.name = name
         self.command = list(command)
         self.environment = dict(environment or {})
-        self._log, self._is_ready = log, is_ready
+        self._log, self._is_ready = logs / f"{name.replace(' ', '-')}.log", is_ready
         self._process: psutil.Popen | None = None
         self._past_cpu_s = 0.0
 
@@ -228,7 +212,9 @@ class Link(ThreadingTCPServer):
 class Node:
     """An engine, its sidecar, and the sidecar's link to Redis."""
 
-    def __init__(self, name: str, folder: Path, redis_port: int, settings: Settings) -> None:
+    def __init__(
+        self, name: str, folder: Path, redis_port: int, options: argparse.Namespace, sidecar_arguments: Sequence[str]
+    ) -> None:
         self.name = name
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True)
@@ -242,16 +228,15 @@ class Node:
         self.metrics = f"{HOST}:{free_port()}"
         """Address of the sidecar's metrics."""
         command = [sys.executable, "-m", "drafter_service.commands.main", "serve", "--log-level", "warning"]
-        command += ["--listen", self.address, "--capacity", str(settings.capacity), "--metrics", self.metrics]
+        command += ["--listen", self.address, "--metrics", self.metrics]
         command += ["--snapshot-folder", str(self.snapshots), "--set", f"snapshots.interval_s={SNAPSHOT_S}"]
         command += ["--log", f"redis://{HOST}:{self.link.server_address[1]}"]
-        command += [] if settings.cost is None else ["--set", f"drafting.cost={settings.cost}"]
-        environment = {"PYTHONPATH": str(ROOT), **settings.sidecar_environment}
-        log = settings.logs / f"sidecar-{name}.log"
-        self.sidecar = ManagedProcess(f"sidecar {name}", command, log, lambda: is_serving(self.address), environment)
-        command, environment = engine_command(settings, self.port, self.address)
-        log = settings.logs / f"engine-{name}.log"
-        self.engine = ManagedProcess(f"engine {name}", command, log, lambda: is_healthy(self.port), environment)
+        logs = options.out / "logs"
+        self.sidecar = ManagedProcess(
+            f"sidecar {name}", [*command, *sidecar_arguments], logs, lambda: is_serving(self.address), PYTHON_PATH
+        )
+        command, environment = engine_command(options, self.port, self.address)
+        self.engine = ManagedProcess(f"engine {name}", command, logs, lambda: is_healthy(self.port), environment)
 
     @contextmanager
     def stub(self) -> Iterator[DrafterServiceStub]:
@@ -265,25 +250,21 @@ class Node:
             return json.loads(stub.Report(pb.ReportRequest(), timeout=CALL_TIMEOUT_S).json)
 
 
-def engine_command(settings: Settings, port: int, sidecar: str) -> tuple[list[str], dict[str, str]]:
+def engine_command(options: argparse.Namespace, port: int, sidecar: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of an engine that drafts with a sidecar, and variables of its environment."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    if settings.engine == "ssd":
+    environment = {**PYTHON_PATH, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    if options.engine == "ssd":
         arguments = ["-m", "engine.commands.main", "serve", "--port", str(port), "--threads", "1"]
         arguments += ["--drafter", "ssd-remote", "--address", sidecar, "--max-draft", str(MAX_DRAFT)]
         arguments += ["--max-sequences", str(MAX_SEQUENCES), "--kv-memory", "128"]
         return [sys.executable, *arguments], environment
-    speculation = {
-        "method": "custom_class",
-        "model": "drafter_service.plugins.vllm.NullProposer",
-        "num_speculative_tokens": MAX_DRAFT,
-    }
+    folder = (options.hosts / "bin").absolute()
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(SHIPPED_MODEL)]
     arguments += ["--served-model-name", SHIPPED_MODEL.name]
     arguments += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
     arguments += ["--max-num-seqs", str(MAX_SEQUENCES), "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", "drafter_service.plugins.vllm.Scheduler"]
-    arguments += ["--speculative-config", json.dumps(speculation)]
+    arguments += ["--speculative-config", json.dumps({**NULL_PROPOSER, "num_speculative_tokens": MAX_DRAFT})]
     environment |= {
         "SSD_PLUGIN": json.dumps({"sidecar": sidecar, "deadline_s": DEADLINE_S}),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -292,11 +273,11 @@ def engine_command(settings: Settings, port: int, sidecar: str) -> tuple[list[st
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # vLLM starts commands of its environment.
-        "PATH": f"{settings.python.parent}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
     }
     # The workers of vLLM spin while they wait. The last core is left to the other processes.
     cores = f"0-{max(0, (os.cpu_count() or 1) - 2)}"
-    return ["taskset", "--cpu-list", cores, str(settings.python), *arguments], environment
+    return ["taskset", "--cpu-list", cores, str(folder / "python"), *arguments], environment
 
 
 @dataclass
@@ -319,18 +300,14 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(count: int, settings: Settings) -> Iterator[Cluster]:
-    """Run a cluster of this number of nodes. Raises UserError if Redis is not installed, SystemExit if a process
-    ends."""
-    if shutil.which("redis-server") is None:
-        raise UserError("redis-server is not installed; run: apt-get install redis-server")
-    settings.logs.mkdir(parents=True, exist_ok=True)
+def running_cluster(count: int, options: argparse.Namespace, *sidecar_arguments: str) -> Iterator[Cluster]:
+    """Run a cluster of this number of nodes. options: see `check_options`. Raises SystemExit if a process ends."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-")))
         port = free_port()
         command = ["redis-server", "--bind", HOST, "--port", str(port), "--dir", str(folder), *REDIS_PERSISTENCE]
-        redis = ManagedProcess("Redis", command, settings.logs / "redis.log", lambda: accepts(port))
-        nodes = [Node(name, folder / name, port, settings) for name in "ab"[:count]]
+        redis = ManagedProcess("Redis", command, options.out / "logs", lambda: accepts(port))
+        nodes = [Node(name, folder / name, port, options, sidecar_arguments) for name in "ab"[:count]]
         for node in nodes:
             stack.enter_context(node.link.running())
             node.has_disk = mount(node.snapshots)

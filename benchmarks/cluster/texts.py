@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import grpc
@@ -37,17 +37,12 @@ COST_TOKENS_PER_S, COST_S = 200_000, 8.0
 CATCH_UP_S = 1.0
 
 
-class UniqueTexts:
-    """Texts that do not occur elsewhere. One thread may use it."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-        self._vocabulary = model_identity(SHIPPED_MODEL).vocab_size
-
-    def take(self) -> np.ndarray:
-        """Return a text, uint32 [TEXT_TOKENS]."""
+def unique_texts(seed: int) -> Iterator[np.ndarray]:
+    """Yield texts that do not occur elsewhere, uint32 [TEXT_TOKENS]."""
+    random, vocabulary = np.random.default_rng(seed), model_identity(SHIPPED_MODEL).vocab_size
+    while True:
         # A token that occurs twice could be followed in the draft by what followed it before.
-        return self._random.choice(self._vocabulary, TEXT_TOKENS, replace=False).astype(np.uint32)
+        yield random.choice(vocabulary, TEXT_TOKENS, replace=False).astype(np.uint32)
 
 
 class Reader:
@@ -80,10 +75,9 @@ class Reader:
 
 def measure_delays(nodes: Sequence[Node], probes: int) -> list[float]:
     """Return the seconds from the end of a request at the first node until the second one drafts its text."""
-    texts, delays = UniqueTexts(1), []
+    delays = []
     with closing(Reader(nodes[0].address)) as first, closing(Reader(nodes[1].address)) as second:
-        for _ in range(probes):
-            text = texts.take()
+        for text in islice(unique_texts(1), probes):
             first.learn(text)
             began = time.monotonic()
             while not second.knows(text):
@@ -110,7 +104,7 @@ class SentTexts:
 
     def __init__(self, nodes: Sequence[Node], seed: int) -> None:
         self._nodes = nodes
-        self._texts = UniqueTexts(seed)
+        self._texts = unique_texts(seed)
         self._stopping = threading.Event()
         self.acknowledged: list[Acknowledged] = []
         self.refused = 0
@@ -148,7 +142,7 @@ class SentTexts:
         for number in count():
             if self._stopping.wait(INTERVAL_S):
                 return
-            node, text = self._nodes[number % len(self._nodes)], self._texts.take()
+            node, text = self._nodes[number % len(self._nodes)], next(self._texts)
             if observe(node.address, text):
                 self.acknowledged.append(Acknowledged(text, node, time.monotonic()))
             else:

@@ -6,6 +6,7 @@ latency.
 
 from __future__ import annotations
 
+import bisect
 import http.client
 import json
 import re
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 from urllib.request import urlopen
+
+import numpy as np
 
 from benchmarks.cluster.nodes import HOST, PROBE_TIMEOUT_S
 from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
@@ -32,7 +35,7 @@ MIXED_REQUESTS, MIXED_RATE, MIXED_SEED = 120, 2.5, 1
 COUNTERS = ("vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 """Both engines have these names."""
 BEFORE_WINDOWS = 3
-"""Windows before a fault with which those after it are compared."""
+"""Windows between samples before a fault with which those after it are compared."""
 AFTER_WINDOWS = 2
 """Consecutive windows that together must be near the value before a fault, since single ones vary."""
 TOLERANCE = 0.02
@@ -139,34 +142,8 @@ def complete(ports: Sequence[int], prompt: str) -> str:
     return json.loads(content)["choices"][0]["text"]
 
 
-class Totals(NamedTuple):
-    """Counts of an engine since it started, or during a period."""
-
-    tokens: float
-    """Output tokens."""
-    accepted: float
-    """Draft tokens that were accepted."""
-
-    def since(self, earlier: Totals) -> Totals:
-        """Return what was counted after `earlier`; everything, if the engine has started again in between."""
-        if self.tokens < earlier.tokens:
-            return self
-        return Totals(*(now - then for now, then in zip(self, earlier, strict=True)))
-
-
-NOTHING = Totals(0, 0)
-
-
-def tokens_per_step(parts: Iterable[Totals]) -> float | None:
-    """Return output tokens per step of a request, where each step gives one token more than were accepted; None if
-    there were none.
-    """
-    tokens, accepted = map(sum, zip(NOTHING, *parts, strict=True))
-    return tokens / (tokens - accepted) if tokens > accepted else None
-
-
-def read_totals(port: int) -> Totals | None:
-    """Return the totals of the engine at a port; None if it does not answer."""
+def read_totals(port: int) -> np.ndarray | None:
+    """Return the output tokens of an engine and those that were drafted, float64 [2]; None if it does not answer."""
     try:
         with urlopen(f"http://{HOST}:{port}/metrics", timeout=PROBE_TIMEOUT_S) as answer:
             page = answer.read().decode()
@@ -174,22 +151,17 @@ def read_totals(port: int) -> Totals | None:
         return None
     # Sums over the labels of a counter.
     found = (re.findall(rf"^{name}{{[^}}]*}} (\S+)", page, re.MULTILINE) for name in COUNTERS)
-    return Totals(*(sum(map(float, values)) for values in found))
+    return np.array([sum(map(float, values)) for values in found])
 
 
-class Window(NamedTuple):
-    """The period between two samples: about one round of the traffic."""
+def tokens_per_step(totals: np.ndarray) -> float | None:
+    """Return output tokens per step of a request, where each step gives one token more than were accepted; None if
+    there were none.
 
-    began: float
-    """Time on the monotonic clock."""
-    ended: float
-    totals: tuple[Totals, ...]
-    """By engine; zeros for one that did not answer."""
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Tokens per step of all engines."""
-        return tokens_per_step(self.totals)
+    totals: output tokens and accepted draft tokens, float64 [2] or [engines, 2].
+    """
+    tokens, accepted = np.reshape(totals, (-1, 2)).sum(axis=0).tolist()
+    return tokens / (tokens - accepted) if tokens > accepted else None
 
 
 class Meter:
@@ -197,23 +169,25 @@ class Meter:
 
     def __init__(self, ports: Sequence[int]) -> None:
         self._ports = ports
-        self._last: list[Totals] | None = None
-        self._last_time = 0.0
+        self._read = np.zeros((len(ports), 2))
         self._lock = threading.Lock()
-        self.windows: list[Window] = []
+        self.times: list[float] = []
+        """Time of each sample, on the monotonic clock: about one for each round of the traffic."""
+        self.totals: list[np.ndarray] = []
+        """Output tokens and accepted draft tokens so far, float64 [engines, 2] for each sample."""
 
     def sample(self) -> None:
-        """Read the totals, and add the window since the last sample."""
+        """Read the totals."""
         with self._lock:
-            now = time.monotonic()
-            read = [read_totals(port) for port in self._ports]
-            last = self._last or [NOTHING] * len(read)
-            # An engine that does not answer is counted later, or has lost its counts.
-            known = [then if total is None else total for total, then in zip(read, last, strict=True)]
-            if self._last is not None:
-                parts = tuple(total.since(then) for total, then in zip(known, last, strict=True))
-                self.windows.append(Window(self._last_time, now, parts))
-            self._last, self._last_time = known, now
+            now, totals = time.monotonic(), self.totals[-1].copy() if self.totals else np.zeros_like(self._read)
+            for engine, port in enumerate(self._ports):
+                found = read_totals(port)
+                if found is not None:  # Otherwise it is counted later, or has lost its counts.
+                    is_same = found[0] >= self._read[engine, 0]
+                    totals[engine] += found - self._read[engine] if is_same else found
+                    self._read[engine] = found
+            self.times.append(now)
+            self.totals.append(totals)
 
 
 class Recovery(NamedTuple):
@@ -221,31 +195,31 @@ class Recovery(NamedTuple):
 
     before: float
     lowest: float
-    """The lowest of a single window from the fault until the recovery."""
+    """The lowest between two samples from the fault until the recovery."""
     after: float
     """Tokens per step in the windows that show the recovery, or in the last ones."""
     seconds: float | None
-    """From the end of the fault to the end of the window that shows the recovery; None if there was none."""
+    """From the end of the fault to the first sample after which they are as before; None if there is none."""
     ratio: float
     """Tokens per step after the fault, relative to those before it."""
 
 
-def recovery(windows: Sequence[Window], fault_at: float, healed_at: float) -> Recovery | None:
-    """Return how tokens per step recovered; None if there are too few windows."""
-    before = [window for window in windows if window.ended <= fault_at][-BEFORE_WINDOWS:]
-    later = [window for window in windows if window.ended > fault_at and window.tokens_per_step is not None]
-    pairs = [
-        later[at : at + AFTER_WINDOWS] for at in range(len(later) - AFTER_WINDOWS + 1) if later[at].began >= healed_at
-    ]
-    expected = _mean(before)
-    if expected is None or not pairs:
+def recovery(
+    times: Sequence[float], totals: Sequence[np.ndarray], fault_at: float, healed_at: float
+) -> Recovery | None:
+    """Return how tokens per step recovered; None if there are too few samples. times, totals: as in `Meter`."""
+
+    def rate(first: int, last: int) -> float:
+        return tokens_per_step(totals[last] - totals[first]) or 0.0
+
+    last_before = bisect.bisect_right(times, fault_at) - 1
+    before = rate(max(0, last_before - BEFORE_WINDOWS), last_before)
+    healed = bisect.bisect_left(times, healed_at)
+    rates = {at: rate(at, at + AFTER_WINDOWS) for at in range(healed, len(times) - AFTER_WINDOWS)}
+    if not before or not rates:
         return None
-    shown = next((pair for pair in pairs if (_mean(pair) or 0) >= (1 - TOLERANCE) * expected), None)
-    pair = shown or pairs[-1]
-    until, after = pair[0].ended, _mean(pair) or 0.0
-    lowest = min(window.tokens_per_step or 0.0 for window in later if window.ended <= until)
-    return Recovery(expected, lowest, after, until - healed_at if shown else None, after / expected)
-
-
-def _mean(windows: Sequence[Window]) -> float | None:
-    return tokens_per_step(total for window in windows for total in window.totals)
+    at = next((at for at, after in rates.items() if after >= (1 - TOLERANCE) * before), None)
+    shown = max(rates) if at is None else at
+    lowest = min(rate(window, window + 1) for window in range(last_before, shown + 1))
+    seconds = None if at is None else times[at + 1] - healed_at
+    return Recovery(before, lowest, rates[shown], seconds, rates[shown] / before)

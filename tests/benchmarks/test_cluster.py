@@ -6,17 +6,19 @@ import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
 from benchmarks import soak
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster import faults
+from benchmarks.cluster import faults, traffic
 from benchmarks.cluster.nodes import Link, ManagedProcess, Usage
-from benchmarks.cluster.texts import Acknowledged, SentTexts, UniqueTexts, observe
-from benchmarks.cluster.traffic import Totals, Traffic, Window, read_totals, recovery, tokens_per_step
+from benchmarks.cluster.texts import Acknowledged, SentTexts, observe, unique_texts
+from benchmarks.cluster.traffic import Meter, Traffic, read_totals, recovery, tokens_per_step
 from tests.drafter_service.raw import eventually
 from tests.redis import free_port
 from tests.servers import served
@@ -54,33 +56,33 @@ def engine(*, dies=False):
 
 def test_requests_go_to_the_engines_in_turn_and_are_timed_from_when_they_were_due():
     with engine() as one, engine() as other:
-        traffic = Traffic([one.server_port, other.server_port], rate=1000)
-        traffic.run(["a", "b", "c", "d"])
+        sent = Traffic([one.server_port, other.server_port], rate=1000)
+        sent.run(["a", "b", "c", "d"])
     assert one.received == other.received == 2
-    assert traffic.failures == []
-    due = sorted(record.due for record in traffic.records)
+    assert sent.failures == []
+    due = sorted(record.due for record in sent.records)
     assert [each - due[0] for each in due] == pytest.approx([0, 0.001, 0.002, 0.003], abs=1e-7)
 
 
 def test_a_request_goes_to_another_engine_if_one_refuses_or_ends_the_connection():
     with engine() as working, engine(dies=True) as dying:
-        traffic = Traffic([free_port(), dying.server_port, working.server_port], rate=1000)
-        traffic.run(["a", "b", "c"])
-    assert traffic.failures == []
+        sent = Traffic([free_port(), dying.server_port, working.server_port], rate=1000)
+        sent.run(["a", "b", "c"])
+    assert sent.failures == []
     assert working.received == 3
 
 
 def test_a_request_fails_if_no_engine_answers():
-    traffic = Traffic([free_port(), free_port()], rate=1000)
-    traffic.run(["a"])
-    assert traffic.failures[0].startswith("ConnectionRefusedError")
+    sent = Traffic([free_port(), free_port()], rate=1000)
+    sent.run(["a"])
+    assert sent.failures[0].startswith("ConnectionRefusedError")
     assert read_totals(free_port()) is None
 
 
 def test_traffic_that_hangs_ends_the_run(monkeypatch):
     monkeypatch.setattr(command, "ROUNDS_TIMEOUT_S", -1)
     with pytest.raises(SystemExit, match="did not go through 2 rounds"):
-        command.wait_for_windows(SimpleNamespace(windows=[]), 2)
+        command.wait_for_rounds(SimpleNamespace(times=[]), 2)
 
 
 def test_a_link_that_is_cut_holds_bytes_until_it_is_healed():
@@ -113,9 +115,7 @@ def test_a_process_is_killed_with_its_children_and_keeps_its_processor_time(tmp_
     busy = f"import os, time; sum(range(10**7)); open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     child.touch()
-    process = ManagedProcess(
-        "parent", [sys.executable, "-c", parent], tmp_path / "log", lambda: bool(child.read_text())
-    )
+    process = ManagedProcess("parent", [sys.executable, "-c", parent], tmp_path, lambda: bool(child.read_text()))
     process.start()
     process.await_ready()
     used = process.usage()
@@ -128,17 +128,16 @@ def test_a_process_is_killed_with_its_children_and_keeps_its_processor_time(tmp_
 
 
 def test_a_process_that_ends_is_not_ready(tmp_path):
-    process = ManagedProcess("broken", [sys.executable, "-c", "1/0"], tmp_path / "log", lambda: False)
+    process = ManagedProcess("broken", [sys.executable, "-c", "1/0"], tmp_path, lambda: False)
     process.start()
     with pytest.raises(SystemExit, match=r"broken did not start; see .*log"):
         process.await_ready()
-    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
+    assert "ZeroDivisionError" in (tmp_path / "broken.log").read_text()
 
 
 def test_acknowledged_texts_that_a_sidecar_does_not_draft_are_lost(tmp_path):
     address = f"unix:{tmp_path}/drafter.sock"
-    texts = UniqueTexts(0)
-    kept, lost, excused = (texts.take() for _ in range(3))
+    kept, lost, excused = islice(unique_texts(0), 3)
     with served("--listen", address, "--capacity", "300k"):
         node = SimpleNamespace(name="a", address=address)
         assert observe(address, kept)
@@ -188,25 +187,32 @@ def test_targets_count_faults_without_effect_and_without_recovery():
 
 
 def test_each_step_gives_one_token_more_than_were_accepted():
-    assert tokens_per_step([Totals(tokens=15, accepted=12), Totals(tokens=5, accepted=3)]) == 4
-    assert tokens_per_step([]) is None
-    # An engine that has started again is counted from its start.
-    assert Totals(30, 10).since(Totals(20, 8)) == Totals(10, 2)
-    assert Totals(5, 1).since(Totals(20, 8)) == Totals(5, 1)
+    assert tokens_per_step(np.array([[15, 12], [5, 3]])) == tokens_per_step(np.array([20, 15])) == 4
+    assert tokens_per_step(np.zeros(2)) is None
 
 
-def windows(*values):
-    """Return windows of 10 s with these numbers of tokens per step."""
-    return [Window(10.0 * at, 10.0 * (at + 1), (Totals(1000, 1000 - 1000 / value),)) for at, value in enumerate(values)]
+def test_an_engine_that_has_started_again_is_counted_from_its_start(monkeypatch):
+    answers = iter([(20, 8), (30, 10), None, (5, 1), (6, 1)])
+    monkeypatch.setattr(traffic, "read_totals", lambda _port: None if (it := next(answers)) is None else np.array(it))
+    meter = Meter([1])
+    for _ in range(5):
+        meter.sample()
+    assert [total.tolist() for total in meter.totals] == [[[20, 8]], [[30, 10]], [[30, 10]], [[35, 11]], [[36, 11]]]
+
+
+def samples(*rates):
+    """Return samples every 10 s, with these numbers of tokens per step between them."""
+    counts = np.array([(0, 0), *((1000, 1000 - 1000 / rate) for rate in rates)]).cumsum(axis=0)
+    return [10.0 * at for at in range(len(counts))], [count[None] for count in counts]
 
 
 def test_recovery_is_shown_by_two_windows_after_the_fault():
     """The fault is within the fourth window, and ends within the fifth; the seventh is near the value before."""
-    seen = recovery(windows(4, 4, 4, 2, 3, 3.5, 4, 4, 4), fault_at=31, healed_at=44)
+    seen = recovery(*samples(4, 4, 4, 2, 3, 3.5, 4, 4, 4), fault_at=31, healed_at=44)
     assert seen == (pytest.approx(4), pytest.approx(2), pytest.approx(4), 26, pytest.approx(1))
-    seen = recovery(windows(4, 4, 4, 2, 2, 3, 3.8, 3.8), fault_at=31, healed_at=44)
+    seen = recovery(*samples(4, 4, 4, 2, 2, 3, 3.8, 3.8), fault_at=31, healed_at=44)
     assert (seen.seconds, seen.ratio) == (None, pytest.approx(0.95))
-    assert recovery(windows(4, 4, 4, 2, 2), fault_at=31, healed_at=44) is None
+    assert recovery(*samples(4, 4, 4, 2, 2), fault_at=31, healed_at=44) is None
 
 
 def test_a_process_is_compared_by_mean_memory_and_by_the_least_number_of_threads():
