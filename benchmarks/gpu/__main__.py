@@ -120,23 +120,12 @@ def run(parts: Sequence[Part], options: argparse.Namespace, path: Path) -> Docum
         result = run_part(part, Setting(**settings), left)
         left = max(0.0, left - result["seconds"])
         document["parts"].append({**result, "commit": document["commit"]})
-        print("\n".join(lines_of(result)), flush=True)
+        for row in result["figures"]:
+            print("  " + "  ".join(figure_row(row)), flush=True)
+        print(f"  {result['seconds']} s, {ending(result)}", flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
     return document
-
-
-def lines_of(result: Document) -> list[str]:
-    """Return a part's figures as lines of text."""
-    lines = [f"  {row['value']:10.3f} {row['unit']:12} {row['name']}{verdict(row)}" for row in result["figures"]]
-    return [*lines, f"  {result['status']}, {result['seconds']} s{': ' if result['reason'] else ''}{result['reason']}"]
-
-
-def verdict(row: Document) -> str:
-    """Return whether a figure reaches its target, as text."""
-    if "target" not in row:
-        return ""
-    return f" ({row['sense']} {row['target']:g}: {'reached' if row['met'] else 'NOT reached'})"
 
 
 def new_results_path(folder: Path, date: str) -> Path:
@@ -170,17 +159,7 @@ def tables(document: Document) -> str:
     """Return the Markdown between the markers."""
     settings, parts = document["settings"], document["parts"]
     known = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
-    figures = [
-        (
-            row["name"],
-            f"{row['value']:,.4g} {row['unit']}",
-            str(row["of"]),
-            f"{row['sense']} {row['target']:g}" if "target" in row else "",
-            {None: "", True: "reached", False: "**not reached**"}[row.get("met")],
-        )
-        for part in parts
-        for row in part["figures"]
-    ]
+    figures = [figure_row(row) for part in parts for row in part["figures"]]
     endings = [(part["name"], part["title"], ending(part), f"{part['seconds']:g}", part["commit"]) for part in parts]
     return "\n".join(
         (
@@ -192,6 +171,13 @@ def tables(document: Document) -> str:
             markdown_table(("part", "question", "ended", "s", "commit"), endings),
         )
     )
+
+
+def figure_row(row: Document) -> tuple[str, str, str, str, str]:
+    """Return the name of a figure, its value, the number of values that it is the median of, its target and verdict."""
+    target = f"{row['sense']} {row['target']:g}" if "target" in row else ""
+    verdict = {None: "", True: "reached", False: "**not reached**"}[row.get("met")]
+    return row["name"], f"{row['value']:,.4g} {row['unit']}", str(row["of"]), target, verdict
 
 
 def ending(part: Document) -> str:

@@ -178,16 +178,16 @@ def until(end: int, tokens: list[int]) -> list[int]:
 
 def open_llama(host: str, method: str) -> RunTask:
     """Return a function that runs a task, one request at a time."""
-    llama = LLAMA_HOSTS[host](SHIPPED_MODEL, method, MAX_DRAFT)
+    complete, cpu_seconds = LLAMA_HOSTS[host](method, MAX_DRAFT)
 
     def run_task(task: Task) -> Run:
-        run, cpu = Run(), llama.cpu_seconds()
+        run, began = Run(), cpu_seconds()
         with Timer() as timer:
             for prompt in task.prompts:
-                output, steps = llama.complete(prompt, task.max_tokens, task.is_useless)
+                output, steps = complete(prompt, task.max_tokens, task.is_useless)
                 run.outputs.append(output)
                 run.request_steps += steps
-        run.wall_s, run.cpu_s = timer.wall_s, llama.cpu_seconds() - cpu
+        run.wall_s, run.cpu_s = timer.wall_s, cpu_seconds() - began
         return run
 
     return run_task

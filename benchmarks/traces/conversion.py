@@ -214,26 +214,17 @@ def arrivals(sessions: Iterable[Session]) -> Iterator[tuple[int, int, Session]]:
 
 
 def _arrays(requests: Sequence[tuple[int, int, Session]]) -> Arrays:
-    tokens: list[np.ndarray] = []
-    columns: dict[str, list[int]] = {
-        name: [] for name in ("prompt_len", "output_len", "session", "turn", "group", "shared_prefix")
-    }
+    tokens, rows = list[np.ndarray](), list[tuple[int, ...]]()
     groups: dict[str, int] = {}
     for number, turn, session in requests:
         prompt, output = session.turns[turn]
         before = list(itertools.chain(*session.turns[turn - 1])) if turn else []
-        row = (
-            len(prompt),
-            len(output),
-            number,
-            turn,
-            groups.setdefault(session.task, len(groups)),
-            _shared(before, prompt),
-        )
-        for column, value in zip(columns.values(), row, strict=True):
-            column.append(value)
+        group = groups.setdefault(session.task, len(groups))
+        rows.append((len(prompt), len(output), number, turn, group, _shared(before, prompt)))
         tokens.append(np.array(prompt + output, np.uint32))
-    return {"tokens": np.concatenate(tokens)} | {name: np.array(column, np.int32) for name, column in columns.items()}
+    names = ("prompt_len", "output_len", "session", "turn", "group", "shared_prefix")
+    columns = np.ascontiguousarray(np.array(rows, np.int32).T)
+    return {"tokens": np.concatenate(tokens), **dict(zip(names, columns, strict=True))}
 
 
 def _shared(before: Sequence[int], prompt: Sequence[int]) -> int:
