@@ -109,8 +109,13 @@ def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
     concurrent: number of requests that run at once, summed over the rounds. With fewer than two conversations for each
     of them, turns do not wait for earlier ones, because that would lower the concurrency.
     """
-    trace = read_trace(bench)
-    cap = bench.scale.prompt_tokens
+    path, cap = bench.setting.trace, bench.scale.prompt_tokens
+    if path is None or not path.exists():
+        raise SkippedError(f"no recorded traffic at {path}; give --trace FILE.npz")
+    try:
+        trace = load_trace(path)
+    except ValueError as error:
+        raise SkippedError(str(error)) from None
     short = [request for request in trace.requests if len(request.prompt) <= cap]
     learned = min(bench.scale.learned, len(short) // 2)
     chosen = Trace(trace.name, short[: learned + count])
@@ -131,17 +136,6 @@ def traffic(bench: Bench, count: int, concurrent: int) -> Traffic:
         "turns_wait_for_each_other": not apart,
     }
     return Traffic(items[:learned], served, notes)
-
-
-def read_trace(bench: Bench) -> Trace:
-    """Read the recorded traffic. Raises SkippedError if there is none."""
-    path = bench.setting.trace
-    if path is None or not path.exists():
-        raise SkippedError(f"no recorded traffic at {path}; give --trace FILE.npz" if path else "no --trace was given")
-    try:
-        return load_trace(path)
-    except ValueError as error:
-        raise SkippedError(str(error)) from None
 
 
 def warm_up(drafter: Drafter, learned: list[Item]) -> None:
