@@ -21,13 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import numpy as np
 
-from benchmarks.cluster.nodes import Cluster, Node, Usage, add_options, check_options, running_cluster
+from benchmarks.cluster.nodes import Cluster, Node, Usage, add_options, check_options, in_background, running_cluster
 from benchmarks.cluster.texts import namespace_name
 from benchmarks.cluster.traffic import Record, Traffic, mixed_prompts
 from benchmarks.support.command import new_parser
@@ -82,23 +83,23 @@ def main() -> None:
 
 def soak(options: argparse.Namespace) -> Document:
     """Run the load and return the document."""
-    seconds, samples = options.minutes * 60, list[Sample]()
+    seconds, samples, errors = options.minutes * 60, list[Sample](), list[str]()
     with running_cluster(2, options, *SMALL) as cluster, ExitStack() as stack:
         for node, namespace in itertools.product(cluster.nodes, (NAMESPACE, namespace_name())):
             fill(node, namespace)
         traffic = Traffic(cluster.engine_ports, RATE)
-        stack.enter_context(traffic.running(itertools.cycle(mixed_prompts())))
-        loads = [stack.enter_context(administered(node)) for node in cluster.nodes]
+        stack.enter_context(in_background(partial(traffic.run, itertools.cycle(mixed_prompts()))))
+        for node in cluster.nodes:
+            stack.enter_context(administered(node, errors))
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
             time.sleep(SAMPLE_S)
             samples.append(sample(cluster))
             if len(samples) % 12 == 0:
-                errors = len(traffic.failures) + sum(len(load.errors) for load in loads)
-                progress = f"{passed:.0f} of {seconds:.0f} s: {len(traffic.records)} requests, {errors} errors"
-                print(progress, file=sys.stderr, flush=True)
+                found = f"{len(traffic.records)} requests, {len(traffic.failures) + len(errors)} errors"
+                print(f"{passed:.0f} of {seconds:.0f} s: {found}", file=sys.stderr, flush=True)
         ended = time.monotonic()
-    errors = traffic.failures + [error for load in loads for error in load.errors]
+    errors = traffic.failures + errors
     return {
         **machine(),
         "engine": options.engine,
@@ -120,48 +121,29 @@ def fill(node: Node, namespace: str) -> None:
             stub.Observe(pb.ObserveRequest(namespace=namespace, texts=texts_message(list(texts))))
 
 
-class Load:
-    """Functions that are repeated until `stop`, each in its own thread; their errors are collected."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-        self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def repeat(self, work: Callable[[int], object], pause_s: float) -> None:
-        """Call `work` with 1, 2, 3 and so on in a new thread, with pauses."""
-
-        def run() -> None:
-            for number in itertools.count(1):
-                if self._stopping.wait(pause_s):
-                    return
-                try:
-                    work(number)
-                except Exception as problem:
-                    self.errors.append(f"{type(problem).__name__}: {problem}")
-                    self._stopping.wait(ERROR_PAUSE_S)
-
-        self._threads.append(threading.Thread(target=run, daemon=True))
-        self._threads[-1].start()
-
-    def stop(self) -> None:
-        """Stop all threads and wait for them."""
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-
-
 @contextmanager
-def administered(node: Node) -> Iterator[Load]:
-    """Run the load on the sidecar of a node; yield it, with its errors."""
-    load = Load()
-    with node.stub() as stub, Feed(node.address, LEARNED_PER_S):
-        load.repeat(lambda number: run_client(node.address, number), CONNECTION_S)
-        load.repeat(lambda number: call_everything(stub, node.metrics, number), ROUND_S)
+def administered(node: Node, errors: list[str]) -> Iterator[None]:
+    """Run the load on the sidecar of a node, and collect its errors."""
+    works = (
+        (lambda number: run_client(node.address, number), CONNECTION_S),
+        (lambda number: call_everything(stub, node.metrics, number), ROUND_S),
+    )
+    with node.stub() as stub, Feed(node.address, LEARNED_PER_S), ExitStack() as stack:
+        for work, pause_s in works:
+            stack.enter_context(in_background(partial(repeat, work, pause_s, errors)))
+        yield
+
+
+def repeat(work: Callable[[int], object], pause_s: float, errors: list[str], stopping: threading.Event) -> None:
+    """Call `work` with 1, 2, 3 and so on, with pauses, until `stopping` is set."""
+    for number in itertools.count(1):
+        if stopping.wait(pause_s):
+            return
         try:
-            yield load
-        finally:
-            load.stop()
+            work(number)
+        except Exception as problem:
+            errors.append(f"{type(problem).__name__}: {problem}")
+            stopping.wait(ERROR_PAUSE_S)
 
 
 def run_client(address: str, number: int) -> None:

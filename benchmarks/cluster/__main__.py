@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, pairwise
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.faults import FAULTS
-from benchmarks.cluster.nodes import Cluster, add_options, check_options, running_cluster
+from benchmarks.cluster.nodes import Cluster, add_options, check_options, in_background, running_cluster
 from benchmarks.cluster.texts import SentTexts, measure_cost, measure_delays
 from benchmarks.cluster.traffic import (
     MIXED_RATE,
@@ -118,7 +119,7 @@ def run_mixed(cluster: Cluster) -> Document:
     traffic = Traffic(cluster.engine_ports, MIXED_RATE)
     before = {process.name: process.usage() for process in cluster.processes}
     began = time.monotonic()
-    traffic.run(mixed_prompts())
+    traffic.run(mixed_prompts(), threading.Event())
     seconds = time.monotonic() - began
     after = {process.name: process.usage() for process in cluster.processes}
     totals = {node.name: read_totals(node.port) for node in cluster.nodes}
@@ -149,7 +150,7 @@ def run_repeated(cluster: Cluster, faults: Sequence[str]) -> Document:
     """Send the repeated traffic, and in it the probes and the faults."""
     meter = Meter(cluster.engine_ports)
     traffic = Traffic(cluster.engine_ports, RATE, meter.sample)
-    with traffic.running(cycle(all_prompts()[:ROUND])):
+    with in_background(lambda stopping: traffic.run(cycle(all_prompts()[:ROUND]), stopping)):
         wait_for_rounds(meter, LEARNING_ROUNDS)
         delays = np.array(measure_delays(cluster.nodes, PROBES)) * 1000
         p50, p99 = (round(float(value), 1) for value in np.percentile(delays, (50, 99)))
@@ -188,7 +189,7 @@ def cause(name: str, cluster: Cluster, traffic: Traffic, meter: Meter, seed: int
     failed_before, requests_before = len(traffic.failures), len(traffic.records)
     wait_for_rounds(meter, BEFORE_ROUNDS)
     sent = SentTexts(cluster.nodes, seed)
-    with sent.running():
+    with in_background(sent.run):
         time.sleep(1.0)
         fault_at = time.monotonic()
         outcome = fault.run(cluster)
@@ -231,7 +232,7 @@ def summary(fault: Document) -> str:
 
 def wait_for_rounds(meter: Meter, number: int) -> None:
     """Wait until the traffic has gone through this number of further rounds. Raises SystemExit if it takes too long."""
-    wanted = len(meter.times) + number
+    wanted = max(1, len(meter.times)) + number
     if not wait_until(lambda: len(meter.times) >= wanted, ROUNDS_TIMEOUT_S):
         raise SystemExit(
             f"the traffic did not go through {number} rounds within {ROUNDS_TIMEOUT_S:.0f} s; "

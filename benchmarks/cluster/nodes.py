@@ -323,6 +323,19 @@ def running_cluster(count: int, options: argparse.Namespace, *sidecar_arguments:
         yield Cluster(nodes, redis, folder)
 
 
+@contextmanager
+def in_background(work: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Run a function in a thread. It gets an event that is set when the context ends, and must then return."""
+    stopping = threading.Event()
+    thread = threading.Thread(target=work, args=(stopping,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+
+
 def mount(folder: Path) -> bool:
     """Give a folder a small disk of its own, in memory; return whether that is permitted."""
     if os.geteuid() != 0:

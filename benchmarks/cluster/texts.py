@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -100,26 +100,25 @@ class Acknowledged(NamedTuple):
 
 
 class SentTexts:
-    """Sends a unique text to the sidecars in turn, in a thread, and keeps those that were acknowledged."""
+    """Sends a unique text to the sidecars in turn, and keeps those that were acknowledged."""
 
     def __init__(self, nodes: Sequence[Node], seed: int) -> None:
         self._nodes = nodes
         self._texts = unique_texts(seed)
-        self._stopping = threading.Event()
         self.acknowledged: list[Acknowledged] = []
         self.refused = 0
         """Texts that were not acknowledged, because their sidecar was not there."""
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Send texts in the background."""
-        thread = threading.Thread(target=self._run, name="sent-texts")
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopping.set()
-            thread.join()
+    def run(self, stopping: threading.Event) -> None:
+        """Send texts until `stopping` is set."""
+        for number in count():
+            if stopping.wait(INTERVAL_S):
+                return
+            node, text = self._nodes[number % len(self._nodes)], next(self._texts)
+            if observe(node.address, text):
+                self.acknowledged.append(Acknowledged(text, node, time.monotonic()))
+            else:
+                self.refused += 1
 
     def lost(self, wait_s: float, excused: Callable[[Acknowledged], bool]) -> list[tuple[str, Acknowledged]]:
         """Return the acknowledged texts that a sidecar does not draft within a time, with that sidecar's name.
@@ -137,16 +136,6 @@ class SentTexts:
                     time.sleep(INTERVAL_S)
             missing += [(node.name, each) for each in waiting]
         return missing
-
-    def _run(self) -> None:
-        for number in count():
-            if self._stopping.wait(INTERVAL_S):
-                return
-            node, text = self._nodes[number % len(self._nodes)], next(self._texts)
-            if observe(node.address, text):
-                self.acknowledged.append(Acknowledged(text, node, time.monotonic()))
-            else:
-                self.refused += 1
 
 
 def observe(address: str, text: np.ndarray, namespace: str = "") -> bool:

@@ -12,9 +12,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 from urllib.request import urlopen
 
@@ -69,14 +68,13 @@ class Record(NamedTuple):
 
 
 class Traffic:
-    """Sends completions of prompts, in threads of its own."""
+    """Sends completions of prompts."""
 
     def __init__(self, ports: Sequence[int], rate: float, on_round: Callable[[], object] | None = None) -> None:
         """ports: of the engines. rate: requests per second. on_round: called with every `ROUND` th request."""
         self.records: list[Record] = []
         self._ports, self._rate, self._on_round = list(ports), rate, on_round
         self._outputs: dict[str, str] = {}
-        self._stopping = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -84,29 +82,18 @@ class Traffic:
         """Why requests have failed, in order."""
         return [record.failure for record in self.records if record.failure]
 
-    def run(self, prompts: Iterable[str]) -> None:
-        """Send requests for all prompts and wait for their outputs, or until `running` ends."""
+    def run(self, prompts: Iterable[str], stopping: threading.Event) -> None:
+        """Send requests for all prompts and wait for their outputs; send no more after `stopping` is set."""
         began = time.monotonic()
         with ThreadPoolExecutor(MAX_RUNNING) as pool:
             for number, prompt in enumerate(prompts):
                 due = began + number / self._rate
-                if self._stopping.wait(max(0.0, due - time.monotonic())):
+                if stopping.wait(max(0.0, due - time.monotonic())):
                     break
                 if number % ROUND == 0 and self._on_round is not None:
                     pool.submit(self._on_round)
                 first = number % len(self._ports)
                 pool.submit(self._request, [*self._ports[first:], *self._ports[:first]], prompt, due)
-
-    @contextmanager
-    def running(self, prompts: Iterable[str]) -> Iterator[None]:
-        """Send requests in the background."""
-        thread = threading.Thread(target=self.run, args=(prompts,), name="traffic")
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopping.set()
-            thread.join()
 
     def _request(self, ports: Sequence[int], prompt: str, due: float) -> None:
         output, failure = "", ""
@@ -186,8 +173,8 @@ class Meter:
                     is_same = found[0] >= self._read[engine, 0]
                     totals[engine] += found - self._read[engine] if is_same else found
                     self._read[engine] = found
-            self.times.append(now)
             self.totals.append(totals)
+            self.times.append(now)
 
 
 class Recovery(NamedTuple):

@@ -57,7 +57,7 @@ def engine(*, dies=False):
 def test_requests_go_to_the_engines_in_turn_and_are_timed_from_when_they_were_due():
     with engine() as one, engine() as other:
         sent = Traffic([one.server_port, other.server_port], rate=1000)
-        sent.run(["a", "b", "c", "d"])
+        sent.run(["a", "b", "c", "d"], threading.Event())
     assert one.received == other.received == 2
     assert sent.failures == []
     due = sorted(record.due for record in sent.records)
@@ -67,14 +67,14 @@ def test_requests_go_to_the_engines_in_turn_and_are_timed_from_when_they_were_du
 def test_a_request_goes_to_another_engine_if_one_refuses_or_ends_the_connection():
     with engine() as working, engine(dies=True) as dying:
         sent = Traffic([free_port(), dying.server_port, working.server_port], rate=1000)
-        sent.run(["a", "b", "c"])
+        sent.run(["a", "b", "c"], threading.Event())
     assert sent.failures == []
     assert working.received == 3
 
 
 def test_a_request_fails_if_no_engine_answers():
     sent = Traffic([free_port(), free_port()], rate=1000)
-    sent.run(["a"])
+    sent.run(["a"], threading.Event())
     assert sent.failures[0].startswith("ConnectionRefusedError")
     assert read_totals(free_port()) is None
 
