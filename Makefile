@@ -149,7 +149,7 @@ gpu-test: ## run the tests that need a GPU (GPU_TEST_SECONDS=600 instead of 150)
 	fi; \
 	$$python -c 'import ssd.drafter' || exit 1; \
 	parallel=$$($$python -c 'import xdist; print("--numprocesses auto --dist loadfile")' 2>/dev/null); \
-	MAX_JOBS=$$(($$(nproc) / 4 + 2)) timeout --foreground --signal INT --kill-after 20 $(GPU_TEST_SECONDS) \
+	MAX_JOBS=$$(($$(nproc) > 8 ? $$(nproc) / 4 : 2)) timeout --foreground --signal INT --kill-after 20 $(GPU_TEST_SECONDS) \
 		$$python -m pytest -m gpu -r fEsP --durations 5 $$parallel $(GPU_TESTS) $(GPU_TEST_ARGS)
 
 gpu-bench: ## measure the engine on a GPU; results go to benchmarks/results and docs/gpu.md (GPU_ARGS="--part decode")
