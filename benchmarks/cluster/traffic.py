@@ -108,10 +108,12 @@ class Traffic:
 
 
 def complete(ports: Sequence[int], prompt: str) -> str:
-    """Return the greedy completion of a prompt by the first of some engines that does not refuse or end the connection.
+    """Return the greedy completion of a prompt by the first of some engines that is there.
 
-    Raises OSError, HTTPException or ValueError if there is none.
+    The next one is asked if an engine refuses or ends the connection, or is loading its model (status 503). Raises
+    OSError, HTTPException or ValueError if none answers.
     """
+    others = ports[1:]
     connection = http.client.HTTPConnection(HOST, ports[0], timeout=REQUEST_TIMEOUT_S)
     body = {"model": SHIPPED_MODEL.name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     try:
@@ -119,11 +121,13 @@ def complete(ports: Sequence[int], prompt: str) -> str:
         answer = connection.getresponse()
         content = answer.read()
     except ConnectionError:
-        if len(ports) == 1:
+        if not others:
             raise
-        return complete(ports[1:], prompt)
+        return complete(others, prompt)
     finally:
         connection.close()
+    if answer.status == 503 and others:
+        return complete(others, prompt)
     if answer.status != 200:
         raise ValueError(f"status {answer.status}: {content[:200].decode(errors='replace')}")
     return json.loads(content)["choices"][0]["text"]

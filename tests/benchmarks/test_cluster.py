@@ -27,14 +27,14 @@ TIMEOUT_S = 10
 
 
 class Engine(BaseHTTPRequestHandler):
-    """Answers every prompt alike; the server's `dies` says whether it ends connections without an answer."""
+    """Answers every prompt alike with the server's `status`; None: it ends connections without an answer."""
 
     def do_POST(self):
         self.server.received += 1
         self.rfile.read(int(self.headers["Content-Length"]))
-        if not self.server.dies:
+        if self.server.status is not None:
             content = b'{"choices": [{"text": "output"}]}'
-            self.send_response(200)
+            self.send_response(self.server.status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -44,9 +44,9 @@ class Engine(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def engine(*, dies=False):
+def engine(status=200):
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
-        server.received, server.dies = 0, dies
+        server.received, server.status = 0, status
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -64,12 +64,21 @@ def test_requests_go_to_the_engines_in_turn_and_are_timed_from_when_they_were_du
     assert [each - due[0] for each in due] == pytest.approx([0, 0.001, 0.002, 0.003], abs=1e-7)
 
 
-def test_a_request_goes_to_another_engine_if_one_refuses_or_ends_the_connection():
-    with engine() as working, engine(dies=True) as dying:
-        sent = Traffic([free_port(), dying.server_port, working.server_port], rate=1000)
+@pytest.mark.parametrize("status", [None, 503])
+def test_a_request_goes_to_another_engine_if_one_does_not_answer_or_is_loading(status):
+    with engine() as working, engine(status) as other:
+        sent = Traffic([free_port(), other.server_port, working.server_port], rate=1000)
         sent.run(["a", "b", "c"], threading.Event())
     assert sent.failures == []
     assert working.received == 3
+
+
+def test_an_error_of_an_engine_is_a_failure():
+    with engine() as working, engine(500) as other:
+        sent = Traffic([other.server_port, working.server_port], rate=1000)
+        sent.run(["a"], threading.Event())
+    assert sent.failures[0].startswith("ValueError: status 500")
+    assert working.received == 0
 
 
 def test_a_request_fails_if_no_engine_answers():
