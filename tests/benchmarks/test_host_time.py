@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from benchmarks.cluster.options import HOSTS
+from benchmarks.hosts.engines import HOSTS
 
 from benchmarks.host_time.case import outcomes, run_case
 from engine.engine import Engine
