@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.measure import Document
 from benchmarks.support.command import RESULTS, ROOT
 from benchmarks.support.scores import BLOCKS, Row
 from drafter_service.observability.pages.tables import markdown_table
+
+Document = dict[str, Any]
+"""Contents of the file of results."""
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
 """Documents that have blocks of evidence."""

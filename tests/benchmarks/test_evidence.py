@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import priors
-from benchmarks.evidence import measure, tables
-from benchmarks.evidence.__main__ import main
+from benchmarks.evidence import __main__ as measure
+from benchmarks.evidence import tables
 from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.peers import PEERS
 from benchmarks.traces import load_trace
@@ -221,5 +221,5 @@ def test_start_values_are_learned_from_all_recordings_that_are_not_held_out(tmp_
 
 def test_a_folder_without_traces_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--traces", str(tmp_path)])
+        measure.main(["--traces", str(tmp_path)])
     assert "has no traces" in capsys.readouterr().err
