@@ -1,9 +1,9 @@
 """Run two engines with two sidecars that share what they learn, and cause faults: `python -m benchmarks.cluster`.
 
-Requests go to the engines in turn, and to the other one if an engine is not there. Mixed traffic is sent to one
-engine alone and then to two; after that come the delay and the cost of replication, and the faults under repeated
-traffic. The page cluster.html and the document cluster.json are written to --out; the document is also the last line of
-the output. The exit code is 1 if a target was missed.
+Requests go to the engines in turn, and to the other one if an engine does not answer. Mixed traffic is sent to one
+engine alone and then to two. Then the cost and the delay of replication are measured, and faults are caused under
+repeated traffic. The page cluster.html and the document cluster.json are written to --out; the document is also the
+last line of the output. The exit code is 1 if a target was missed.
 """
 
 from __future__ import annotations
