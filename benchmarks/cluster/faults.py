@@ -28,6 +28,8 @@ JUMP_HELD_S = 5.0
 CLOCK_TOLERANCE_S = 2
 """A report is some time old when it is read."""
 CLOCK_SOURCE, CLOCK_VARIABLE = Path(__file__).with_name("clock.c"), "SSD_CLOCK_OFFSET"
+NO_DISK = "a disk of its own for the snapshot folder needs root and mount"
+NO_CLOCK = "the clock that can be set needs a C compiler"
 PUBLISHING_S = 0.1
 """A text is published some milliseconds after it was acknowledged; one that was so just before a kill may be lost."""
 
@@ -80,7 +82,7 @@ def kill_engine(cluster: Cluster) -> Outcome:
     return Outcome({"absent_s": round(time.monotonic() - began, 1)})
 
 
-def part(cluster: Cluster) -> Outcome:
+def cut_network(cluster: Cluster) -> Outcome:
     """Cut the link of the second node to Redis for a while, so that the sidecars do not exchange what they learn."""
     link = cluster.nodes[1].link
     link.is_whole.clear()
@@ -141,21 +143,15 @@ def are_jumps(offsets: list[int]) -> bool:
     return all(abs(seen - jump) <= CLOCK_TOLERANCE_S for seen, jump in zip(offsets, JUMPS_S, strict=True))
 
 
-def no_disk(cluster: Cluster) -> str:
-    """Return why there is no disk to fill."""
-    return "" if cluster.nodes[0].has_disk else "a disk of its own for the snapshot folder needs root and mount"
-
-
-def no_clock(_cluster: Cluster) -> str:
-    """Return why there is no clock to set."""
-    return "" if shutil.which("cc") else "the clock that can be set needs a C compiler"
-
-
 FAULTS = {
     "sidecar": Fault("kill -9 of a sidecar", kill_sidecar),
     "redis": Fault("kill -9 of Redis", kill_redis),
     "engine": Fault("kill -9 of an engine", kill_engine),
-    "partition": Fault("network partition between the sidecars", part),
-    "disk": Fault("full disk under the snapshots", fill_disk, no_disk),
-    "clock": Fault("a clock that jumps by an hour, forward and back", move_clock, no_clock),
+    "partition": Fault("network partition between the sidecars", cut_network),
+    "disk": Fault(
+        "full disk under the snapshots", fill_disk, lambda cluster: "" if cluster.nodes[0].has_disk else NO_DISK
+    ),
+    "clock": Fault(
+        "a clock that jumps by an hour, forward and back", move_clock, lambda _: "" if shutil.which("cc") else NO_CLOCK
+    ),
 }

@@ -110,8 +110,8 @@ class Traffic:
 def complete(ports: Sequence[int], prompt: str) -> str:
     """Return the greedy completion of a prompt by the first engine that answers.
 
-    The next engine is asked if one refuses or ends the connection, or is loading its model (status 503). Raises OSError,
-    HTTPException or ValueError if none answers.
+    The next engine is asked if one refuses or ends the connection, or is loading its model (status 503). Raises
+    OSError, HTTPException or ValueError if none answers.
     """
     others = ports[1:]
     connection = http.client.HTTPConnection(HOST, ports[0], timeout=REQUEST_TIMEOUT_S)
