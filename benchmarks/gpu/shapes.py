@@ -128,15 +128,12 @@ def step_flops(model: ModelConfig, contexts: list[int], tokens: int) -> int:
     return products + attention
 
 
-def step_seconds(model: ModelConfig, contexts: list[int], tokens: int, itemsize: int, ceilings: Ceilings) -> float:
-    """Return the time to load plus the time to compute; kernels that overlap them are faster."""
-    loading = step_bytes(model, contexts, tokens, itemsize) / ceilings.bytes_per_s
-    return loading + step_flops(model, contexts, tokens) / ceilings.flops_per_s
-
-
-def overlapped_seconds(
+def step_seconds(
     model: ModelConfig, contexts: list[int], tokens: int, itemsize: int, ceilings: Ceilings
-) -> float:
-    """Return the larger of the two times, a lower bound for any kernel."""
+) -> tuple[float, float]:
+    """Return the seconds to load and the seconds to compute.
+
+    Their sum is the time of a step that does not overlap them; the larger one is a lower bound for any kernel.
+    """
     loading = step_bytes(model, contexts, tokens, itemsize) / ceilings.bytes_per_s
-    return max(loading, step_flops(model, contexts, tokens) / ceilings.flops_per_s)
+    return loading, step_flops(model, contexts, tokens) / ceilings.flops_per_s
