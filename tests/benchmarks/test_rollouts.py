@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.rollouts.problems import STATEMENTS, Problem, read_problems
-from benchmarks.rollouts.settings import Settings
+from benchmarks.rollouts.problems import STATEMENTS, Problem, Settings, read_problems
 from ssd.replay import Recording
 
 HEAD = "    def add(self, left, right):\n"
