@@ -93,7 +93,7 @@ def _tokens_differ(one: Step, other: Step) -> bool:
 
 
 def write_trace(path: Path, steps: Sequence[Step], settings: Settings) -> None:
-    """Write the rollouts as recorded traffic, see `benchmarks.traces.reading`.
+    """Write the rollouts as recorded traffic, see `ssd.replay.Recording.load`.
 
     `group` is the number of the problem, and `version` the training step.
     """
