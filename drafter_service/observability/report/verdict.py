@@ -67,8 +67,8 @@ def remarks(namespace: NamespaceReport) -> list[str]:
     for each in sorted(late, key=lambda each: -each.late_steps)[:MAX_LATE_ENGINES]:
         name = units.shortened(each.engine or each.client or "an engine without a name")
         found.append(
-            f"{name}: {units.share(each.late_share)} of its steps ({units.count(each.late_steps)}) had no drafts because "
-            "the answer was late. Raise its deadline_s, or give the drafter a core of its own."
+            f"{name}: {units.share(each.late_share)} of its steps ({units.count(each.late_steps)}) had no drafts "
+            "because the answer was late. Raise its deadline_s, or give the drafter a core of its own."
         )
     error = namespace.calibration.error
     if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
