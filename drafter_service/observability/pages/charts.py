@@ -12,6 +12,8 @@ from drafter_service.observability.pages.svg import DASHED, Frame, Point, Scale
 
 DOT = 3.5
 """Radius of a dot, in pixels."""
+MAX_BAR = 48.0
+"""Maximum width of a bar, in pixels."""
 BELOW_HEIGHT, BELOW_GAP = 34, 22
 """Height of the bars below a bar chart, and of the gap above them, in pixels."""
 
@@ -160,7 +162,7 @@ def _labels(frame: Frame, y: Axis) -> list[str]:
 def _bars(frame: Frame, y: Axis, series: Series, kind: str) -> list[str]:
     top = frame.y_scale(y.first, y.last)
     slot = (frame.right_edge - frame.left) / len(series.points)
-    width = slot - min(4.0, 0.2 * slot)
+    width = min(MAX_BAR, slot - min(4.0, 0.2 * slot))
     return [
         svg.rect(
             frame.left + (place + 0.5) * slot - width / 2, top(height), width, frame.floor - top(height), kind=kind

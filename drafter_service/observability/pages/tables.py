@@ -26,9 +26,9 @@ class Markup(NamedTuple):
 Cell = str | Value | Markup
 
 
-def cell_text(cell: str | Value) -> str:
-    """Return the text of a cell."""
-    return cell if isinstance(cell, str) else cell.format(cell.number)
+def cell_text(cell: Cell) -> str:
+    """Return the text of a cell, empty for markup."""
+    return cell if isinstance(cell, str) else cell.format(cell.number) if isinstance(cell, Value) else ""
 
 
 def cell_markup(cell: Cell) -> str:
@@ -36,7 +36,9 @@ def cell_markup(cell: Cell) -> str:
     if isinstance(cell, Markup):
         return cell.html
     text = escape(cell_text(cell))
-    return text if isinstance(cell, str) or cell.number is None else f'<data value="{cell.number!r}">{text}</data>'
+    if isinstance(cell, str) or cell.number is None:
+        return text
+    return f'<data value="{cell.number!r}">{text}</data>'
 
 
 def html_table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from drafter_service.observability.pages.tables import Cell, Value
-from drafter_service.observability.report import plots, units
+from drafter_service.observability.report import units
+from drafter_service.observability.report.charts import Chart
 from drafter_service.observability.report.schema import (
     Drafting,
     LatencyReport,
@@ -16,7 +16,6 @@ from drafter_service.observability.report.schema import (
     Report,
     ServiceReport,
     StepSize,
-    Tally,
 )
 from ssd.budget.totals import SIZES
 from ssd.stats import POSITIONS
@@ -30,16 +29,22 @@ class Panel(NamedTuple):
     title: str
     note: str
     heads: Sequence[str]
-    """Headings of the columns; none for a list of names and values."""
+    """Headings of the columns; empty for a list of names and values."""
     rows: Sequence[Sequence[Cell]]
-    draw: Callable[[], str] | None = None
-    """Function that returns the chart; None: the page shows the table itself."""
+    charts: Sequence[Chart] = ()
+    """Without any, the page shows the table itself."""
     is_wide: bool = False
     """Whether it takes the whole width of a page."""
-    bar: int = -1
-    """Column of shares that the terminal shows as bars, too."""
-    curves: Sequence[int] = ()
-    """Columns that the terminal shows as curves over the rows, instead of the rows."""
+
+
+LIST = ("", "")
+"""Headings of a list of names and values."""
+ACCEPTANCE = Chart("bars", "accepted", {1: "green"}, below=2)
+DRAFTING_DRAFTED_PER_STEP = Column("drafted per step", "drafted_per_step", units.ratio)
+OVER_TIME = (
+    Chart("time", "tokens per step", {1: "green"}, area=1, least=1, reference=(1, "plain decoding, 1")),
+    Chart("time", "share", {2: "blue", 3: "amber"}, height=190),
+)
 
 
 class Column(NamedTuple):
@@ -54,7 +59,7 @@ SUMMARY = (
     (Column("tokens per step", "tokens_per_step", units.ratio), "1 is plain decoding"),
     (Column("steps saved", "saved_share", units.share), "of the target's steps"),
     (Column("hit rate", "hit_rate", units.share), "of steps had a draft"),
-    (Column("accepted", "acceptance", units.share), "of draft tokens"),
+    (Column("acceptance", "acceptance", units.share), "of draft tokens"),
     (Column("output tokens", "committed"), "accepted draft tokens and bonus tokens"),
 )
 """Key values of a `Drafting`, and what they mean."""
@@ -168,14 +173,18 @@ def namespace_panels(namespace: NamespaceReport) -> list[Panel]:
 def service_panel(service: ServiceReport) -> Panel:
     """Return the panel of the process and its shared log."""
     rows = _values(service, SERVICE) + ([] if service.log is None else _values(service.log, LOG))
-    return Panel("The service", f"ssd-drafter {service.version}", (), rows)
+    return Panel("The service", f"ssd-drafter {service.version}", LIST, rows)
 
 
 def summary(drafting: Drafting, recent: Recent | None) -> Panel:
     """Return the key values of a namespace, since the start and lately."""
     parts = [drafting] if recent is None else [drafting, recent.drafting]
-    rows: list[Sequence[Cell]] = [(column.head, *(_value(part, column) for part in parts)) for column, _ in SUMMARY]
-    note = "" if recent is None else f"Since the start, and in the last {units.duration(recent.seconds)}."
+    columns = (*(column for column, _ in SUMMARY), DRAFTED_PER_STEP, *TALLY[1:])
+    rows: list[Sequence[Cell]] = [(column.head, *(_value(part, column) for part in parts)) for column in columns]
+    note = ""
+    if recent is not None:
+        rate = units.rate(recent.output_tokens_per_s)
+        note = f"Since the start, and in the last {units.duration(recent.seconds)}: {rate} output tokens/s."
     return Panel("Drafting", note, ("", "in total", "recent")[: 1 + len(parts)], rows)
 
 
@@ -221,14 +230,6 @@ def _table(
     return Panel(title, note, (head, *(column.head for column in columns)), rows, **more)
 
 
-def _tallies(
-    title: str, note: str, names: Sequence[str], known: Sequence[Tally], head: str, columns: Sequence[Column] = TALLY
-) -> Panel:
-    """Return a panel of acceptances."""
-    draw = partial(plots.tallies, f"Acceptance {title.lower()}", head, names, known)
-    return _table(title, note, head, columns, known, names, draw=draw, bar=1)
-
-
 # --- Drafting
 
 
@@ -237,10 +238,8 @@ def _over_time(namespace: NamespaceReport) -> Panel:
     if all(period.tokens_per_step is None for period in periods):
         periods = []
     names = [Value(period.begins_at, units.moment) for period in periods]
-    draw = partial(plots.drafting_over_time, periods)
     note = "The shaded area is the gain over plain decoding."
-    more = {"draw": draw, "is_wide": True, "curves": (1, 2, 3)}
-    return _table("Over time", note, "from", OVER_TIME, periods, names, **more)
+    return _table("Over time", note, "from", OVER_TIME, periods, names, charts=DRAFTING_OVER_TIME, is_wide=True)
 
 
 def _positions(namespace: NamespaceReport) -> Panel:
@@ -248,7 +247,7 @@ def _positions(namespace: NamespaceReport) -> Panel:
     names = [units.span(each.position, None if each.position == POSITIONS else each.position) for each in known]
     columns = (*TALLY, Column("of all drafts", "accepted_share_of_drafts", units.share))
     note = "Share of verified tokens that were accepted."
-    return _tallies("By position in the draft", note, names, known, "position", columns)
+    return _table("By position in the draft", note, "position", columns, known, names, charts=[ACCEPTANCE])
 
 
 def _ages(namespace: NamespaceReport) -> Panel:
@@ -256,7 +255,7 @@ def _ages(namespace: NamespaceReport) -> Panel:
     median = units.count(namespace.age.median_tokens)
     note = f"Median age of the text that accepted tokens come from, in tokens learned since: {median}."
     names = [units.span(each.least_tokens, each.most_tokens) for each in known]
-    return _tallies("By age of the text", note, names, known, "age, tokens")
+    return _table("By age of the text", note, "age, tokens", TALLY, known, names, charts=[ACCEPTANCE])
 
 
 def _sources(namespace: NamespaceReport) -> Panel:
@@ -264,15 +263,16 @@ def _sources(namespace: NamespaceReport) -> Panel:
     note = "corpus: other requests; local: the request itself; fallback: in no match."
     if namespace.libraries:
         note += f" library: {', '.join(map(units.printable, namespace.libraries))}."
-    return _tallies("By source", note, [each.source for each in known], known, "source")
+    names = [each.source for each in known]
+    return _table("By source", note, "source", TALLY, known, names, charts=[ACCEPTANCE])
 
 
 def _calibration(namespace: NamespaceReport) -> Panel:
     known = namespace.calibration
     names = [units.percents(one.least_path_prob, one.most_path_prob) for one in known.bins]
     note = f"Predicted and actual acceptance differ by {units.share(known.error)} on average."
-    draw = partial(plots.calibration, known)
-    return _table("Calibration", note, "path probability", CALIBRATION, known.bins, names, draw=draw)
+    chart = Chart("diagonal", "accepted", {2: "green"})
+    return _table("Calibration", note, "path probability", CALIBRATION, known.bins, names, charts=[chart])
 
 
 def _versions(namespace: NamespaceReport) -> Panel:
@@ -287,8 +287,8 @@ def _step_sizes(namespace: NamespaceReport) -> Panel:
     note = f"{units.counted(budget.withheld_tokens, 'draft token')} were not worth the time. "
     note += f"{units.counted(budget.ignored_steps, 'step')} with impossible values were ignored."
     names = [_size(each) for each in budget.step_sizes]
-    draw = partial(plots.step_times, budget.step_sizes, names)
-    return _table("Steps of engines", note, "tokens", STEPS, budget.step_sizes, names, draw=draw)
+    chart = Chart("rows", "duration", {2: "blue", 3: "gray"}, dashed=3)
+    return _table("Steps of engines", note, "tokens", STEPS, budget.step_sizes, names, charts=[chart])
 
 
 def _size(size: StepSize) -> str:
@@ -297,8 +297,16 @@ def _size(size: StepSize) -> str:
 
 
 def _latency(title: str, note: str, counted: str, known: LatencyReport) -> Panel:
-    rows = _values(known, LATENCY) if known.count else []
-    return Panel(title, note, (), rows, draw=partial(plots.durations, known, title, counted))
+    quantiles = (f"{column.head} {column.unit(getattr(known, column.field))}" for column in LATENCY)
+    rows = [
+        (
+            units.duration(one.least_s) if one.most_s is None else units.duration(one.most_s),
+            Value(one.count, units.count),
+        )
+        for one in known.bins
+    ]
+    chart = Chart("bars", counted, {1: "blue"})
+    return Panel(title, f"{note} {', '.join(quantiles)}.", ("up to", counted), rows, [chart])
 
 
 # --- Corpus and engines
@@ -310,22 +318,22 @@ def _occupancy(namespace: NamespaceReport) -> Panel:
     if corpus.turnover_s is not None:
         note += f"; once more in {units.duration(corpus.turnover_s)} at the present rate"
     names = [Value(period.ends_at, units.moment) for period in periods]
-    draw = partial(plots.corpus_over_time, periods, corpus.capacity_tokens)
-    return _table("Occupancy", f"{note}.", "until", OCCUPANCY, periods, names, draw=draw, curves=(1,))
+    chart = Chart("time", "tokens", {1: "violet"}, area=1, reference=(corpus.capacity_tokens, "capacity"))
+    return _table("Occupancy", f"{note}.", "until", OCCUPANCY, periods, names, charts=[chart])
 
 
 def _corpus(namespace: NamespaceReport) -> Panel:
     known = namespace.corpus
     note = f"{units.counted(known.tokens, 'token')} of {units.counted(known.requests, 'request')}."
     memory = ("memory", Value(namespace.memory_bytes, units.size))
-    return Panel("The corpus", note, (), [*_values(known, CORPUS), memory])
+    return Panel("The corpus", note, LIST, [*_values(known, CORPUS), memory])
 
 
 def _activity(namespace: NamespaceReport) -> Panel:
     note = " · ".join(units.shortened(part) for part in (namespace.model.name, namespace.model.adapter) if part)
     withheld = ("draft tokens withheld", Value(namespace.budget.withheld_tokens, units.count))
     rows = [*_values(namespace, ACTIVITY), *_values(namespace.clients, CLIENT_TOTALS), withheld]
-    return Panel("Activity", note, (), rows)
+    return Panel("Activity", note, LIST, rows)
 
 
 def _engines(namespace: NamespaceReport) -> Panel:

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from drafter_service.observability.pages.tables import Cell, Markup, Value, cell_text, console_table
+from drafter_service.observability.pages.tables import Cell, Value, cell_text, console_table
 from drafter_service.observability.report import units
 from drafter_service.observability.report.panels import Panel, namespace_panels, overview, service_panel, summary
 from drafter_service.observability.report.schema import NamespaceReport, Report
@@ -63,23 +63,22 @@ def _print_remarks(sentences: Sequence[str], console: Console) -> None:
 def _print_panel(panel: Panel, console: Console) -> None:
     console.print()
     console.print(Text.assemble((panel.title, "bold"), f". {panel.note}" if panel.note else ""))
-    if panel.curves:
-        rows = [_curve(panel, column) for column in panel.curves]
+    curves = [column for chart in panel.charts if chart.kind == "time" for column in chart.columns]
+    bars = [column for chart in panel.charts if chart.kind == "bars" for column in chart.columns]
+    if curves:
+        rows = [_curve(panel, column) for column in curves]
         console.print(console_table(("", "over time", "from, to"), rows))
     else:
-        heads = panel.heads or ("", "")
-        console.print(console_table(heads, [_row(panel, cells) for cells in panel.rows]))
+        console.print(console_table(panel.heads, [_row(cells, bars) for cells in panel.rows]))
 
 
-def _row(panel: Panel, cells: Sequence[Cell]) -> list[str]:
-    texts = [
-        units.shortened(cell) if isinstance(cell, str) else cell_text(cell)
-        for cell in cells
-        if not isinstance(cell, Markup)
-    ]
-    cell = cells[panel.bar] if panel.bar >= 0 else ""
-    if isinstance(cell, Value):
-        texts[panel.bar] = f"{units.bar(cell.number or 0.0, BAR_WIDTH):{BAR_WIDTH}} {texts[panel.bar]:>4}"
+def _row(cells: Sequence[Cell], bars: Sequence[int]) -> list[str]:
+    """Return the texts of cells; shares in the columns `bars` with a bar before them."""
+    texts = [units.shortened(cell_text(cell)) for cell in cells]
+    for column in bars:
+        cell = cells[column]
+        if isinstance(cell, Value) and cell.format is units.share:
+            texts[column] = f"{units.bar(cell.number or 0.0, BAR_WIDTH):{BAR_WIDTH}} {texts[column]:>4}"
     return texts
 
 

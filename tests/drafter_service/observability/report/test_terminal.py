@@ -73,7 +73,7 @@ def test_values_are_those_of_the_report():
     assert f"hit rate {units.share(known.drafting.hit_rate)} {units.share(known.recent.drafting.hit_rate)}" in words
     assert f"differ by {units.share(known.calibration.error)} on average" in words
     draft = known.draft_latency
-    assert f"p50 {units.duration(draft.p50_s)} p90 {units.duration(draft.p90_s)}" in words
+    assert f"p50 {units.duration(draft.p50_s)}, p90 {units.duration(draft.p90_s)}" in words
     assert f"{units.span(5, 8)} 90 30.0 ms 24.0 ms > 8,192 4 1.50 s 1.00 s" in words
     first = known.by_position[0]
     line = next(line for line in text.split("\n") if line.startswith(" 1 "))
