@@ -40,8 +40,7 @@ class Panel(NamedTuple):
 LIST = ("", "")
 """Headings of a list of names and values."""
 ACCEPTANCE = Chart("bars", "accepted", {1: "green"}, below=2)
-DRAFTING_DRAFTED_PER_STEP = Column("drafted per step", "drafted_per_step", units.ratio)
-OVER_TIME = (
+DRAFTING_OVER_TIME = (
     Chart("time", "tokens per step", {1: "green"}, area=1, least=1, reference=(1, "plain decoding, 1")),
     Chart("time", "share", {2: "blue", 3: "amber"}, height=190),
 )
@@ -68,6 +67,7 @@ TALLY = (
     Column("draft tokens", "drafted"),
     Column("accepted", "accepted"),
 )
+DRAFTED_PER_STEP = Column("drafted per step", "drafted_per_step", units.ratio)
 OVER_TIME = (
     Column("tokens per step", "tokens_per_step", units.ratio),
     Column("hit rate", "hit_rate", units.share),

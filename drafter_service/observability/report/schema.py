@@ -334,8 +334,8 @@ class SharedLogReport(_Part):
     """The log of finished requests that replicas share, as this replica sees it."""
 
     is_connected: bool = Field(default=False, description="Whether it can be reached now.")
-    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to it.")
-    consumed_tokens: Count = Field(default=0, description="Tokens that this replica learned from it.")
+    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to the log.")
+    consumed_tokens: Count = Field(default=0, description="Tokens of other replicas learned from the log.")
     duplicates: Count = Field(default=0, description="Requests read from it that were already known.")
     dropped_tokens: Count = Field(
         default=0, description="Tokens never written because the log was too slow or unreachable."

@@ -182,7 +182,7 @@ def test_charts_are_those_of_the_json(tab, page_of):
         bars = tab.run(heights.replace("arguments[0]", json.dumps(title)))
         shown = [tally.acceptance for tally in tallies if tally.acceptance is not None]
         assert [bar / max(bars) for bar in bars] == pytest.approx([each / max(shown) for each in shown], abs=0.01)
-    chart = "const chart = document.querySelector('svg[aria-label^=Calibration]'), line = chart.querySelector('.dashed');"
+    chart = "const chart = document.querySelector('[aria-label^=Calibration]'), line = chart.querySelector('.dashed');"
     dots = tab.run(
         f"{chart} return [...chart.querySelectorAll('.dot')].map(dot => [dot.cx, dot.cy].map(at => at.baseVal.value))"
     )
