@@ -42,7 +42,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut
-from engine.scheduling.commit import ENDED, FULL, UNDECIDED, VERIFIED, commit_results
+from engine.scheduling.commit import ENDED, FULL, UNDECIDED, Counts, commit_results
 from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
 from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
@@ -100,14 +100,14 @@ class StepReport:
     def committed(self) -> int:
         """Number of committed tokens."""
         if isinstance(self.results, RowResults):
-            return self.results.committed
+            return self.results.counts.committed
         return len(self.arrays.tokens)
 
     @property
     def accepted(self) -> int:
         """Number of accepted draft tokens, without those that a grammar forced."""
         if isinstance(self.results, RowResults) and not self.results.chosen:
-            return self.results.accepted
+            return self.results.counts.accepted
         return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
 
 
@@ -142,9 +142,10 @@ class Engine:
         self._executor = executors.eager
         self._graph = graph
         self._may_run_ahead = graph is not None and config.in_flight != 0
-        self._selection = selection
         self._device_drafting = None if plain_curve is None else DeviceDrafting(plain_curve)
         self._speculation = Speculation(drafter, config, model.vocab_size, selection, self._device_drafting)
+        # Durations of steps say nothing about drafts if there are none.
+        self._selection = selection if self._speculation.may_draft else None
         extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
@@ -238,9 +239,7 @@ class Engine:
         self._launched = []
         if self._in_flight and not self._in_flight[0].plan.is_running:
             self._in_flight.popleft()
-        report = StepReport()
-        if self._in_flight or self._launch(watch):
-            report = self._run(watch)
+        report = self._run(watch) if self._in_flight or self._launch(watch) else StepReport()
         self._end_refused(report)
         report.times = watch.times()
         return report
@@ -254,19 +253,21 @@ class Engine:
             values = step.read()
             watch.lap("verify")
             self._read_at = perf_counter()
-            report = self._commit_rows(step.plan, values, step.choose())
+            report, has_filled = self._commit_rows(step.plan, values, step.choose())
             watch.lap("commit")
             if not self._in_flight:
                 # The device runs the next step while this one is accounted for, here and by the caller.
                 self._launch(watch)
+            if has_filled:
+                self.scheduler.register_rows(step.plan.rows)
         else:
             result = step.result()
             watch.lap("verify")
             self._read_at = perf_counter()
             report = self._commit(result, watch)
         seconds = self._read_at - max(step.plan.began, last_read)
-        self.scheduler.register_rows(step.plan.rows)
-        self._finish_ended()
+        if self._ended:
+            self._finish_ended()
         report.finished, self._finished = self._finished, {}
         report.is_ahead = is_ahead
         if report.results:
@@ -422,7 +423,7 @@ class Engine:
         is_on_graph = executor is self._graph
         if not plan.sequences or ((self._in_flight or self._launched) and not is_on_graph):
             return False
-        if self._in_flight and self.scheduler.needs_host:
+        if self._in_flight and plan.needs_host:
             return False
         self._speculation.start(self.scheduler.take_admitted())
         watch.lap("draft")
@@ -467,21 +468,23 @@ class Engine:
             return self._executor
         return self._graph
 
-    def _commit_rows(self, plan: StepPlan, values: np.ndarray, chosen: dict[int, SequenceResult]) -> StepReport:
+    def _commit_rows(
+        self, plan: StepPlan, values: np.ndarray, chosen: dict[int, SequenceResult]
+    ) -> tuple[StepReport, bool]:
         """Commit the results of a step of the graph executor whose drafts the host made.
 
-        values, chosen: see `GraphStep.read` and `GraphStep.choose`.
+        values, chosen: see `GraphStep.read` and `GraphStep.choose`. Also returns whether pages became full.
         """
         report = StepReport(is_backing_off=plan.is_backing_off)
         state = self.scheduler.table.state
         report.results = results = RowResults(plan, values, state[plan.rows, COMPUTED])
         results.choose(chosen)
         draft = plan.draft
-        commit_results(
+        results.counts = counts = Counts(*commit_results(
             state, plan.rows, plan.admissions, values, draft.sources, draft.offsets, draft.lengths, self._end_tokens,
-            results.kept, results.outcomes,
-        )  # fmt: skip
-        for index in np.flatnonzero(results.outcomes >= ENDED).tolist():
+            self._config.page_size, results.kept, results.outcomes,
+        ))  # fmt: skip
+        for index in np.flatnonzero(results.outcomes >= ENDED).tolist() if counts.ending else ():
             sequence, outcome = self.scheduler.table.of(plan.rows[index : index + 1])[0], results.outcomes[index]
             cut = Cut(int(results.kept[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
             if outcome == UNDECIDED:
@@ -492,20 +495,16 @@ class Engine:
             if chunk.sequence.is_running and chunk.sequence.is_scored:
                 self._end(chunk.sequence, Cut(0, FinishReason.LENGTH))
         if self._speculation.observes_rows:
-            produced = np.flatnonzero(results.kept)
-            verified = values[:, VERIFIED].astype(np.int64)
-            for index, result in chosen.items():
-                verified[index] = self._speculation.verified_of(result)
-            self._speculation.observe_rows(plan.rows[produced], verified[produced])
+            self._speculation.observe_rows(plan, results)
         else:
             self._speculation.observe(StepResult(plan, list(results)))
-        return report
+        return report, counts.filled > 0
 
     def _append_chosen(self, results: RowResults, index: int, report: StepReport) -> Cut:
         """Commit the tokens of a sequence whose request decides where it ends."""
         result = results.at(index)
         cut = self._append(result) if len(result.tokens) else Cut(0, None)
-        results.kept[index] = len(result.tokens)
+        results.add(index, len(result.tokens))
         if cut.reason is None and result.error is not None:
             report.refused[result.sequence_id] = str(result.error)
             return Cut(0, FinishReason.ABORT)

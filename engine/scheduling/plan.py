@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.drafters.sources import NO_SOURCES
-from engine.scheduling.table import ADMISSION, KIND
+from engine.scheduling.table import ADMISSION, KIND, NEEDS_HOST
 from ssd.types import ROOT, offsets_of
 
 if TYPE_CHECKING:  # The HTTP process imports this module and must not import PyTorch.
@@ -140,6 +140,15 @@ class StepPlan:
     """Seconds by which drafting delayed the step."""
     began: float = 0.0
     """When its planning began, by `time.perf_counter`."""
+    kinds: int = 0
+    """All bits of KIND of the producing sequences, see `engine.scheduling.table`."""
+    admissions: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [P]: ADMISSION of the producing sequences when the step was planned."""
+    lacking_pages: int = 0
+    """Number of pages that the page tables of the producing sequences on the device lack."""
+    ends: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [P]: upper bound of the number of each producing sequence's tokens in the cache after the step, without its
+    draft."""
 
     def part(self, entries: list[SequencePlan]) -> StepPlan:
         """Return the plan for some of its entries."""
@@ -147,12 +156,12 @@ class StepPlan:
 
     def has(self, kind: int) -> bool:
         """Return whether a producing sequence has a bit of KIND, see `engine.scheduling.table`."""
-        return bool(self._kinds & kind)
+        return bool(self.kinds & kind)
 
-    @cached_property
-    def _kinds(self) -> int:
-        """All bits of KIND of the producing sequences."""
-        return 0 if self.table is None else int(np.bitwise_or.reduce(self.table.state[self.rows, KIND]))
+    @property
+    def needs_host(self) -> bool:
+        """Whether a sequence of the step needs the host, see NEEDS_HOST."""
+        return self.has(NEEDS_HOST) or any(chunk.sequence.state[KIND] & NEEDS_HOST for chunk in self.chunks)
 
     @cached_property
     def entries(self) -> list[SequencePlan]:
@@ -179,12 +188,6 @@ class StepPlan:
         last_chunks = [chunk.sequence.row for chunk in self.chunks if chunk.produces]
         return np.append(self.decoding, last_chunks).astype(np.int64)
 
-    @cached_property
-    def admissions(self) -> np.ndarray:
-        """int64 [P]: ADMISSION of the producing sequences when the step was planned."""
-        assert self.table is not None
-        return self.table.state[self.rows, ADMISSION]
-
     @property
     def is_running(self) -> bool:
         """Whether a sequence of the step still runs."""
@@ -196,14 +199,6 @@ class StepPlan:
     def rooms(self) -> np.ndarray:
         """int64 [P]: `draft_room` of the producing sequences."""
         return np.array([entry.draft_room for entry in self.producing], np.int64)
-
-    @cached_property
-    def scheduled_of_rows(self) -> np.ndarray:
-        """int64 [P]: number of committed tokens that each producing sequence runs."""
-        scheduled = np.ones(self.producers, np.int64)
-        if self.chunks:
-            scheduled[len(self.decoding) :] = [chunk.scheduled for chunk in self.chunks if chunk.produces]
-        return scheduled
 
     @property
     def draft(self) -> DraftRows:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.drafters.sources import NO_SOURCES
 from engine.sampling.logprobs import Logprobs
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED
+from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
 from engine.scheduling.plan import NO_TOKENS, SequencePlan, SequenceResult, StepPlan
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import SEQUENCE_ID
@@ -62,6 +62,8 @@ class RowResults(SequenceOf[SequenceResult]):
         """int64 [P]: number of committed tokens of each producing sequence; 0 for one that had ended before."""
         self.outcomes = np.zeros(len(plan.rows), np.int64)
         """int64 [P], see `engine.scheduling.commit`."""
+        self.counts = Counts(0, 0, 0, 0, 0)
+        """Sums over the sequences; those whose requests decide where they end are added by `add`."""
         self.chosen: dict[int, SequenceResult] = {}
         """Results of the sequences whose tokens the host chose, by index."""
         self._computed = computed
@@ -75,6 +77,14 @@ class RowResults(SequenceOf[SequenceResult]):
         for index, result in chosen.items():
             self.values[index, PRODUCED], self.values[index, VERIFIED] = 1 + result.accepted, result.drafted
             self.values[index, FIRST_TOKEN : FIRST_TOKEN + len(result.tokens)] = result.tokens
+
+    def add(self, index: int, kept: int) -> None:
+        """Note how many tokens of a sequence were committed, whose request decides where it ends."""
+        self.kept[index] = kept
+        if kept:
+            producing, committed, accepted, *rest = self.counts
+            own = min(kept, int(self.values[index, PRODUCED]) - 1)
+            self.counts = Counts(producing + 1, committed + kept, accepted + own, *rest)
 
     @cached_property
     def arrays(self) -> ResultArrays:
@@ -93,16 +103,6 @@ class RowResults(SequenceOf[SequenceResult]):
             accepted[is_producing], verified[is_producing].astype(np.int64),
             draft.sources[places < verified.repeat(sizes)], draft.sources[places < accepted.repeat(sizes)], logprobs,
         )  # fmt: skip
-
-    @property
-    def committed(self) -> int:
-        """Number of committed tokens."""
-        return int(self.kept.sum())
-
-    @property
-    def accepted(self) -> int:
-        """Number of accepted draft tokens."""
-        return int(np.minimum(self.kept, self.values[:, PRODUCED] - 1)[self.kept > 0].sum())
 
     @cached_property
     def producing(self) -> list[int]:
@@ -125,7 +125,7 @@ class RowResults(SequenceOf[SequenceResult]):
         return SequenceResult(entry, tokens, np.arange(min(kept, int(row[PRODUCED]) - 1)))
 
     def __len__(self) -> int:
-        return len(self.producing)
+        return self.counts.producing
 
     @overload
     def __getitem__(self, index: int) -> SequenceResult: ...

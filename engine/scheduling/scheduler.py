@@ -14,8 +14,8 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import SequencePlan, StepPlan
-from engine.scheduling.planning import LACKING, allocate_draft_room, plan_decoding
+from engine.scheduling.plan import NO_ROWS, SequencePlan, StepPlan
+from engine.scheduling.planning import LACKING, PLANNED, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ADMISSION,
@@ -114,8 +114,7 @@ class Scheduler:
         if len(prompts):  # They may have preempted newer sequences.
             decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
         plan = StepPlan(chunks, self.table, decoding)
-        _ = plan.admissions  # Kept with the plan, since sequences may end before its results are read.
-        plan.rooms = self._allocate_draft_room(plan)
+        self._allocate_draft_room(plan)
         if self._extra_rows:
             self._allocate_extra_room(plan.entries)
         else:
@@ -376,17 +375,19 @@ class Scheduler:
         sequence.add_pages(self.pages.allocate(needed))
         return True
 
-    def _allocate_draft_room(self, plan: StepPlan) -> np.ndarray:
-        """Allocate free pages above the watermark for drafts, and return `StepPlan.rooms`."""
+    def _allocate_draft_room(self, plan: StepPlan) -> None:
+        """Allocate free pages above the watermark for drafts, and set what the plan says of its producing sequences."""
         producing = [chunk for chunk in plan.chunks if chunk.produces]
-        rooms = np.empty(len(plan.rows), np.int64)
-        allocate_draft_room(
-            self.table.state, self.table.pages, self.pages.arrays, plan.rows, plan.scheduled_of_rows,
-            self.pages.page_size, self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead, rooms,
+        chunks = np.array([chunk.scheduled for chunk in producing], np.int64) if producing else NO_ROWS
+        planned = np.empty((PLANNED, len(plan.rows)), np.int64)
+        plan.kinds, plan.lacking_pages = allocate_draft_room(
+            self.table.state, self.table.pages, self.pages.arrays, plan.rows, chunks,
+            self.pages.page_size, self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead,
+            planned,
         )  # fmt: skip
-        for chunk, room in zip(producing, rooms[len(plan.decoding) :].tolist(), strict=True):
+        plan.rooms, plan.admissions, plan.ends = planned
+        for chunk, room in zip(producing, plan.rooms[len(plan.decoding) :].tolist(), strict=True):
             chunk.draft_room = room
-        return rooms
 
     def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:
         """Set `extra_room`: divide the step's remaining tokens among the entries with draft room, if pages are free.

@@ -14,7 +14,9 @@ from engine.config import EngineConfig
 from engine.drafters.base import Drafts, ExtraRows
 from engine.drafters.guard import GuardedDrafter
 from engine.drafters.tokens import TokenDrafter, adapt, limits_of
+from engine.scheduling.commit import VERIFIED
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.row_results import RowResults
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import HAS_GRAMMAR, KIND
 from engine.speculation.device_drafting import DeviceDrafting
@@ -44,7 +46,8 @@ class Speculation:
         step with a request that wants drafts.
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self._never_drafts = limits_of(self._drafter.inner).depth == 0
+        self.may_draft = limits_of(self._drafter.inner).depth > 0
+        """Whether the drafter ever drafts."""
         self._drafts_tokens = isinstance(self._drafter.inner, TokenDrafter)
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
@@ -68,7 +71,7 @@ class Speculation:
     def prepare(self, plan: StepPlan) -> bool:
         """Set the plan's price. Return whether the drafter is called in this step."""
         plan.lengths = np.zeros(plan.producers, np.int64)
-        if self._never_drafts or not plan.rooms.any():
+        if not self.may_draft or not plan.rooms.any():
             return False
         if self._selection is None:
             return True
@@ -152,25 +155,27 @@ class Speculation:
     @property
     def observes_rows(self) -> bool:
         """Whether `observe_rows` replaces `observe`."""
-        return self._drafts_tokens or self._never_drafts
+        return self._drafts_tokens or not self.may_draft
 
-    def verified_of(self, result: SequenceResult) -> int:
-        """Return how many tokens of the drafter's own draft a step verified, for `observe_rows`."""
-        if uses_rejection(result.plan):
-            self._rates.record(result)
-        return _own_result(result).drafted
-
-    def observe_rows(self, rows: np.ndarray, verified: np.ndarray) -> None:
+    def observe_rows(self, plan: StepPlan, results: RowResults) -> None:
         """Note a step that produced tokens of sequences, see `TokenDrafter.note_step`."""
-        if not self._never_drafts:
-            self._drafter.note_step(rows, verified)
+        if not self.may_draft:
+            return
+        rows, verified = plan.rows, results.values[:, VERIFIED].astype(np.int64)
+        for index, result in results.chosen.items():
+            if uses_rejection(result.plan):
+                self._rates.record(result)
+            verified[index] = _own_result(result).drafted
+        if len(results) < len(rows):
+            rows, verified = rows[results.producing], verified[results.producing]
+        self._drafter.note_step(rows, verified)
 
     def observe(self, result: StepResult) -> None:
         """Pass the results of a step to the drafter, once its tokens are committed."""
         for each in result.results:
             if uses_rejection(each.plan):
                 self._rates.record(each)
-        if not result.plan.drafts_on_device and not self._never_drafts:
+        if not result.plan.drafts_on_device and self.may_draft:
             if not self._drafter.needs.top_k:
                 result = replace(result, results=[_own_result(each) for each in result.results])
             self._drafter.observe(result)

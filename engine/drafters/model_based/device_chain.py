@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,14 +125,13 @@ class FixedChain:
         """Layers of the target whose hidden states the head reads."""
         return self._chain.head.hidden_layers
 
-    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """Prepare a step; see `FixedAttention.plan` for the target's arguments."""
         # Slot t of the head belongs to the target's row t - 1.
-        self._rows.plan([context + 1 for context in contexts], rows)
+        self._rows.plan(contexts + 1, rows)
         if self._single is not None:
             depth = self._chain.depth
-            longest = [context + count + depth for context, count in zip(contexts, rows, strict=True)]
-            self._single.plan(longest, [1] * len(rows))
+            self._single.plan(contexts + rows + depth, np.ones_like(rows))
 
     def drafts(self, slots: Tensor) -> Tensor:
         """Return the drafts that the previous step made, int32 [B, depth]. slots: int64 [B], request slots."""
