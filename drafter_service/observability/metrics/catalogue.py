@@ -39,8 +39,8 @@ class Metric(NamedTuple):
     name: str
     help: str
     read: Callable[[Any], Any]
-    """Function that reads the number, the numbers of all label values, or a `Latency`, from the facts of the service, of
-    the log, of a namespace, or of an engine."""
+    """Function that reads the number, the numbers of all label values, or a `Latency`, from the facts of the service,
+    the log, a namespace, or an engine."""
     label: str = ""
     values: Sequence[str] = ()
     """Values of the label."""
