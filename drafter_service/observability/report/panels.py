@@ -173,7 +173,7 @@ def namespace_panels(namespace: NamespaceReport) -> list[Panel]:
 def service_panel(service: ServiceReport) -> Panel:
     """Return the panel of the process and its shared log."""
     rows = _values(service, SERVICE) + ([] if service.log is None else _values(service.log, LOG))
-    return Panel("The service", f"ssd-drafter {service.version}", LIST, rows)
+    return Panel("The service", f"ssd-drafter {units.printable(service.version)}", LIST, rows)
 
 
 def summary(drafting: Drafting, recent: Recent | None) -> Panel:
@@ -298,13 +298,10 @@ def _size(size: StepSize) -> str:
 
 def _latency(title: str, note: str, counted: str, known: LatencyReport) -> Panel:
     quantiles = (f"{column.head} {column.unit(getattr(known, column.field))}" for column in LATENCY)
-    rows = [
-        (
-            units.duration(one.least_s) if one.most_s is None else units.duration(one.most_s),
-            Value(one.count, units.count),
-        )
-        for one in known.bins
+    names = [
+        f"> {units.duration(one.least_s)}" if one.most_s is None else units.duration(one.most_s) for one in known.bins
     ]
+    rows = [(name, Value(one.count, units.count)) for name, one in zip(names, known.bins, strict=True)]
     chart = Chart("bars", counted, {1: "blue"})
     return Panel(title, f"{note} {', '.join(quantiles)}.", ("up to", counted), rows, [chart])
 
