@@ -16,7 +16,6 @@ import numpy as np
 
 from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
 from engine.drafters.tokens import TokenDrafter, innermost
-from engine.scheduling.table import MAX_DRAFT
 from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
@@ -87,26 +86,22 @@ class GuardedDrafter:
         return self._call(propose) or Drafts.empty(len(plan.producing))
 
     def draft(self, plan: StepPlan) -> DraftBatch:
-        """Return what a drafter of tokens proposes for the producing sequences of a plan that want drafts."""
-        drafter, table, rows, rooms = self.inner, plan.table, plan.rows, plan.rooms
+        """Return what a drafter of tokens proposes for the producing sequences of a plan."""
+        drafter, table, rooms = self.inner, plan.table, plan.rooms
         assert isinstance(drafter, TokenDrafter)
         assert table is not None
-        wanted = np.flatnonzero(table.state[rows, MAX_DRAFT])
-        if len(wanted) < len(rows):
-            rows, rooms = rows[wanted], rooms[wanted]
 
         def draft() -> DraftBatch:
-            batch = drafter.draft(table, rows, rooms, plan.price)
+            batch = drafter.draft(table, plan.rows, rooms, plan.price)
             return batch if self._is_trusted else self._valid(Drafts(batch), rooms.tolist()).batch
 
         self._begin_step()
-        batch = self._call(draft) or DraftBatch.empty(len(rows))
-        return batch if len(rows) == plan.producers else batch.scatter(wanted, plan.producers)
+        return self._call(draft) or DraftBatch.empty(plan.producers)
 
-    def note_step(self, rows: np.ndarray, verified: np.ndarray) -> None:
+    def note_step(self, rows: np.ndarray, produced: np.ndarray, verified: np.ndarray) -> None:
         """See `TokenDrafter.note_step`."""
         assert isinstance(self.inner, TokenDrafter)
-        self.inner.note_step(rows, verified)
+        self.inner.note_step(rows, produced, verified)
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.drafters.base import Drafts, TargetOutputs
-from engine.scheduling.commit import copy_tokens
-from engine.scheduling.table import LENGTH, SEQUENCE_ID, TEXT
+from engine.drafters.reports import (
+    COUNTS,
+    NOT_STARTED,
+    OFFSETS,
+    OWN_ROOM,
+    OWN_STEPS,
+    OWN_VERIFIED,
+    TOKENS,
+    copy_tokens,
+    note_step,
+    report,
+)
+from engine.scheduling.table import SEQUENCE_ID
 from ssd import types
 from ssd.budget.token_budget import StepPrice
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
@@ -28,12 +39,6 @@ if TYPE_CHECKING:
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
-
-
-TOKENS, STEPS, VERIFIED = range(3)
-"""Columns of what was reported of a sequence: number of its leading tokens, or NOT_STARTED; number of steps that have
-produced tokens since then; number of draft tokens that the first of those steps verified."""
-NOT_STARTED = -1
 
 
 class TokenDrafter:
@@ -55,11 +60,11 @@ class TokenDrafter:
         known: dict[str, Any] = {name: getattr(request, name) for name in names}
         given = {name: value for name, value in known.items() if name in self._taken and value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)
-        self._make_room(sequence.row)
+        self._make_room(sequence.row + 1)
         self._reported[sequence.row] = len(request.prompt), 0, 0
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""
+        """Report committed tokens and return drafts, see `draft`."""
         assert plan.table is not None
         return Drafts(self.draft(plan.table, plan.rows, plan.rooms, plan.price))
 
@@ -69,24 +74,40 @@ class TokenDrafter:
         """Report the committed tokens of sequences and return a draft for each of them.
 
         rows: int64 [B], of the sequences in the table. rooms: int64 [B], largest number of draft tokens of each.
+        Sequences whose requests want no drafts, and those whose `start` failed, get empty ones.
         """
-        if (started := self._started(rows)) is None:
-            return self.inner.draft(self._progress(table, rows, rooms, price))
-        if not len(started):
+        self._make_room(len(table.state))
+        at, addresses = np.empty((2, len(rows)), np.int64)
+        ids, counts = np.empty(len(rows), np.uint64), np.empty((COUNTS, len(rows) + 1), np.uint32)
+        count, most_steps = report(table.state, self._reported, rows, rooms, at, ids, addresses, counts)
+        if not count:
             return DraftBatch.empty(len(rows))
-        batch = self.inner.draft(self._progress(table, rows[started], rooms[started], price))
-        return batch.scatter(started, len(rows))
+        offsets = counts[OFFSETS, : count + 1]
+        tokens = np.empty(int(offsets[-1]), np.uint32)
+        copy_tokens(addresses[:count], offsets, tokens)
+        batch = self.inner.draft(
+            Progress(
+                sequence_ids=ids[:count],
+                tokens=tokens,
+                offsets=offsets,
+                verified=counts[OWN_VERIFIED, :count],
+                max_draft=counts[OWN_ROOM, :count],
+                min_path_prob=UNMEASURED if price is None else price.min_path_prob,
+                steps=counts[OWN_STEPS, :count] if most_steps > 1 else None,
+            )
+        )
+        return batch if count == len(rows) else batch.scatter(at[:count], len(rows))
 
-    def _make_room(self, row: int) -> None:
-        if row >= len(self._reported):
-            more = np.full((row + 1, 3), NOT_STARTED, np.int64)
+    def _make_room(self, rows: int) -> None:
+        """Have a row in `_reported` for each of the table."""
+        if rows > len(self._reported):
+            more = np.full((rows - len(self._reported), 3), NOT_STARTED, np.int64)
             self._reported = np.concatenate((self._reported, more))
 
-    def _started(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the indices of the rows whose sequences the drafter has started, int64 [n]; None if all are."""
-        self._make_room(int(rows.max(initial=0)))
-        is_started = self._reported[rows, TOKENS] != NOT_STARTED
-        return None if is_started.all() else np.flatnonzero(is_started)
+    def _started(self, rows: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows whose sequences the drafter has started, int64 [n]."""
+        self._make_room(int(rows.max(initial=-1)) + 1)
+        return np.flatnonzero(self._reported[rows, TOKENS] != NOT_STARTED)
 
     @property
     def can_draft_after(self) -> bool:
@@ -101,8 +122,6 @@ class TokenDrafter:
         assert plan.table is not None
         at = np.array(indices, np.int64)
         started = self._started(plan.rows[at])
-        if started is None:
-            started = np.arange(len(at))
         if not len(started):
             return DraftBatch.empty(len(at))
         chosen = [runs[index] for index in started.tolist()]
@@ -123,21 +142,20 @@ class TokenDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
-        produced = [each for each in result.results if len(each.tokens)]
-        rows = np.array([each.plan.sequence.row for each in produced], np.int64)
-        self.note_step(rows, np.array([each.drafted for each in produced], np.int64))
+        rows = np.array([each.plan.sequence.row for each in result.results], np.int64)
+        produced, verified = np.array([(len(each.tokens), each.drafted) for each in result.results], np.int64).T.copy()
+        self.note_step(rows, produced, verified)
 
-    def note_step(self, rows: np.ndarray, verified: np.ndarray) -> None:
-        """Record a step that produced tokens of sequences. rows, verified: int64 [B], numbers of draft tokens."""
-        if (started := self._started(rows)) is not None:
-            rows, verified = rows[started], verified[started]
-        first = self._reported[rows, STEPS] == 0
-        self._reported[rows[first], VERIFIED] = verified[first]
-        self._reported[rows, STEPS] += 1
+    def note_step(self, rows: np.ndarray, produced: np.ndarray, verified: np.ndarray) -> None:
+        """Record a step of sequences. rows, produced, verified: int64 [B], numbers of committed and of verified draft
+        tokens.
+        """
+        self._make_room(int(rows.max(initial=-1)) + 1)
+        note_step(self._reported, rows, produced, verified)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `engine.drafters.base.Drafter.finish`."""
-        self._make_room(sequence.row)
+        self._make_room(sequence.row + 1)
         reported, steps, verified = self._reported[sequence.row].tolist()
         if reported == NOT_STARTED:
             return
@@ -155,28 +173,6 @@ class TokenDrafter:
     def close(self) -> None:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
-
-    def _progress(
-        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
-    ) -> Progress:
-        """Return the unreported tokens of these sequences, and mark them as reported."""
-        reported = self._reported[rows]
-        state = table.state[rows]
-        offsets = offsets_of(state[:, LENGTH] - reported[:, TOKENS])
-        tokens = np.empty(int(offsets[-1]), np.uint32)
-        copy_tokens(state[:, TEXT] + 4 * reported[:, TOKENS], offsets, tokens)
-        self._reported[rows, TOKENS] = state[:, LENGTH]
-        self._reported[rows, STEPS:] = 0
-        steps = reported[:, STEPS]
-        return Progress(
-            sequence_ids=state[:, SEQUENCE_ID].astype(np.uint64),
-            tokens=tokens,
-            offsets=offsets,
-            verified=reported[:, VERIFIED].astype(np.uint32),
-            max_draft=rooms.astype(np.uint32),
-            min_path_prob=UNMEASURED if price is None else price.min_path_prob,
-            steps=steps.astype(np.uint32) if (steps > 1).any() else None,
-        )
 
 
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:

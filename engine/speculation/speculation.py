@@ -161,14 +161,12 @@ class Speculation:
         """Note a step that produced tokens of sequences, see `TokenDrafter.note_step`."""
         if not self.may_draft:
             return
-        rows, verified = plan.rows, results.values[:, VERIFIED].astype(np.int64)
+        verified = results.values[:, VERIFIED].astype(np.int64)
         for index, result in results.chosen.items():
             if uses_rejection(result.plan):
                 self._rates.record(result)
             verified[index] = _own_result(result).drafted
-        if len(results) < len(rows):
-            rows, verified = rows[results.producing], verified[results.producing]
-        self._drafter.note_step(rows, verified)
+        self._drafter.note_step(plan.rows, results.kept, verified)
 
     def observe(self, result: StepResult) -> None:
         """Pass the results of a step to the drafter, once its tokens are committed."""
