@@ -13,14 +13,14 @@ Order of calls, all of them from the thread that runs the engine:
 
     bind(forward)            once, after the KV cache exists, if the drafter has this method
     start(sequence)          once per sequence, before its first step; not again after a preemption
-    propose(plan)            at most once per step, before the target's forward pass, for the entries of
+    propose(plan)            at most once per step, before the target's forward pass, for the sequences of
                              `plan.producing`, which excludes requests without drafts (`Request.is_drafted`); not called
                              in steps in which drafting is not worthwhile
-    observe(result)          after every step, once its tokens are committed
+    observe(result)          after every step, once its tokens are committed, with all sequences of the step
     finish(sequence, learn)  once per sequence, after `observe` of its last step, or between steps if it is cancelled
     close()                  once
 
-`propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
+`propose` returns at most `plan.rooms[i]` tokens for sequence i. Within a draft, parents precede their children. The
 engine may verify only a part of a draft; `observe` reports which. If a drafter raises, the step runs without drafts; a
 draft that breaks these rules is dropped; `engine.drafters.guard` reports the first such problem.
 
@@ -45,8 +45,8 @@ depth that it chooses from past acceptance rates.
 Extra rows in the target's batch
 --------------------------------
 
-A drafter that declares `extra_rows` may add up to `entry.extra_room` tokens to each entry: `Drafts.extra`. They run in
-the same forward pass as the draft, but are not verified; `SequenceResult.extra_tokens` has the target's most likely
+A drafter that declares `extra_rows` may add up to `plan.extra_rooms[i]` tokens to sequence i: `Drafts.extra`. They run
+in the same forward pass as the draft, but are not verified; `StepResult.extra_tokens` has the target's most likely
 token after each of them. Each extra row attends to the context, its ancestors among the extra rows and itself, and its
 position follows its depth, as in a draft tree. No other row attends to it, and its keys and values are overwritten by
 the next step, so extra rows never change outputs.
@@ -68,6 +68,7 @@ the last slot of every page, indexed by page.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -84,7 +85,8 @@ if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
     from engine.config import EngineConfig
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
-    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan
+    from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
 
 DETERMINISTIC = -1
@@ -196,28 +198,72 @@ class Drafts:
     """Drafts for B sequences, T tokens in total."""
 
     batch: DraftBatch
-    """Tokens, parents, `accept_prob` and sources, one draft per entry of `StepPlan.producing`, in that order."""
+    """Tokens, parents, `accept_prob` and sources, one draft per sequence of `StepPlan.producing`, in that order."""
     q: Tensor | None = None
     """float32 [R, V]: the distributions that tokens were sampled from; None if all candidates are deterministic."""
     q_rows: np.ndarray | None = None
     """int32 [T]: the row of `q` of each token, `DETERMINISTIC` for a token that was not sampled."""
     extra: ExtraRows | None = None
     """Rows that are not verified, for the same sequences; None if there are none."""
+    scores: np.ndarray | None = None
+    """float32 [T]: the drafter's own score of each token, which it may need in `observe`; None if it does not."""
 
-    @classmethod
-    def empty(cls, sequences: int) -> Drafts:
-        """Return no draft for any of `sequences`."""
-        return cls(DraftBatch.empty(sequences))
+    @staticmethod
+    @cache
+    def empty(sequences: int) -> Drafts:
+        """Return no draft for any of `sequences`. Equal calls return the same object."""
+        return Drafts(DraftBatch.empty(sequences))
 
-    def take(self, indices: SequenceOf[int]) -> Drafts:
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [B]: number of tokens of each draft."""
+        offsets = self.batch.offsets.astype(np.int64)
+        return offsets[1:] - offsets[:-1]
+
+    @property
+    def owner(self) -> np.ndarray:
+        """int64 [T]: index of the sequence of each token."""
+        return np.arange(len(self.sizes)).repeat(self.sizes)
+
+    def take(self, indices: SequenceOf[int] | np.ndarray) -> Drafts:
         """Return the drafts of some sequences, without extra rows."""
-        q_rows = None if self.q_rows is None else self.q_rows[self.batch.places(indices)]
-        return replace(self, batch=self.batch.take(indices), q_rows=q_rows, extra=None)
+        return replace(self._at(self.batch.places(indices)), batch=self.batch.take(indices), extra=None)
 
     def scatter(self, indices: np.ndarray, count: int) -> Drafts:
         """Return drafts for `count` sequences: these at ascending `indices`, int64 [B], and none for the others."""
         extra = None if self.extra is None else self.extra.scatter(indices, count)
         return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
+
+    def where(self, wanted: np.ndarray) -> Drafts:
+        """Return the drafts with some of their tokens, bool [T]. With a token, its parent must be wanted."""
+        batch = self.batch
+        before = np.append(0, np.cumsum(wanted))
+        starts = batch.offsets[:-1].astype(np.int64)
+        owner, parents, places = self.owner[wanted], batch.parents[wanted], before[starts]
+        kept = replace(
+            batch, tokens=batch.tokens[wanted], accept_prob=batch.accept_prob[wanted], source=batch.source[wanted],
+            parents=np.where(parents < 0, parents, before[starts[owner] + parents] - places[owner]).astype(np.int32),
+            offsets=before[batch.offsets].astype(np.uint32),
+        )  # fmt: skip
+        return replace(self._at(wanted), batch=kept)
+
+    def replaced(self, indices: np.ndarray, others: Drafts) -> Drafts:
+        """Return the drafts with those of some sequences, int64 [n], replaced by deterministic ones."""
+        order = np.arange(len(self.batch))
+        order[indices] = len(self.batch) + np.arange(len(indices))
+        joined = DraftBatch.concatenate([self.batch, others.batch])
+        places, count = joined.places(order), len(others.batch.tokens)
+        q_rows, scores = self.q_rows, self.scores
+        if q_rows is not None:
+            q_rows = np.append(q_rows, np.full(count, DETERMINISTIC, np.int32))[places]
+        if scores is not None:
+            scores = np.append(scores, np.zeros(count, np.float32) if others.scores is None else others.scores)[places]
+        return replace(self, batch=joined.take(order), q_rows=q_rows, scores=scores)
+
+    def _at(self, places: np.ndarray) -> Drafts:
+        """Return the rows of `q` and the scores of some tokens."""
+        q_rows = None if self.q_rows is None else self.q_rows[places]
+        return replace(self, q_rows=q_rows, scores=None if self.scores is None else self.scores[places])
 
 
 class Drafter(Protocol):
@@ -242,7 +288,7 @@ class Drafter(Protocol):
         return
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Return a draft for each entry of `plan.producing`, at most `entry.draft_room` tokens each."""
+        """Return a draft for each sequence of `plan.producing`, of at most `plan.rooms` tokens."""
         ...
 
     def observe(self, result: StepResult) -> None:

@@ -15,16 +15,15 @@ from engine.drafters.base import Drafts, TargetOutputs
 from engine.scheduling.commit import copy_tokens
 from engine.scheduling.table import LENGTH, SEQUENCE_ID, TEXT
 from ssd import types
-from ssd.budget.token_budget import StepPrice
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from engine.drafters.base import Drafter
-    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan
+    from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
-    from engine.scheduling.table import RequestTable
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
@@ -60,22 +59,11 @@ class TokenDrafter:
 
     def propose(self, plan: StepPlan) -> Drafts:
         """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""
-        assert plan.table is not None
-        return Drafts(self.draft(plan.table, plan.rows, plan.rooms, plan.price))
-
-    def draft(
-        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
-    ) -> DraftBatch:
-        """Report the committed tokens of sequences and return a draft for each of them.
-
-        rows: int64 [B], of the sequences in the table. rooms: int64 [B], largest number of draft tokens of each.
-        """
-        if (started := self._started(rows)) is None:
-            return self.inner.draft(self._progress(table, rows, rooms, price))
+        if (started := self._started(plan.rows)) is None:
+            return Drafts(self.inner.draft(self._progress(plan)))
         if not len(started):
-            return DraftBatch.empty(len(rows))
-        batch = self.inner.draft(self._progress(table, rows[started], rooms[started], price))
-        return batch.scatter(started, len(rows))
+            return Drafts.empty(plan.producers)
+        return Drafts(self.inner.draft(self._progress(plan.take(started)))).scatter(started, plan.producers)
 
     def _make_room(self, row: int) -> None:
         if row >= len(self._reported):
@@ -98,7 +86,6 @@ class TokenDrafter:
 
         indices: of the sequence of each run within `plan.producing`, after `propose` was called for the plan.
         """
-        assert plan.table is not None
         at = np.array(indices, np.int64)
         started = self._started(plan.rows[at])
         if started is None:
@@ -123,12 +110,8 @@ class TokenDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
-        produced = [each for each in result.results if len(each.tokens)]
-        rows = np.array([each.plan.sequence.row for each in produced], np.int64)
-        self.note_step(rows, np.array([each.drafted for each in produced], np.int64))
-
-    def note_step(self, rows: np.ndarray, verified: np.ndarray) -> None:
-        """Record a step that produced tokens of sequences. rows, verified: int64 [B], numbers of draft tokens."""
+        produced = np.flatnonzero(result.lengths)
+        rows, verified = result.plan.rows[produced], result.verified[produced]
         if (started := self._started(rows)) is not None:
             rows, verified = rows[started], verified[started]
         first = self._reported[rows, STEPS] == 0
@@ -156,12 +139,11 @@ class TokenDrafter:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
 
-    def _progress(
-        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
-    ) -> Progress:
-        """Return the unreported tokens of these sequences, and mark them as reported."""
+    def _progress(self, plan: StepPlan) -> Progress:
+        """Return the unreported tokens of the producing sequences, and mark them as reported."""
+        rows = plan.rows
         reported = self._reported[rows]
-        state = table.state[rows]
+        state = plan.table.state[rows]
         offsets = offsets_of(state[:, LENGTH] - reported[:, TOKENS])
         tokens = np.empty(int(offsets[-1]), np.uint32)
         copy_tokens(state[:, TEXT] + 4 * reported[:, TOKENS], offsets, tokens)
@@ -173,8 +155,8 @@ class TokenDrafter:
             tokens=tokens,
             offsets=offsets,
             verified=reported[:, VERIFIED].astype(np.uint32),
-            max_draft=rooms.astype(np.uint32),
-            min_path_prob=UNMEASURED if price is None else price.min_path_prob,
+            max_draft=plan.rooms.astype(np.uint32),
+            min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
             steps=steps.astype(np.uint32) if (steps > 1).any() else None,
         )
 

@@ -50,13 +50,11 @@ class DraftSelection:
         If that holds only without the drafter's extra rows, removes the room for them from the plan.
         """
         sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled - sequences)
-        if rows := plan.extra_room:
+        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
+        if len(plan.extra_rooms) and (rows := int(plan.extra_rooms.sum())):
             if self._may_draft(plan, rows):
                 return True
-            for entry in plan.producing:
-                entry.extra_room = 0
-            plan.extra_room = 0
+            plan.extra_rooms = np.zeros_like(plan.extra_rooms)
         return self._may_draft(plan, 0)
 
     @property
@@ -67,7 +65,7 @@ class DraftSelection:
     def price(self, plan: StepPlan) -> StepPrice:
         """Return the price of draft tokens and of time in a step, for the drafter."""
         sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled - sequences)
+        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
         return self._budget.price(int(plan.rooms.sum()))
 
     def select(self, plan: StepPlan, drafts: DraftBatch, usable: np.ndarray) -> np.ndarray:
@@ -76,11 +74,18 @@ class DraftSelection:
         usable: int64 [B], largest number of tokens of each draft.
         """
         sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled + plan.extra_rows - sequences)
+        self._budget.prepare(sequences, plan.scheduled_tokens + plan.extra_rows - sequences)
         likely, calibrated = np.empty((2, len(drafts.tokens)), np.float32)
-        # Drafters of third parties may return views.
-        accept_prob, parents = np.ascontiguousarray(drafts.accept_prob), np.ascontiguousarray(drafts.parents)
-        calibrate(accept_prob, parents, drafts.source, drafts.offsets, usable, self.calibration, likely, calibrated)
+        calibrate(
+            drafts.accept_prob,
+            drafts.parents,
+            drafts.source,
+            drafts.offsets,
+            usable,
+            self.calibration,
+            likely,
+            calibrated,
+        )
         lengths = np.minimum(self._budget.select(calibrated, drafts.offsets.astype(np.int64)), usable)
         self._expected += expected_tokens(likely, drafts.source, drafts.offsets, lengths)
         return lengths
@@ -94,7 +99,7 @@ class DraftSelection:
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
-        self._budget.curve.record(plan.tokens, plan.sequences, seconds)
+        self._budget.curve.record(plan.tokens, len(plan), seconds)
         if not (plan.is_drafting or plan.is_backing_off) or not plan.producers:
             return
         sequences = plan.producers
@@ -104,10 +109,10 @@ class DraftSelection:
                 each.record_pause()
         if not plan.is_drafting:
             return
-        self._budget.prepare(sequences, plan.scheduled - sequences)
+        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
         self._drafting_s.append(plan.drafting_s)
         self._gains.append(accepted / sequences)
-        verified = plan.tokens - plan.scheduled
+        verified = plan.tokens - plan.scheduled_tokens
         self._budget.record(sequences, committed, verified, plan.drafting_s)
         saved = self._budget.saved(accepted, plan.tokens, verified)
         # After a pause, a network first runs the tokens that were committed meanwhile.
@@ -125,7 +130,7 @@ class DraftSelection:
             self._report_loss(sequences, rows)
             return False
         if backoff.steps == 0:
-            loss = -self._budget.saved(0, plan.scheduled + rows, rows)
+            loss = -self._budget.saved(0, plan.scheduled_tokens + rows, rows)
             if self._gains:
                 loss += min(self._drafting_s) / self._budget.seconds(sequences) - mean(self._gains)
             backoff.delay_trial(loss)

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.config import ContextWindow
 from engine.drafters.sources import DraftCounts
-from engine.engine import StepReport
+from engine.scheduling.report import StepReport
 from engine.scheduling.plan import SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason
 from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID

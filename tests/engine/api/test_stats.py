@@ -12,7 +12,7 @@ from engine.api import stats
 from engine.api.messages import RequestTimes
 from engine.api.stats import EngineTotals, RequestTimer
 from engine.drafters.sources import SOURCE_NAMES, DraftSource
-from engine.engine import StepReport
+from engine.scheduling.report import StepReport
 from engine.scheduling.plan import NO_ROWS, SequencePlan, SequenceResult
 from engine.scheduling.request import Completion, FinishReason, Request
 from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
