@@ -40,7 +40,7 @@ from engine.models.lora.pool import AdapterPool
 from engine.models.weights import Source, check_weights, overwrite_weights
 from engine.sampling.grammar_state import GrammarCompiler
 from engine.sampling.stopping import Cut
-from engine.scheduling.commit import ENDED, FULL, UNDECIDED, commit_results
+from engine.scheduling.commit import ENDED, FULL, UNDECIDED, Counts, commit_results
 from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
 from engine.scheduling.plan import StepPlan
@@ -96,9 +96,10 @@ class Engine:
         self._executor = executors.eager
         self._graph = graph
         self._may_run_ahead = graph is not None and config.in_flight != 0
-        self._selection = selection
         self._device_drafting = None if plain_curve is None else DeviceDrafting(plain_curve)
         self._speculation = Speculation(drafter, config, model.vocab_size, selection, self._device_drafting)
+        # Durations of steps say nothing about drafts if there are none.
+        self._selection = selection if self._speculation.may_draft else None
         extra_rows = self._speculation.drafter.needs.extra_rows
         ahead = 0 if graph is None else graph.draft_ahead
         self.scheduler = Scheduler(config, executors.pages, extra_rows, ahead, adapters)
@@ -192,9 +193,7 @@ class Engine:
         self._launched = []
         if self._in_flight and not self._in_flight[0].plan.is_running:
             self._in_flight.popleft()
-        report = StepReport()
-        if self._in_flight or self._launch(watch):
-            report = self._run(watch)
+        report = self._run(watch) if self._in_flight or self._launch(watch) else StepReport()
         self._end_refused(report)
         report.times = watch.times()
         return report
@@ -212,8 +211,10 @@ class Engine:
             # The device runs the next step while this one is accounted for, here and by the caller.
             self._launch(watch)
         seconds = self._read_at - max(step.plan.began, last_read)
-        self.scheduler.register_rows(step.plan.rows)
-        self._finish_ended()
+        if result.counts.filled:
+            self.scheduler.register_rows(step.plan.rows)
+        if self._ended:
+            self._finish_ended()
         report.finished, self._finished = self._finished, {}
         report.is_ahead = is_ahead
         if report.committed:
@@ -369,7 +370,7 @@ class Engine:
         is_on_graph = executor is self._graph
         if not len(plan) or ((self._in_flight or self._launched) and not is_on_graph):
             return False
-        if self._in_flight and self.scheduler.needs_host:
+        if self._in_flight and plan.needs_host:
             return False
         self._speculation.start(self.scheduler.take_admitted())
         watch.lap("draft")
@@ -393,12 +394,11 @@ class Engine:
     def _count_launched(self, plan: StepPlan, *, is_on_graph: bool) -> None:
         """Note what a launched step computes."""
         # The last committed token counts as computed once the next token is known.
-        ahead = plan.scheduled.copy()
-        ahead[: plan.producers] -= 1
         state = self.scheduler.table.state
-        if ahead.any():
-            state[plan.all_rows, COMPUTED] += ahead
-            self.scheduler.register_rows(plan.all_rows[ahead > 0])
+        if len(plan.chunks):
+            prompts = plan.prompts()
+            state[prompts.all_rows, COMPUTED] += prompts.chunks
+            self.scheduler.register_rows(prompts.all_rows)
         if not is_on_graph:
             state[plan.rows, IN_FLIGHT] += 1 + plan.lengths
 
@@ -417,22 +417,22 @@ class Engine:
         """Commit the tokens of a step, up to the end of each output."""
         plan, table = result.plan, self.scheduler.table
         report = StepReport(result, is_backing_off=plan.is_backing_off)
-        commit_results(
+        result.counts = Counts(*commit_results(
             table.state, plan.rows, plan.admissions, result.values, result.sources, plan.drafts.batch.offsets,
-            plan.lengths, self._end_tokens, result.lengths, result.outcomes,
-        )  # fmt: skip
-        for index in np.flatnonzero(result.outcomes >= ENDED).tolist():
+            plan.lengths, self._end_tokens, self._config.page_size, result.lengths, result.outcomes,
+        ))  # fmt: skip
+        for index in np.flatnonzero(result.outcomes >= ENDED).tolist() if result.counts.ending else ():
             [sequence], outcome = table.of(plan.rows[index : index + 1]), result.outcomes[index]
             cut = Cut(int(result.lengths[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
             if outcome == UNDECIDED:
                 cut = self._append(sequence, result, index, report)
             if cut.reason is not None:
                 self._end(sequence, cut)
-        result.accepted = np.minimum(result.accepted, result.lengths)
-        runs = plan.still_runs[plan.producers :]
-        for sequence in table.of(plan.all_rows[plan.producers :][runs]):
-            if sequence.is_scored:
-                self._end(sequence, Cut(0, FinishReason.LENGTH))
+        if plan.producers < len(plan):
+            runs = plan.still_runs[plan.producers :]
+            for sequence in table.of(plan.all_rows[plan.producers :][runs]):
+                if sequence.is_scored:
+                    self._end(sequence, Cut(0, FinishReason.LENGTH))
         watch.lap("commit")
         if self._graph is not None and self._graph.chain is not None and plan.drafts_on_device:
             self._graph.chain.observe(result)
@@ -455,24 +455,22 @@ class Engine:
 
     def _record(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
         """Update the decisions about drafting with a step. seconds: its duration, drafting included."""
-        assert report.result is not None
         if plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
             if self._device_drafting is not None and len(self._launched) == 1:
                 self._device_drafting.record(plan, self._launched[0], report.committed, seconds)
         elif self._selection is not None:
-            accepted = report.result.accepted_unforced
-            self._selection.record(plan, accepted, report.committed, seconds - plan.drafting_s)
+            self._selection.record(plan, report.accepted, report.committed, seconds - plan.drafting_s)
 
     def _append(self, sequence: Sequence, result: StepResult, index: int, report: StepReport) -> Cut:
         """Commit the tokens of a sequence whose request decides where it ends."""
         tokens, cut = result.tokens_of(index), Cut(0, None)
         if len(tokens):
             cut = sequence.stopping.cut(tokens, sequence.room)
-            result.lengths[index] = cut.length
+            result.add(index, cut.length)
             if (logprobs := result.logprobs.get(index)) is not None:
                 result.logprobs[index] = logprobs = logprobs.part(0, cut.length)
-            batch, drafted, path = result.plan.drafts.batch, result.draft_of(index), result.path_of(index)[: cut.length]
+            batch, drafted, path = result.plan.drafts.batch, result.draft_of(index), result.path_of(index)
             if sequence.request.hints is not None:
                 draft = batch.tokens[drafted], batch.parents[drafted]
                 continues = is_predicted(sequence.request.hints, sequence.output, *draft)
@@ -480,6 +478,7 @@ class Engine:
                 sequence.predicted_accepted += int(continues[path].sum())
             sources = batch.source[drafted]
             sequence.commit(tokens[: cut.length], drafted=sources, accepted=sources[path], logprobs=logprobs)
+            self.scheduler.register_pages(sequence)
         if cut.reason is None and (error := result.errors.get(index)) is not None:
             report.refused[sequence.sequence_id] = str(error)
             return Cut(0, FinishReason.ABORT)

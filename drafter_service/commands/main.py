@@ -24,6 +24,7 @@ ENGINE_KERNELS = (
     "engine.drafters.combination.merged_tree",
     "engine.drafters.model_based.compiled.drafting",
     "engine.drafters.model_free.recycle_tree",
+    "engine.drafters.reports",
     "engine.executor.graph",
     "engine.scheduling.scheduler",
     "engine.speculation.selection",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,10 +69,11 @@ class FixedAttention(ABC):
     """
 
     @abstractmethod
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """Prepare a step of B sequences, outside of the graph.
 
-        contexts: upper bound of the number of cached tokens of each sequence. rows: number of rows of each sequence.
+        contexts: int64 [B], upper bound of the number of cached tokens of each sequence. rows: int [B], number of rows
+        of each sequence.
         """
 
     @abstractmethod

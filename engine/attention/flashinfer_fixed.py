@@ -7,7 +7,6 @@ and `chunks.py` corrects the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,7 @@ class FlashInferFixed(FixedAttention):
         self._wrapper.reset_workspace_buffer(floats, integers)
         self._planned = PlannedWrapper(self._wrapper, config.device)
 
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """See `FixedAttention.plan`."""
         config, count = self._config, len(rows)
         queries = np.zeros(self._requests, np.int64)

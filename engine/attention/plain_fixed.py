@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,9 +24,9 @@ class PlainFixed(FixedAttention):
         self._first_slot = first_slot
         self._pages = 0
 
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:  # noqa: ARG002  # the device has them
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:  # noqa: ARG002  # the device has them
         """See `FixedAttention.plan`."""
-        self._pages = -(-(max(contexts) + self._shape.width) // self._keys.shape[2])
+        self._pages = -(-(int(contexts.max()) + self._shape.width) // self._keys.shape[2])
 
     def begin(self, rows: RaggedRows) -> Attend:
         """See `FixedAttention.begin`."""

@@ -75,6 +75,8 @@ class GuardedDrafter:
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`. Requests that want no drafts are left out."""
+        if isinstance(self.inner, TokenDrafter):  # It leaves them out itself.
+            return self._propose(plan)
         wanted = np.flatnonzero(plan.table.state[plan.rows, MAX_DRAFT])
         if len(wanted) == plan.producers:
             return self._propose(plan)

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.drafters.base import Drafts, TargetOutputs
-from engine.scheduling.commit import copy_tokens
-from engine.scheduling.table import LENGTH, SEQUENCE_ID, TEXT
+from engine.drafters.reports import (
+    COUNTS,
+    NOT_STARTED,
+    OFFSETS,
+    OWN_ROOM,
+    OWN_STEPS,
+    OWN_VERIFIED,
+    TOKENS,
+    copy_tokens,
+    note_step,
+    report,
+)
+from engine.scheduling.table import SEQUENCE_ID
 from ssd import types
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
 
@@ -27,12 +38,6 @@ if TYPE_CHECKING:
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
-
-
-TOKENS, STEPS, VERIFIED = range(3)
-"""Columns of what was reported of a sequence: number of its leading tokens, or NOT_STARTED; number of steps that have
-produced tokens since then; number of draft tokens that the first of those steps verified."""
-NOT_STARTED = -1
 
 
 class TokenDrafter:
@@ -54,27 +59,47 @@ class TokenDrafter:
         known: dict[str, Any] = {name: getattr(request, name) for name in names}
         given = {name: value for name, value in known.items() if name in self._taken and value is not None}
         self.inner.start(sequence.sequence_id, request.prompt, **given)
-        self._make_room(sequence.row)
+        self._make_room(sequence.row + 1)
         self._reported[sequence.row] = len(request.prompt), 0, 0
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Report committed tokens and return drafts; sequences whose `start` failed get empty drafts."""
-        if (started := self._started(plan.rows)) is None:
-            return Drafts(self.inner.draft(self._progress(plan)))
-        if not len(started):
-            return Drafts.empty(plan.producers)
-        return Drafts(self.inner.draft(self._progress(plan.take(started)))).scatter(started, plan.producers)
+        """Report committed tokens and return drafts.
 
-    def _make_room(self, row: int) -> None:
-        if row >= len(self._reported):
-            more = np.full((row + 1, 3), NOT_STARTED, np.int64)
+        Sequences whose requests want no drafts, and those whose `start` failed, get empty ones.
+        """
+        table, rows = plan.table, plan.rows
+        self._make_room(len(table.state))
+        at, addresses = np.empty((2, len(rows)), np.int64)
+        ids, counts = np.empty(len(rows), np.uint64), np.empty((COUNTS, len(rows) + 1), np.uint32)
+        count, most_steps = report(table.state, self._reported, rows, plan.rooms, at, ids, addresses, counts)
+        if not count:
+            return Drafts.empty(len(rows))
+        offsets = counts[OFFSETS, : count + 1]
+        tokens = np.empty(int(offsets[-1]), np.uint32)
+        copy_tokens(addresses[:count], offsets, tokens)
+        batch = self.inner.draft(
+            Progress(
+                sequence_ids=ids[:count],
+                tokens=tokens,
+                offsets=offsets,
+                verified=counts[OWN_VERIFIED, :count],
+                max_draft=counts[OWN_ROOM, :count],
+                min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
+                steps=counts[OWN_STEPS, :count] if most_steps > 1 else None,
+            )
+        )
+        return Drafts(batch if count == len(rows) else batch.scatter(at[:count], len(rows)))
+
+    def _make_room(self, rows: int) -> None:
+        """Have a row in `_reported` for each of the table."""
+        if rows > len(self._reported):
+            more = np.full((rows - len(self._reported), 3), NOT_STARTED, np.int64)
             self._reported = np.concatenate((self._reported, more))
 
-    def _started(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the indices of the rows whose sequences the drafter has started, int64 [n]; None if all are."""
-        self._make_room(int(rows.max(initial=0)))
-        is_started = self._reported[rows, TOKENS] != NOT_STARTED
-        return None if is_started.all() else np.flatnonzero(is_started)
+    def _started(self, rows: np.ndarray) -> np.ndarray:
+        """Return the indices of the rows whose sequences the drafter has started, int64 [n]."""
+        self._make_room(int(rows.max(initial=-1)) + 1)
+        return np.flatnonzero(self._reported[rows, TOKENS] != NOT_STARTED)
 
     @property
     def can_draft_after(self) -> bool:
@@ -88,8 +113,6 @@ class TokenDrafter:
         """
         at = np.array(indices, np.int64)
         started = self._started(plan.rows[at])
-        if started is None:
-            started = np.arange(len(at))
         if not len(started):
             return DraftBatch.empty(len(at))
         chosen = [runs[index] for index in started.tolist()]
@@ -110,17 +133,13 @@ class TokenDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
-        produced = np.flatnonzero(result.lengths)
-        rows, verified = result.plan.rows[produced], result.verified[produced]
-        if (started := self._started(rows)) is not None:
-            rows, verified = rows[started], verified[started]
-        first = self._reported[rows, STEPS] == 0
-        self._reported[rows[first], VERIFIED] = verified[first]
-        self._reported[rows, STEPS] += 1
+        rows = result.plan.rows
+        self._make_room(int(rows.max(initial=-1)) + 1)
+        note_step(self._reported, rows, result.lengths, result.verified)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `engine.drafters.base.Drafter.finish`."""
-        self._make_room(sequence.row)
+        self._make_room(sequence.row + 1)
         reported, steps, verified = self._reported[sequence.row].tolist()
         if reported == NOT_STARTED:
             return
@@ -138,27 +157,6 @@ class TokenDrafter:
     def close(self) -> None:
         """See `engine.drafters.base.Drafter.close`."""
         self.inner.close()
-
-    def _progress(self, plan: StepPlan) -> Progress:
-        """Return the unreported tokens of the producing sequences, and mark them as reported."""
-        rows = plan.rows
-        reported = self._reported[rows]
-        state = plan.table.state[rows]
-        offsets = offsets_of(state[:, LENGTH] - reported[:, TOKENS])
-        tokens = np.empty(int(offsets[-1]), np.uint32)
-        copy_tokens(state[:, TEXT] + 4 * reported[:, TOKENS], offsets, tokens)
-        self._reported[rows, TOKENS] = state[:, LENGTH]
-        self._reported[rows, STEPS:] = 0
-        steps = reported[:, STEPS]
-        return Progress(
-            sequence_ids=state[:, SEQUENCE_ID].astype(np.uint64),
-            tokens=tokens,
-            offsets=offsets,
-            verified=reported[:, VERIFIED].astype(np.uint32),
-            max_draft=plan.rooms.astype(np.uint32),
-            min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
-            steps=steps.astype(np.uint32) if (steps > 1).any() else None,
-        )
 
 
 def adapt(drafter: Drafter | types.Drafter) -> Drafter:

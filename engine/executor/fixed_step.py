@@ -49,19 +49,14 @@ class Kind(NamedTuple):
 
 
 class HostInputs(NamedTuple):
-    """Inputs of a step from the host. Each of B sequences runs its last token and a draft."""
+    """Inputs of a step of up to B sequences from the host. Each sequence runs its last token and a draft."""
 
     table: np.ndarray
-    """int32 [B, INPUT_COLUMNS + max_draft]: the data that is copied to the device."""
-    contexts: list[int]
-    """Upper bound of each sequence's number of tokens in the cache."""
+    """int32 [B, INPUT_COLUMNS + max_draft]: the data that is copied to the device; see `FixedStep.empty_inputs`."""
+    contexts: np.ndarray
+    """int64 [B]: upper bound of each sequence's number of tokens in the cache, 0 for none."""
     host_rows: np.ndarray = NO_ROWS
     """int64 [at most `Kind.host_rows`]: rows of the step whose logits the host needs."""
-
-    @property
-    def rows(self) -> list[int]:
-        """Number of rows of each sequence: its last token and the longest draft."""
-        return self.table[:, 1].tolist()
 
 
 class StepOutput(NamedTuple):
@@ -101,17 +96,18 @@ class FixedStep:
         self._pool: MemoryPool | None = None
         self._graphs: dict[Kind, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
+    def empty_inputs(self) -> HostInputs:
+        """Return the inputs of a step without sequences, for the caller to change."""
+        # New arrays, because an earlier copy may still be reading the previous one.
+        return HostInputs(self._idle.copy(), np.zeros(len(self._idle), np.int64))
+
     @torch.inference_mode()
     def run(self, inputs: HostInputs, kind: Kind) -> StepOutput:
         """Launch a step. Capture its graph if necessary."""
         if self._table.is_cuda and kind not in self._graphs:
             self.capture(kind, self._pool)
-        padding = [0] * (len(self._idle) - len(inputs.contexts))
-        self._plan([*inputs.contexts, *padding], [*inputs.rows, *padding], kind)
-        # A new array, because an earlier copy may still be reading the previous one.
-        rows = self._idle.copy()
-        rows[: len(inputs.table)] = inputs.table
-        self._table.copy_(on_device(rows, self._table.device), non_blocking=True)
+        self._plan(inputs.contexts, inputs.table[:, 1], kind)
+        self._table.copy_(on_device(inputs.table, self._table.device), non_blocking=True)
         if len(inputs.host_rows):
             self._host_rows[: len(inputs.host_rows)] = on_device(inputs.host_rows, self._table.device)
         if not self._table.is_cuda:
@@ -126,7 +122,7 @@ class FixedStep:
         """Capture the graph of a kind on a CUDA device, with idle slots only."""
         sequences = self._shape.sequences
         longest = self._state.history.shape[1] - 1
-        self._plan([longest] * sequences, [0] * sequences, kind)
+        self._plan(np.full(sequences, longest), self._idle[:, 1], kind)
         self._table.copy_(on_device(self._idle, self._table.device))
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
@@ -140,7 +136,7 @@ class FixedStep:
         self._graphs[kind] = graph, results, logits
         self._pool = pool
 
-    def _plan(self, contexts: list[int], rows: list[int], kind: Kind) -> None:
+    def _plan(self, contexts: np.ndarray, rows: np.ndarray, kind: Kind) -> None:
         self._forward.plan(contexts, rows)
         if self._chain is not None and kind.drafts:
             self._chain.plan(contexts, rows)

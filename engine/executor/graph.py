@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.drafters.model_based.device_chain import DeviceChain
 from engine.executor.batch import Batch, build_batch
 from engine.executor.eager import score_prompts
-from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, HostInputs, Kind, StepOutput
+from engine.executor.fixed_step import RESULT_COLUMNS, Kind, StepOutput
 from engine.executor.host_rows import HostRows, host_indices, rows_of
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.runner import Runner
@@ -25,12 +25,8 @@ from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ABSENT,
-    COMPUTED,
-    IN_FLIGHT,
-    LIMIT,
     NEEDS_HOST,
     ON_DEVICE,
-    PAGES,
     SAMPLED,
     TRUNCATES,
     RequestTable,
@@ -94,16 +90,16 @@ class GraphExecutor:
     def _install(self, plan: StepPlan) -> None:
         """Copy what the device lacks of the producing sequences to it."""
         table, rows = plan.table, plan.rows
-        held, known = table.state[rows, PAGES], table.state[rows, ON_DEVICE]
-        if (held == known).all():
+        if not plan.lacking_pages:
             return
+        known = table.state[rows, ON_DEVICE]
         missing = rows[known == ABSENT]
         if len(missing):
             self.grid.state.install(missing.tolist(), table.of(missing), texts=self.chain is not None)
             table.state[missing, ON_DEVICE] = 0
-        added = np.empty((3, int((held - np.maximum(known, 0)).sum())), np.int32)
-        new_pages(table.state, table.pages, rows, added)
-        self.grid.state.add_pages(added)
+        added = np.empty((3, plan.lacking_pages), np.int32)
+        count = new_pages(table.state, table.pages, rows, added)
+        self.grid.state.add_pages(added[:, :count])
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:
         """Run the scheduled prompt tokens, except the last token of producing sequences."""
@@ -119,15 +115,15 @@ class GraphExecutor:
 
     def _launch_step(self, plan: StepPlan) -> StepOutput:
         table, rows, batch = plan.table, plan.rows, plan.drafts.batch
-        inputs = np.zeros((len(rows), INPUT_COLUMNS + self.max_draft), np.int32)
-        ends = table.state[rows, COMPUTED] + plan.scheduled[: len(rows)] + table.state[rows, IN_FLIGHT]
-        contexts = np.minimum(ends, table.state[rows, LIMIT]) - 1
-        write_inputs(table.state, rows, batch.tokens, batch.offsets, plan.lengths, inputs)
-        kind, host_rows = self._kind_of(plan), NO_ROWS
+        step = self.grid.step_for(len(rows), len(rows) + plan.verified)
+        inputs, kind = step.empty_inputs(), self._kind_of(plan)
+        np.subtract(plan.ends, 1, out=inputs.contexts[: len(rows)])
+        write_inputs(table.state, rows, batch.tokens, batch.offsets, plan.lengths, inputs.table)
         if self.chain is None and plan.has(NEEDS_HOST):
             host_rows = rows_of(host_indices(plan), plan.lengths)
+            inputs = inputs._replace(host_rows=host_rows)
             kind = kind._replace(host_rows=next_power_of_2(max(MIN_HOST_ROWS, len(host_rows))))
-        return self.grid.run(HostInputs(inputs, contexts.tolist(), host_rows), kind)
+        return step.run(inputs, kind)
 
     def _kind_of(self, plan: StepPlan) -> Kind:
         """Return the kind of a step."""

@@ -74,7 +74,7 @@ class FixedForward:
         self._attention = attention
         self._ops = ops
 
-    def plan(self, contexts: Sequence[int], rows: Sequence[int]) -> None:
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """Prepare a step, see `FixedAttention.plan`."""
         self._attention.plan(contexts, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind, StepOutput
+from engine.executor.fixed_step import FixedStep, Kind
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.sampling.truncation import Truncation
 from engine.scheduling.request import SamplingParams
@@ -75,10 +76,12 @@ class StepGrid:
 
     def shape_for(self, sequences: int, rows: int) -> tuple[int, int]:
         """Return the smallest shape that holds these numbers of sequences and rows."""
-        padded = next(size for size in self.sequences if size >= sequences)
+        padded = self.sequences[bisect_left(self.sequences, sequences)]
+        if rows == sequences:
+            return padded, padded
         # In a shape with as many rows as sequences, each has at most one row; attention relies on that.
-        least = rows if rows == sequences else max(rows, padded + 1)
-        return padded, next(size for size in self.rows_of(padded) if size >= least)
+        sizes = self.rows_of(padded)
+        return padded, sizes[bisect_left(sizes, max(rows, padded + 1))]
 
     def rows_of(self, sequences: int) -> list[int]:
         """Return the numbers of rows that steps of `sequences` sequences may have, ascending."""
@@ -112,13 +115,13 @@ class StepGrid:
         self.captured = Captured(len(shapes), perf_counter() - began)
         notify(f"captured {len(shapes)} CUDA graphs in {self.captured.seconds:.1f} s")
 
-    def run(self, inputs: HostInputs, kind: Kind) -> StepOutput:
-        """Run a step in the smallest shape that holds it; see `FixedStep.run`."""
-        return self.step_of(*self.shape_for(len(inputs.contexts), sum(inputs.rows))).run(inputs, kind)
+    def step_for(self, sequences: int, rows: int) -> FixedStep:
+        """Return the smallest step that holds these numbers of sequences and rows."""
+        return self.step_of(*self.shape_for(sequences, rows))
 
     def padding(self, sequences: int) -> Padding:
         """Return the numbers of rows that steps of a number of sequences are padded to."""
-        padded = next(size for size in self.sequences if size >= sequences)
+        padded = self.sequences[bisect_left(self.sequences, sequences)]
         # As in `shape_for`: without drafts, a step has the first shape, and with drafts one of the others.
         return Padding((sequences, *self.rows_of(padded)[1:]))
 
@@ -139,8 +142,8 @@ class StepGrid:
 
     def _run_empty(self, shape: tuple[int, int], kind: Kind) -> None:
         """Run a step without sequences and wait for it."""
-        nothing = HostInputs(np.zeros((0, INPUT_COLUMNS + self._max_draft), np.int32), [])
-        self.step_of(*shape).run(nothing, kind).results.read()
+        step = self.step_of(*shape)
+        step.run(step.empty_inputs(), kind).results.read()
 
     def step_of(self, sequences: int, rows: int) -> FixedStep:
         """Return the step of a shape."""

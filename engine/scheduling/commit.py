@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from engine.drafters.sources import SOURCE_NAMES
@@ -18,10 +20,22 @@ from engine.scheduling.table import (
     LIMIT,
     ON_DEVICE,
     PAGES,
+    REGISTERED,
     STEPS,
     TEXT,
 )
-from ssd.kernels.jit import Int, IntRows, LongRows, Longs, Nothing, SourceCodes, Tokens, TokensOut, kernel, peek, poke
+from ssd.kernels.jit import (
+    FiveInts,
+    Int,
+    IntRows,
+    LongRows,
+    Longs,
+    Nothing,
+    SourceCodes,
+    Tokens,
+    kernel,
+    poke,
+)
 
 DROPPED, CONTINUES, ENDED, FULL, UNDECIDED = range(5)
 """Outcomes of a step for a sequence: it does not run any more; it continues; it ended with an end token, or at its
@@ -33,6 +47,21 @@ PRODUCED, VERIFIED, FIRST_TOKEN = range(3)
 """Columns of a step's results: numbers of produced tokens and of verified draft tokens, and the first token."""
 
 SOURCES = len(SOURCE_NAMES)
+
+
+class Counts(NamedTuple):
+    """What `commit_results` did, without the sequences whose outcome is UNDECIDED but for `ending`."""
+
+    producing: int
+    """Number of sequences with committed tokens."""
+    committed: int
+    """Number of committed tokens."""
+    accepted: int
+    """Number of accepted draft tokens."""
+    ending: int
+    """Number of sequences whose output ends, or may end."""
+    filled: int
+    """Number of sequences with a page that is full and not in the prefix cache."""
 
 
 @kernel(LongRows, Longs, Tokens, Tokens, Longs, IntRows, returns=Nothing)
@@ -66,14 +95,17 @@ def new_pages(state, tables, rows, added):
     return count
 
 
-@kernel(LongRows, Longs, Longs, IntRows, SourceCodes, Tokens, Longs, Tokens, Longs, Longs, returns=Nothing)
-def commit_results(state, rows, admissions, results, sources, offsets, lengths, end_tokens, kept, outcomes):
+@kernel(LongRows, Longs, Longs, IntRows, SourceCodes, Tokens, Longs, Tokens, Int, Longs, Longs, returns=FiveInts)
+def commit_results(state, rows, admissions, results, sources, offsets, lengths, end_tokens, page_size, kept, outcomes):
     """Commit the tokens of a step up to the end of each output, and count its draft tokens.
 
     rows, admissions: int64 [B], of the step's sequences. results: int32 [B, FIRST_TOKEN + longest output]. sources,
     offsets: as in `ssd.types.DraftBatch`. lengths: int64 [B], see `write_inputs`. end_tokens: uint32, those of the
     model. Writes the number of committed tokens and the outcome of each sequence, int64 [B] each.
+
+    Returns `Counts` of the sequences.
     """
+    producing = committed = accepted_tokens = ending = filled = 0
     for index in range(len(rows)):
         row = state[rows[index]]
         kept[index] = 0
@@ -85,6 +117,7 @@ def commit_results(state, rows, admissions, results, sources, offsets, lengths, 
         if row[END] == BY_REQUEST:
             outcomes[index] = UNDECIDED
             kept[index] = produced
+            ending += 1
             continue
         end, outcome = produced, CONTINUES
         if row[END] == BY_END_TOKENS:
@@ -107,11 +140,9 @@ def commit_results(state, rows, admissions, results, sources, offsets, lengths, 
         row[LENGTH] += end
         row[STEPS] += 1
         kept[index], outcomes[index] = end, outcome
-
-
-@kernel(Longs, Tokens, TokensOut, returns=Nothing)
-def copy_tokens(addresses, offsets, tokens):
-    """Copy runs of tokens to `tokens`, one after the other. addresses: int64 [B]. offsets: uint32 [B + 1]."""
-    for index in range(len(addresses)):
-        for place in range(offsets[index], offsets[index + 1]):
-            tokens[place] = peek(addresses[index], place - np.int64(offsets[index]))
+        producing += 1
+        committed += end
+        accepted_tokens += accepted
+        ending += outcome != CONTINUES
+        filled += row[COMPUTED] // page_size > row[REGISTERED]
+    return producing, committed, accepted_tokens, ending, filled

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.drafters.base import Drafts
-from engine.scheduling.table import ADMISSION, KIND, RequestTable
+from engine.scheduling.table import ADMISSION, KIND, NEEDS_HOST, RequestTable
 from engine.speculation.draft_tree import straight_lengths
 
 if TYPE_CHECKING:
@@ -36,14 +36,21 @@ class StepPlan:
     table: RequestTable[Sequence]
     all_rows: np.ndarray
     """int64 [B]: rows of the sequences in the table."""
-    computed: np.ndarray
-    """int64 [B]: known number of leading tokens in the KV cache; steps in flight may add more."""
-    scheduled: np.ndarray
-    """int64 [B]: number of committed tokens that the step runs after them."""
-    admissions: np.ndarray
-    """int64 [B]: ADMISSION of the sequences when the step was planned, since they may end before its results are read."""
+    chunks: np.ndarray
+    """int64 [at most B]: numbers of committed tokens that the last sequences run; the others run one."""
     producers: int
     """P: number of sequences whose scheduled tokens include the last committed one, so that they yield tokens."""
+    computed: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [B]: known number of leading tokens in the KV cache; steps in flight may add more."""
+    admissions: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [B]: ADMISSION of the sequences when the step was planned: they may end before its results are read."""
+    kinds: int = 0
+    """All bits of KIND of the producing sequences, see `engine.scheduling.table`."""
+    ends: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    """int64 [P]: upper bound of the number of each producing sequence's tokens in the cache after the step, without its
+    draft."""
+    lacking_pages: int = 0
+    """Number of pages that the page tables of the producing sequences on the device lack."""
     rooms: np.ndarray = field(default_factory=lambda: NO_ROWS)
     """int64 [P]: largest number of draft tokens that the request, its maximum length and the pages allow."""
     extra_rooms: np.ndarray = field(default_factory=lambda: NO_ROWS)
@@ -79,18 +86,18 @@ class StepPlan:
     def take(self, indices: np.ndarray) -> StepPlan:
         """Return the plan for some of the producing sequences alone, int64 [n], without drafts."""
         return replace(
-            self, all_rows=self.rows[indices], computed=self.computed[indices], scheduled=self.scheduled[indices],
-            admissions=self.admissions[indices], producers=len(indices), rooms=self.rooms[indices],
+            self, all_rows=self.rows[indices], chunks=self.scheduled[indices], producers=len(indices),
+            computed=self.computed[indices], admissions=self.admissions[indices], rooms=self.rooms[indices],
             extra_rooms=self.extra_rooms[indices] if len(self.extra_rooms) else NO_ROWS,
         )  # fmt: skip
 
     def prompts(self) -> StepPlan:
         """Return the plan for the scheduled tokens of prompts, except the last token of producing sequences."""
-        before = self.scheduled - (np.arange(len(self)) < self.producers)
-        at = np.flatnonzero(before)
+        chunks = self.scheduled - (np.arange(len(self)) < self.producers)
+        at = np.flatnonzero(chunks)
         return replace(
-            self, all_rows=self.all_rows[at], computed=self.computed[at], scheduled=before[at],
-            admissions=self.admissions[at], producers=0, lengths=NO_ROWS, drafts=Drafts.empty(0),
+            self, all_rows=self.all_rows[at], chunks=chunks[at], producers=0, computed=self.computed[at],
+            admissions=self.admissions[at], lengths=NO_ROWS, drafts=Drafts.empty(0),
         )  # fmt: skip
 
     def indices_of(self, rows: np.ndarray) -> np.ndarray:
@@ -101,12 +108,18 @@ class StepPlan:
 
     def has(self, kind: int) -> bool:
         """Return whether a producing sequence has a bit of KIND, see `engine.scheduling.table`."""
-        return bool(self._kinds & kind)
+        return bool(self.kinds & kind)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a sequence of the step needs the host, see NEEDS_HOST."""
+        others = self.all_rows[self.producers :]
+        return self.has(NEEDS_HOST) or bool((self.table.state[others, KIND] & NEEDS_HOST).any())
 
     @cached_property
-    def _kinds(self) -> int:
-        """All bits of KIND of the producing sequences."""
-        return int(np.bitwise_or.reduce(self.table.state[self.rows, KIND]))
+    def scheduled(self) -> np.ndarray:
+        """int64 [B]: number of committed tokens that each sequence runs."""
+        return np.append(np.ones(len(self) - len(self.chunks), np.int64), self.chunks)
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -137,7 +150,7 @@ class StepPlan:
     @property
     def scheduled_tokens(self) -> int:
         """Number of committed tokens that run."""
-        return int(self.scheduled.sum())
+        return len(self) - len(self.chunks) + sum(self.chunks.tolist())
 
     @property
     def verified(self) -> int:

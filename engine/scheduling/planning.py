@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from engine.scheduling.pages import IDLE, POOL, UNUSED, take_pages
-from engine.scheduling.table import COMPUTED, END, IN_FLIGHT, LENGTH, LIMIT, MAX_DRAFT, PAGES, SCORED
-from ssd.kernels.jit import Int, IntPair, IntRows, LongRows, Longs, Nothing, inline, kernel
+from engine.scheduling.table import (
+    ADMISSION,
+    COMPUTED,
+    END,
+    IN_FLIGHT,
+    KIND,
+    LENGTH,
+    LIMIT,
+    MAX_DRAFT,
+    ON_DEVICE,
+    PAGES,
+    SCORED,
+)
+from ssd.kernels.jit import Int, IntPair, IntRows, LongRows, Longs, inline, kernel
 
 LACKING = -1
 """First result of `plan_decoding` if there are too few pages."""
+ROOM, ADMITTED, COMPUTED_BEFORE, END_BEFORE_DRAFT = range(4)
+"""Rows of what `allocate_draft_room` plans: the largest number of draft tokens of each sequence, its ADMISSION, its
+COMPUTED, and an upper bound of the number of its tokens in the cache after the step, without the draft."""
+PLANNED = 4
 
 
 @inline
@@ -66,20 +82,28 @@ def plan_decoding(state, tables, pool, order, page_size, ahead, decoding, others
     return count, rest
 
 
-@kernel(LongRows, IntRows, POOL, Longs, Longs, Int, Int, Int, Int, Int, Longs, returns=Nothing)
-def allocate_draft_room(state, tables, pool, rows, scheduled, page_size, max_draft, watermark, needed, ahead, rooms):
+@kernel(LongRows, IntRows, POOL, Longs, Longs, Int, Int, Int, Int, Int, LongRows, returns=IntPair)
+def allocate_draft_room(state, tables, pool, rows, chunks, page_size, max_draft, watermark, needed, ahead, planned):
     """Allocate pages for drafts after the scheduled tokens of sequences, as far as more than `watermark` are free.
 
-    rows, scheduled: int64 [B]. needed: number of slots after the draft without which it is cut. ahead: number of slots
-    after it that are useful. Writes the largest number of draft tokens of each sequence to `rooms`, int64 [B].
+    rows: int64 [B]. chunks: int64 [at most B], numbers of scheduled tokens of the last of them; the others run one
+    token. needed: number of slots after the draft without which it is cut. ahead: number of slots after it that are
+    useful. Writes `planned`, int64 [PLANNED, B]. Returns all bits of KIND of the sequences, and the number of pages
+    that their page tables on the device lack.
     """
+    kinds = lacking = 0
     for at in range(len(rows)):
-        index = rows[at]
+        index, chunk = rows[at], at + len(chunks) - len(rows)
         row = state[index]
         # The target adds a bonus token after the draft, and each step in flight commits at least one token.
         left = row[LIMIT] - row[LENGTH] - 1 - min(row[IN_FLIGHT], 1)
         wanted = min(row[MAX_DRAFT], max_draft, left)
-        end = _end_after(row, scheduled[at])
+        end = _end_after(row, 1 if chunk < 0 else chunks[chunk])
         longest = min(end + wanted + ahead, row[LIMIT])
         _append_pages(row, tables[index], pool, longest, max(0, _free(pool) - watermark), page_size)
-        rooms[at] = max(0, min(wanted, row[PAGES] * page_size - end - needed))
+        planned[ROOM, at] = max(0, min(wanted, row[PAGES] * page_size - end - needed))
+        planned[ADMITTED, at], planned[COMPUTED_BEFORE, at] = row[ADMISSION], row[COMPUTED]
+        planned[END_BEFORE_DRAFT, at] = end
+        kinds |= row[KIND]
+        lacking += row[PAGES] - row[ON_DEVICE]
+    return kinds, lacking

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from engine.drafters.sources import DraftSource
 from engine.scheduling.request import Completion
 from engine.scheduling.result import NO_RESULTS, ResultArrays, StepResult
 from engine.scheduling.times import StageTimes
@@ -44,9 +45,16 @@ class StepReport:
     @property
     def produced(self) -> int:
         """Number of sequences that produced tokens."""
-        return 0 if self.result is None else int(np.count_nonzero(self.result.lengths))
+        return 0 if self.result is None else self.result.counts.producing
 
     @property
     def committed(self) -> int:
         """Number of committed tokens."""
-        return 0 if self.result is None else int(self.result.lengths.sum())
+        return 0 if self.result is None else self.result.counts.committed
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted draft tokens, without those that a grammar forced."""
+        if self.result is not None and not len(self.result.plan.constrained):
+            return self.result.counts.accepted
+        return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from engine.drafters.base import Drafts
-from engine.drafters.sources import NO_SOURCES, DraftSource
-from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED
+from engine.drafters.sources import NO_SOURCES
+from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, StepPlan
 from engine.scheduling.table import SEQUENCE_ID
 from engine.speculation.draft_tree import depths_of, find_paths
@@ -86,16 +86,25 @@ class StepResult:
         """Set what the commit changes, and the ids, which are lost when sequences end."""
         self.ids = self.plan.table.state[self.plan.rows, SEQUENCE_ID]
         """int64 [P]: the ids that `Engine.add` returned."""
+        self.lengths = np.zeros(len(self.values), np.int64)
+        """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
         self.outcomes = np.zeros(len(self.values), np.int64)
         """int64 [P], see `engine.scheduling.commit`."""
-        self.count()
+        self.counts = Counts(0, 0, 0, 0, 0)
+        """Sums over the sequences; those whose requests decide where they end are added by `add`."""
 
-    def count(self) -> None:
-        """Set the numbers of tokens from `values`."""
-        self.lengths = self.values[:, PRODUCED].astype(np.int64)
-        """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
-        self.accepted = np.maximum(self.lengths - 1, 0)
-        """int64 [P]: number of accepted draft tokens among them."""
+    def add(self, index: int, length: int) -> None:
+        """Note how many tokens of a sequence were committed, whose request decides where it ends."""
+        self.lengths[index] = length
+        if length:
+            producing, committed, accepted, *rest = self.counts
+            own = min(length, int(self.values[index, PRODUCED]) - 1)
+            self.counts = Counts(producing + 1, committed + length, accepted + own, *rest)
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """int64 [P]: number of accepted draft tokens among the committed ones."""
+        return np.minimum(self.lengths, self.values[:, PRODUCED] - 1).clip(0)
 
     @cached_property
     def verified(self) -> np.ndarray:
@@ -108,7 +117,7 @@ class StepResult:
 
     def path_of(self, index: int) -> np.ndarray:
         """Return the indices of the accepted tokens within the draft of a sequence, int64 [a], a path from the root."""
-        accepted = self.accepted[index]
+        accepted = max(0, min(int(self.lengths[index]), int(self.values[index, PRODUCED]) - 1))
         return np.arange(accepted) if self.paths is None else self.paths[index, :accepted]
 
     def draft_of(self, index: int) -> slice:
@@ -178,13 +187,6 @@ class StepResult:
             {int(order[at]): each for at, each in self.logprobs.items() if is_producing[at]},
         )  # fmt: skip
 
-    @property
-    def accepted_unforced(self) -> int:
-        """Number of accepted draft tokens, without those that a grammar forced."""
-        if not len(self.plan.constrained):
-            return int(self.accepted.sum())
-        return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
-
     def with_drafts(self, drafts: Drafts, indices: np.ndarray) -> StepResult:
         """Return the results as if the step had verified other drafts of some sequences.
 
@@ -193,15 +195,15 @@ class StepResult:
         """
         plan = replace(self.plan, drafts=replace(drafts, extra=self.plan.drafts.extra))
         result = replace(self, plan=plan, values=self.values.copy())
-        result.lengths, result.accepted = self.lengths, self.accepted.copy()
+        result.lengths, accepted = self.lengths, self.accepted
         width = self.values.shape[1] - FIRST_TOKEN
         result.paths = np.tile(np.arange(width), (len(self.values), 1)) if self.paths is None else self.paths.copy()
         batch, verified = drafts.batch, self.verified.copy()
         find_paths(
             batch.tokens, batch.parents, batch.offsets, result.values[:, FIRST_TOKEN:].astype(np.uint32), self.lengths,
-            indices, verified, result.accepted, result.paths,
+            indices, verified, accepted, result.paths,
         )  # fmt: skip
-        result.values[:, VERIFIED] = verified
+        result.values[:, PRODUCED], result.values[:, VERIFIED] = 1 + accepted, verified
         return result
 
     @cached_property

@@ -14,8 +14,8 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import StepPlan
-from engine.scheduling.planning import LACKING, allocate_draft_room, plan_decoding
+from engine.scheduling.plan import NO_ROWS, StepPlan
+from engine.scheduling.planning import LACKING, PLANNED, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ADMISSION,
@@ -124,21 +124,19 @@ class Scheduler:
         if len(prompts):  # They may have preempted newer sequences.
             decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
         plan = self._plan_of(decoding, chunks)
-        plan.rooms = self._allocate_draft_room(plan)
+        self._allocate_draft_room(plan)
         if self._extra_rows:
             plan.extra_rooms = self._allocate_extra_room(plan)
         return plan
 
     def _plan_of(self, decoding: np.ndarray, chunks: list[Chunk]) -> StepPlan:
         """Return the plan of sequences that run their last token, rows int64 [D], and of prompts."""
-        rows, scheduled, producers = decoding, np.ones(len(decoding), np.int64), len(decoding)
-        if chunks:
-            chunks = sorted(chunks, key=lambda chunk: not chunk.produces)
-            rows = np.append(rows, [chunk.sequence.row for chunk in chunks])
-            scheduled = np.append(scheduled, [chunk.scheduled for chunk in chunks])
-            producers += sum(chunk.produces for chunk in chunks)
-        state = self.table.state
-        return StepPlan(self.table, rows, state[rows, COMPUTED], scheduled, state[rows, ADMISSION], producers)
+        if not chunks:
+            return StepPlan(self.table, decoding, NO_ROWS, len(decoding))
+        chunks = sorted(chunks, key=lambda chunk: not chunk.produces)
+        rows = np.append(decoding, [chunk.sequence.row for chunk in chunks])
+        sizes = np.array([chunk.scheduled for chunk in chunks], np.int64)
+        return StepPlan(self.table, rows, sizes, len(decoding) + sum(chunk.produces for chunk in chunks))
 
     def _plan_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that decode, with a page for the next token, and those with prompts to run, int64 each."""
@@ -394,14 +392,20 @@ class Scheduler:
         sequence.add_pages(self.pages.allocate(needed))
         return True
 
-    def _allocate_draft_room(self, plan: StepPlan) -> np.ndarray:
-        """Allocate free pages above the watermark for drafts, and return `StepPlan.rooms`."""
-        rooms = np.empty(plan.producers, np.int64)
-        allocate_draft_room(
-            self.table.state, self.table.pages, self.pages.arrays, plan.rows, plan.scheduled,
-            self.pages.page_size, self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead, rooms,
+    def _allocate_draft_room(self, plan: StepPlan) -> None:
+        """Allocate free pages above the watermark for drafts, and set what the plan says of its sequences."""
+        planned, others = np.empty((PLANNED, plan.producers), np.int64), plan.all_rows[plan.producers :]
+        chunks = plan.chunks[: len(plan.chunks) - len(others)]
+        plan.kinds, plan.lacking_pages = allocate_draft_room(
+            self.table.state, self.table.pages, self.pages.arrays, plan.rows, chunks, self.pages.page_size,
+            self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead,
+            planned,
         )  # fmt: skip
-        return rooms
+        plan.rooms, plan.admissions, plan.computed, plan.ends = planned
+        if len(others):
+            rest = self.table.state[others]
+            plan.admissions = np.append(plan.admissions, rest[:, ADMISSION])
+            plan.computed = np.append(plan.computed, rest[:, COMPUTED])
 
     def _allocate_extra_room(self, plan: StepPlan) -> np.ndarray:
         """Divide the step's remaining tokens among the sequences with draft room, if pages are free.

@@ -116,7 +116,7 @@ def find_paths(tokens, parents, offsets, committed, lengths, indices, verified, 
 
 @kernel(Tokens, Parents, Tokens, Longs, Longs, Longs, Longs, IntRows, LongRows, returns=Nothing)
 def accept_exactly(tokens, parents, offsets, lengths, indices, targets, bounds, values, paths):
-    """Accept the draft tokens of some sequences that equal the target's, a path from the root, of equal paths the first.
+    """Accept the draft tokens of some sequences that equal the target's: a path from the root, the first of equal ones.
 
     tokens, parents, offsets: as in `DraftBatch`. lengths: int64 [P], number of verified tokens of each draft. indices:
     int64 [n]. targets, bounds: the target's token after the context and after each draft token of each of the n

@@ -43,7 +43,8 @@ class Speculation:
         step with a request that wants drafts.
         """
         self._drafter = GuardedDrafter(adapt(drafter), vocab_size)
-        self._never_drafts = limits_of(self._drafter.inner).depth == 0
+        self.may_draft = limits_of(self._drafter.inner).depth > 0
+        """Whether the drafter ever drafts."""
         self._has_trees = config.draft_shape == "tree"
         self._selection = selection
         self._device_drafting = device_drafting
@@ -66,7 +67,7 @@ class Speculation:
     def prepare(self, plan: StepPlan) -> bool:
         """Set the plan's price. Return whether the drafter is called in this step."""
         plan.drafts, plan.lengths = Drafts.empty(plan.producers), np.zeros(plan.producers, np.int64)
-        if self._never_drafts or not plan.rooms.any():
+        if not self.may_draft or not plan.rooms.any():
             return False
         if self._selection is None:
             return True
@@ -128,7 +129,7 @@ class Speculation:
         if plan.drafts.q_rows is not None:
             for index in np.flatnonzero(uses_rejection(plan) & (result.lengths > 0)).tolist():
                 self._rates.record(int(result.depths[index]), int(result.accepted[index]))
-        if plan.drafts_on_device or self._never_drafts:
+        if plan.drafts_on_device or not self.may_draft:
             return
         if len(plan.constrained) and not self._drafter.needs.top_k:
             # As if the step had verified the drafter's own drafts, not those that were made from them by grammars.

@@ -47,7 +47,7 @@ def verify_drafts(result: StepResult, indices: np.ndarray, logits: Tensor) -> No
             rows = np.concatenate([np.arange(*bounds[at : at + 2]) for at in chosen.tolist()])
             own = logits if len(rows) == bounds[-1] else logits[rows]
             verify(result, Part.of(plan, indices[chosen], own))
-    result.count()
+    result.lengths[indices] = result.values[indices, PRODUCED]
     _add_logprobs(result, indices, bounds, logits)
 
 

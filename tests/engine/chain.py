@@ -117,7 +117,7 @@ class ChainForward:
         self.shape = shape
 
     def plan(self, contexts, rows):
-        self.planned = contexts, rows
+        self.planned = contexts, rows.tolist()
 
     def __call__(self, inputs, page_tables):
         rows = []

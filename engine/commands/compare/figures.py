@@ -43,9 +43,10 @@ class Output:
         return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint32)
 
     def add(self, tokens: np.ndarray, accepted: int, depths: np.ndarray) -> int:
-        """Add the tokens of a step, uint32 [n], the first of them accepted; return the length of the output.
+        """Add the tokens of a step, uint32 [n], of which the first are accepted; return the length of the output.
 
-        depths: int64 [k], of the verified draft tokens. The step that computes the prompt is not a verify step: most drafters cannot draft before it.
+        depths: int64 [k], of the verified draft tokens. The step that computes the prompt is not a verify step: most
+        drafters cannot draft before it.
         """
         start = sum(map(len, self.parts))
         self.parts.append(tokens)

@@ -14,7 +14,6 @@ its outcome.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from engine.models.heads.head import DraftHead, HeadOutput
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.table import COMPUTED, IN_FLIGHT, LIMIT
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 Choose = Callable[[StepInputs, Tensor], Tensor]
@@ -111,10 +109,7 @@ class DeviceChain:
 
     def _rooms(self, plan: StepPlan) -> np.ndarray:
         """Return the largest numbers of draft tokens, int64 [P], which the head's context window limits, too."""
-        state = plan.table.state[plan.rows]
-        ends = state[:, COMPUTED] + plan.scheduled[: plan.producers] + state[:, IN_FLIGHT]
-        longest = self.head.config.max_positions - np.minimum(ends, state[:, LIMIT])
-        return np.minimum(plan.rooms, longest).clip(0, self.depth)
+        return np.minimum(plan.rooms, self.head.config.max_positions - plan.ends).clip(0, self.depth)
 
 
 class FixedChain:
@@ -135,14 +130,13 @@ class FixedChain:
         """Layers of the target whose hidden states the head reads."""
         return self._chain.head.hidden_layers
 
-    def plan(self, contexts: SequenceOf[int], rows: SequenceOf[int]) -> None:
+    def plan(self, contexts: np.ndarray, rows: np.ndarray) -> None:
         """Prepare a step; see `FixedAttention.plan` for the target's arguments."""
         # Slot t of the head belongs to the target's row t - 1.
-        self._rows.plan([context + 1 for context in contexts], rows)
+        self._rows.plan(contexts + 1, rows)
         if self._single is not None:
             depth = self._chain.depth
-            longest = [context + count + depth for context, count in zip(contexts, rows, strict=True)]
-            self._single.plan(longest, [1] * len(rows))
+            self._single.plan(contexts + rows + depth, np.ones_like(rows))
 
     def drafts(self, slots: Tensor) -> Tensor:
         """Return the drafts that the previous step made, int32 [B, depth]. slots: int64 [B], request slots."""

@@ -77,7 +77,7 @@ def compare(
         for tensor in new:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         for attention in (tested, plain):
-            attention.plan(bounds.tolist(), spread)
+            attention.plan(bounds, np.array(spread))
         expected = plain.begin(given)(0, *(tensor.float() for tensor in new))
         attended = run().float()
         own = slice(starts[-1])

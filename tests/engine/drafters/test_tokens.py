@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engine.drafters.by_adapter import AdapterDrafters
-from engine.drafters.tokens import NOT_STARTED, TokenDrafter, adapt, innermost
+from engine.drafters.reports import NOT_STARTED
+from engine.drafters.tokens import TokenDrafter, adapt, innermost
 from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence

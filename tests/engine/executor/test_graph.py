@@ -11,7 +11,7 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
-from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, HostInputs, Kind
+from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, Kind
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.tensors import Drafts
 from engine.executor.runner import Runner
@@ -88,7 +88,7 @@ def fixed_logits(runner, state, sequences, batch, spare, slack):
     forward = runner.fixed(shape)
     padding = batch - len(sequences)
     bounds = [min(sequence.computed + slack, LONGEST - 1) for sequence in sequences]
-    forward.plan([*bounds, *[0] * padding], widths)
+    forward.plan(np.array([*bounds, *[0] * padding]), np.array(widths))
     device = state.lengths.device
     slots = torch.tensor([*range(len(sequences)), *[state.idle] * padding], device=device)
     tokens = np.full((batch, drafted), 7, np.int32)
@@ -138,13 +138,14 @@ def test_lengths_are_read_from_the_device(wide, backend, monkeypatch):
     torch.testing.assert_close(right[1:], wrong[1:])
 
 
-def host_inputs(sequences):
+def host_inputs(step, sequences):
     """Inputs for sequences whose text the host knows; each has the slot of its index."""
-    rows = np.zeros((len(sequences), INPUT_COLUMNS + MAX_DRAFT), np.int32)
-    for slot, (row, entry) in enumerate(zip(rows, sequences, strict=True)):
+    inputs = step.empty_inputs()
+    for slot, entry in enumerate(sequences):
         size = len(entry.draft)
-        row[: INPUT_COLUMNS + size] = slot, 1 + size, *entry.draft
-    return HostInputs(rows, [entry.computed for entry in sequences])
+        inputs.table[slot, : INPUT_COLUMNS + size] = slot, 1 + size, *entry.draft
+        inputs.contexts[slot] = entry.computed
+    return inputs
 
 
 def test_a_step_verifies_and_commits(model, monkeypatch):
@@ -168,7 +169,7 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
     state = state_of(sequences)
     shape = StepShape(4, 20, 1 + MAX_DRAFT, state.page_tables.shape[1])
     step = FixedStep(runner.fixed(shape), state, shape, PAGE_SIZE, CopyStream(CPU))
-    results = step.run(host_inputs(sequences), GREEDY).results.read()
+    results = step.run(host_inputs(step, sequences), GREEDY).results.read()
     assert results[:, 0].tolist() == [5, 1, 1, 0]
     assert results[:, 1].tolist() == [4, 4, 0, 0]
     assert results[0, 2:6].tolist() == draft
@@ -203,35 +204,19 @@ def run_without_values(model, kind):
     forward = Runner(model, attention, "meta").fixed(shape)
     state = DeviceState.empty(8, LONGEST, 13, PAGES, torch.device("meta"))
     step = FixedStep(forward, state, shape, PAGE_SIZE, CopyStream(CPU))
-    forward.plan([LONGEST - 1] * 4, [0] * 4)
+    forward.plan(np.full(4, LONGEST - 1), np.zeros(4, int))
     with torch.inference_mode():
         results, logits = step._step(kind._replace(host_rows=8))
         assert (results.shape, len(logits)) == ((4, 2 + 1 + MAX_DRAFT), 8)
 
 
-class Recorded:
-    """Makes fake steps and records which shape runs."""
-
-    def __init__(self):
-        self.runs = []
-
-    def make(self, sequences, rows):
-        self.runs.append((sequences, rows, "made"))
-        step = type("Step", (), {})()
-        step.run = lambda inputs, kind: self.runs.append((sequences, rows, len(inputs.contexts)))
-        return step
-
-
 def test_a_step_runs_in_the_smallest_shape_that_holds_it():
-    recorded = Recorded()
-    grid = StepGrid(recorded.make, None, 12, 10)
-    for most in ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0]):
-        rows = np.zeros((len(most), INPUT_COLUMNS + 10), np.int32)
-        rows[:, 1] = 1 + np.array(most)
-        grid.run(HostInputs(rows, [0] * len(most)), GREEDY)
-    runs = [run for run in recorded.runs if run[2] != "made"]
-    assert runs == [(1, 1, 1), (4, 8, 3), (1, 11, 1), (12, 60, 9), (8, 40, 8), (4, 12, 3), (12, 24, 12), (4, 8, 3)]
-    assert len(recorded.runs) - len(runs) == len({run[:2] for run in runs})
+    made = []
+    grid = StepGrid(lambda *shape: made.append(shape) or shape, None, 12, 10)
+    drafts = ([0], [1, 0, 2], [10], [5] * 9, [4] * 8, [0, 3, 3], [10, *[0] * 11], [0, 1, 0])
+    runs = [grid.step_for(len(most), len(most) + sum(most)) for most in drafts]
+    assert runs == [(1, 1), (4, 8), (1, 11), (12, 60), (8, 40), (4, 12), (12, 24), (4, 8)]
+    assert sorted(made) == sorted(set(runs))
 
 
 def test_shapes_are_captured_largest_first(monkeypatch):

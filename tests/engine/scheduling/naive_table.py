@@ -86,14 +86,17 @@ def plan_decoding(requests, pool, size, ahead):
 
 
 def allocate_draft_room(requests, scheduled, pool, size, max_draft, watermark, needed, ahead):
-    rooms = []
+    """See the kernel; returns what it plans, by sequence, and its results."""
+    planned, kinds, lacking = [], 0, 0
     for one, count in zip(requests, scheduled, strict=True):
         wanted = min(one.max_draft, max_draft, one.limit - len(one.tokens) - 1 - (one.in_flight > 0))
         end = min(one.limit, one.computed + count + one.in_flight)
         useful = missing(one, min(one.limit, end + wanted + ahead), size)
         one.pages += pool.take(max(0, min(useful, pool.free_count - watermark)))
-        rooms.append(max(0, min(wanted, len(one.pages) * size - needed - end)))
-    return rooms
+        planned.append([max(0, min(wanted, len(one.pages) * size - needed - end)), one.admission, end])
+        kinds |= one.kind
+        lacking += len(one.pages) - one.on_device
+    return planned, kinds, lacking
 
 
 def new_pages(requests):
@@ -102,6 +105,13 @@ def new_pages(requests):
         added += [[one.row, place, page] for place, page in enumerate(one.pages) if place >= one.on_device]
         one.on_device = len(one.pages)
     return added
+
+
+def counts(one, kept, outcome, produced, size):
+    """Return the part of a sequence in the kernel's `Counts` after its tokens were committed."""
+    if outcome in (DROPPED, UNDECIDED):
+        return [0, 0, 0, outcome == UNDECIDED, 0]
+    return [1, kept, min(kept, produced - 1), outcome != CONTINUES, one.computed // size > one.registered]
 
 
 def commit(one, admission, tokens, sources, length, end_tokens):

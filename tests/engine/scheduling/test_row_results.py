@@ -36,7 +36,8 @@ def results_of(seed):
     values[:, 2:] = rng.integers(1, 99, (len(rows), WIDTH))
     results = RowResults(plan, padded, np.full(len(rows), 3))
     # Some sequences had ended before, and some outputs end within the step's tokens.
-    results.kept[:] = rng.integers(0, values[:, 0] + 1)
+    for index, kept in enumerate(rng.integers(0, values[:, 0] + 1).tolist()):
+        results.add(index, kept)
     return results, table
 
 
@@ -44,6 +45,7 @@ def results_of(seed):
 def test_arrays_equal_those_of_an_object_per_sequence(seed):
     results, table = results_of(seed)
     expected = ResultArrays.of(list(results))
+    assert results.counts[:3] == (len(expected.ids), len(expected.tokens), expected.accepted.sum())
     for sequence in [each for each in table.sequences if each is not None]:
         table.remove(sequence)  # Results stay as they were.
     for name, found, wanted in zip(ResultArrays._fields, results.arrays, expected, strict=True):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine.drafters.reports import copy_tokens
 from engine.sampling.grammar import Grammar
 from engine.sampling.stopping import Stopping
 from engine.scheduling import commit, planning, table
@@ -77,7 +78,7 @@ class Requests:
         rows, texts = np.array([one.row for one in held], np.int64), [one.tokens[one.number % 2 :] for one in held]
         copied, starts = np.zeros(sum(map(len, texts)), np.uint32), self.table.state[rows, table.SEQUENCE_ID] % 2
         offsets = offsets_of(np.array([len(text) for text in texts], np.int64))
-        commit.copy_tokens(self.table.state[rows, table.TEXT] + 4 * starts, offsets, copied)
+        copy_tokens(self.table.state[rows, table.TEXT] + 4 * starts, offsets, copied)
         assert copied.tolist() == [token for text in texts for token in text]
         assert self.pages.arrays.unused[: self.pages.arrays.counts[0]].tolist() == self.twin_pages.unused
         assert self.pages._idle() == self.twin_pages.idle
@@ -140,11 +141,16 @@ class Requests:
         if len(self.steps) == 2 or not (ones := self.plan()):
             return
         state, rows, rng = self.table.state, np.array([one.row for one in ones], np.int64), self.rng
-        scheduled, rooms = np.ones(len(rows), np.int64), np.empty(len(rows), np.int64)
+        planned = np.empty((planning.PLANNED, len(rows)), np.int64)
         settings = [PAGE_SIZE, *rng.integers((1, 0, 0, 0), (7, 5, 2, 3)).tolist()]
         tables = self.table.pages
-        self.kernels.allocate_draft_room(state, tables, self.pages.arrays, rows, scheduled, *settings, rooms)
-        assert rooms.tolist() == naive.allocate_draft_room(ones, scheduled.tolist(), self.twin_pages, *settings)
+        # Those that decode run one token; a larger number has the same effect on pages as that of a chunk.
+        chunks = rng.integers(1, 4, rng.integers(0, len(rows) + 1))
+        scheduled = [*[1] * (len(rows) - len(chunks)), *chunks.tolist()]
+        found = self.kernels.allocate_draft_room(state, tables, self.pages.arrays, rows, chunks, *settings, planned)
+        expected, *sums = naive.allocate_draft_room(ones, scheduled, self.twin_pages, *settings)
+        assert (planned.T.tolist(), list(found)) == (expected, sums)
+        rooms = planned[planning.ROOM]
         sizes = rng.integers(0, rooms + 1)
         offsets, lengths = offsets_of(sizes), rng.integers(0, sizes + 1)
         tokens = rng.integers(0, VOCAB, offsets[-1]).astype(np.uint32)
@@ -175,11 +181,15 @@ class Requests:
             line[2 : 2 + len(recorded)] = recorded
         kept, outcomes = np.empty((2, len(rows)), np.int64)
         state, ends = self.table.state, np.array([END], np.uint32)
-        self.kernels.commit_results(state, rows, admissions, results, sources, offsets, lengths, ends, kept, outcomes)
+        counts = self.kernels.commit_results(
+            state, rows, admissions, results, sources, offsets, lengths, ends, PAGE_SIZE, kept, outcomes
+        )
+        twin_counts = np.zeros(len(commit.Counts._fields), int)
         for at, one in enumerate(ones):
             tokens, known = results[at, 2 : 2 + produced[at]], sources[int(offsets[at]) :][: verified[at]]
             expected = naive.commit(one, admissions[at], tokens.tolist(), known.tolist(), int(lengths[at]), (END,))
             assert (kept[at], outcomes[at]) == expected
+            twin_counts += naive.counts(one, *expected, len(tokens), PAGE_SIZE)
             is_ended = outcomes[at] in (commit.ENDED, commit.FULL)
             if outcomes[at] == commit.UNDECIDED:
                 cut, is_ended = one.cut(tokens.tolist())
@@ -189,6 +199,7 @@ class Requests:
             self.seen["outcome", int(outcomes[at])] += 1
             if is_ended:
                 self.remove(one)
+        assert list(counts) == twin_counts.tolist()
 
     def register(self):
         """Register the full pages of a request, so that they are idle once it has freed them."""
@@ -243,7 +254,7 @@ def test_the_table_and_its_kernels_equal_their_twins_after_each_event():
 
 def lands_for_later_owners(state, rows, admissions, *rest):
     state[rows, table.IN_FLIGHT] -= state[rows, table.ADMISSION] != admissions
-    commit.commit_results(state, rows, admissions, *rest)
+    return commit.commit_results(state, rows, admissions, *rest)
 
 
 def forgets_drafts(state, rows, tokens, offsets, lengths, inputs):
@@ -257,7 +268,7 @@ def sends_no_first_page(state, tables, rows, added):
 
 
 def ignores_the_watermark(*arguments):
-    planning.allocate_draft_room(*arguments[:7], 0, *arguments[8:])
+    return planning.allocate_draft_room(*arguments[:7], 0, *arguments[8:])
 
 
 @pytest.mark.parametrize(

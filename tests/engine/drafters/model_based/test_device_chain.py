@@ -349,7 +349,7 @@ def test_a_step_reads_no_values(model_folder, kind, depth):
     step = FixedStep(runner.fixed(shape), state, shape, 16, CopyStream(torch.device("cpu")), chain)
     with torch.inference_mode():
         for kind in (Kind(False, None, True), Kind(True, None, True), Kind(True, 32, True), Kind(True, None, False)):
-            step._plan([longest - 1] * 4, [0] * 4, kind)
+            step._plan(np.full(4, longest - 1), np.zeros(4, int), kind)
             assert step._step(kind)[0].shape == (4, RESULT_COLUMNS + 1 + 2 * depth)
 
 
