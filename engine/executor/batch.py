@@ -29,7 +29,7 @@ class Batch:
     starts: np.ndarray
     """int64 [B + 1]: index of the first token of each sequence."""
     computed: np.ndarray
-    """int64 [B]: number of tokens of each sequence before those of the batch, whose keys and values are in the cache."""
+    """int64 [B]: number of tokens of each sequence before those of the batch: their keys and values are cached."""
     pages: np.ndarray
     """int32 [B, M]: page tables; the content after the last page in use is arbitrary."""
     parents: np.ndarray
@@ -66,8 +66,9 @@ class Batch:
         rows, nodes = self.rows_of(indices), np.diff(self.nodes)[indices]
         return Batch(
             self.tokens[rows] if len(self.tokens) else self.tokens, self.positions[rows], self.slots[rows],
-            offsets(self.lengths[indices]), self.computed[indices], self.pages[indices], self.parents[rows_before(self.nodes[1:][indices], nodes)],
-            offsets(nodes), [self.adapters[index] for index in indices] if self.adapters else (),
+            offsets(self.lengths[indices]), self.computed[indices], self.pages[indices],
+            self.parents[rows_before(self.nodes[1:][indices], nodes)], offsets(nodes),
+            [self.adapters[index] for index in indices] if self.adapters else (),
         )  # fmt: skip
 
 

@@ -222,8 +222,8 @@ class Growth:
         branches: int,
         is_coupled: bool,
     ) -> None:
-        """plan: of the sequences to draft for. branches: largest number of candidates after a node, and of nodes that are
-        expanded at each depth.
+        """plan: of the sequences to draft for. branches: largest number of candidates after a node, and of nodes that
+        are expanded at each depth.
         """
         self.pool = DraftPool()
         self.q: list[Tensor] = []
