@@ -419,7 +419,7 @@ class Engine:
         report = StepReport(result, is_backing_off=plan.is_backing_off)
         result.counts = Counts(*commit_results(
             table.state, plan.rows, plan.admissions, result.values, result.sources, plan.drafts.batch.offsets,
-            plan.lengths, self._end_tokens, self._config.page_size, result.lengths, result.outcomes,
+            plan.lengths, self._end_tokens, self.scheduler.pages.page_size, result.lengths, result.outcomes,
         ))  # fmt: skip
         for index in np.flatnonzero(result.outcomes >= ENDED).tolist() if result.counts.ending else ():
             [sequence], outcome = table.of(plan.rows[index : index + 1]), result.outcomes[index]
