@@ -94,8 +94,18 @@ def build_executors(
     eager = EagerExecutor(runner, config.page_size, needs)
     chain = bind(draft_forward)
     is_cuda = torch.device(device).type == "cuda"
-    needs_host = (needs != NO_OUTPUTS and chain is None) or config.draft_shape == "tree" or adapters is not None
-    if needs_host or isinstance(model, ShardedDecoder) or not (is_cuda or config.in_flight == 1):
+    obstacles = {
+        "the drafter needs more of the target than tokens": needs != NO_OUTPUTS and chain is None,
+        "drafts are trees": config.draft_shape == "tree",
+        "there are LoRA adapters": adapters is not None,
+        "the model is divided over several devices": isinstance(model, ShardedDecoder),
+    }
+    causes = [cause for cause, applies in obstacles.items() if applies]
+    wants_graph = is_cuda or config.in_flight == 1
+    if causes and wants_graph:
+        how = "without CUDA graphs" if is_cuda else "one at a time"
+        notify(f"steps run {how}, because {' and '.join(causes)}")
+    if causes or not wants_graph:
         curve = _measure(runner, model.config, config, pages) if measure else None
         return Executors(eager, pages, curve=curve)
     graph = build_graph_executor(model.config, config, runner, pages, device, chain)

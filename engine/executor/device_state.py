@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.executor.transfer import on_device
 from engine.scheduling.sequence import Sequence
 
+ALIGNED = 16
 NOT_RECORDED = -1
 """Marks a position of `DeviceState.history` without a recorded token."""
 
@@ -23,6 +24,12 @@ class DeviceState:
     They are only changed in place, because CUDA graphs hold their addresses.
     """
 
+    integers: Tensor
+    """int32 [3, S + 1 or more]: `lengths`, `limits` and `last_tokens`, which share its memory."""
+    longs: Tensor
+    """int64 [2, S + 1 or more]: `seeds` and `top_k`."""
+    reals: Tensor
+    """float64 [3, S + 1 or more]: `temperatures`, `top_p` and `min_p`."""
     lengths: Tensor
     """int32 [S + 1]: number of committed tokens; the keys and values of all but the last one are in the cache."""
     limits: Tensor
@@ -51,20 +58,30 @@ class DeviceState:
     def empty(cls, slots: int, max_length: int, max_pages: int, scratch_page: int, device: torch.device) -> DeviceState:
         """Return a state with all slots free."""
 
-        def column(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(slots + 1, *shape, dtype=dtype, device=device)
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
 
+        # A multiple, so that each row begins at an address that kernels read fast.
+        size = -(-(slots + 1) // ALIGNED) * ALIGNED
+        integers, longs, reals = zeros(torch.int32, 3, size), zeros(torch.int64, 2, size), zeros(torch.float64, 3, size)
+        lengths, limits, last_tokens = integers[:, : slots + 1]
+        seeds, top_k = longs[:, : slots + 1]
+        temperatures, top_p, min_p = reals[:, : slots + 1]
+        top_p.fill_(1)
         return cls(
-            lengths=column(torch.int32),
-            limits=column(torch.int32),
-            last_tokens=column(torch.int32),
-            history=column(torch.int32, max_length),
-            page_tables=column(torch.int32, max_pages).fill_(scratch_page),
-            seeds=column(torch.int64),
-            temperatures=column(torch.float64),
-            top_k=column(torch.int64),
-            top_p=column(torch.float64).fill_(1),
-            min_p=column(torch.float64),
+            integers=integers,
+            longs=longs,
+            reals=reals,
+            lengths=lengths,
+            limits=limits,
+            last_tokens=last_tokens,
+            history=zeros(torch.int32, slots + 1, max_length),
+            page_tables=zeros(torch.int32, slots + 1, max_pages).fill_(scratch_page),
+            seeds=seeds,
+            temperatures=temperatures,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             scratch_page=scratch_page,
         )
 
@@ -80,29 +97,29 @@ class DeviceState:
         """
         device = self.history.device
         samplings = [each.request.sampling for each in sequences]
-        at = on_device(np.array(slots, np.int64), device)
-        counts = np.array([(len(each), each.max_length, each.tokens[-1]) for each in sequences], np.int64)
+        integers = [(len(each), each.max_length, each.tokens[-1]) for each in sequences]
+        longs = [(each.seed, each.top_k) for each in samplings]
         reals = np.array([(each.temperature, each.top_p, each.min_p) for each in samplings], np.float64)
-        whole = np.array([(each.seed, each.top_k) for each in samplings], np.int64)
-        for columns, values in (
-            ((self.lengths, self.limits, self.last_tokens), on_device(counts.astype(np.int32), device)),
-            ((self.temperatures, self.top_p, self.min_p), on_device(reals, device)),
-            ((self.seeds, self.top_k), on_device(whole, device)),
-        ):
-            for index, column in enumerate(columns):
-                column[at] = values[:, index]
-        self.page_tables[at] = self.scratch_page
-        firsts = np.zeros(len(sequences), np.int64) if texts else counts[:, 0]
-        parts = [_history(each, first) for each, first in zip(sequences, firsts.tolist(), strict=True)]
-        sizes = np.array([len(part) for part in parts])
-        rows = on_device(np.repeat(np.array(slots, np.int64), sizes), device)
-        places = np.arange(sizes.sum()) + np.repeat(firsts - np.cumsum(sizes) + sizes, sizes)
-        self.history[rows, on_device(places, device)] = on_device(np.concatenate(parts), device)
+        columns = (np.array(slots)[:, None], integers, longs, reals.view(np.int64))
+        # One copy, whose rows are contiguous on the device.
+        values = on_device(np.concatenate(columns, axis=1, dtype=np.int64).T.copy(), device)
+        at = values[0]
+        self.integers.index_copy_(1, at, values[1:4].int())
+        self.longs.index_copy_(1, at, values[4:6])
+        self.reals.index_copy_(1, at, values[6:].view(torch.float64))
+        self.page_tables.index_fill_(0, at, self.scratch_page)
+        firsts = [0 if texts else length for length, _, _ in integers]
+        parts = [_history(each, first) for each, first in zip(sequences, firsts, strict=True)]
+        stride = self.history.shape[1]
+        places = [np.arange(len(part)) + slot * stride + first
+                  for part, slot, first in zip(parts, slots, firsts, strict=True)]  # fmt: skip
+        at, tokens = (on_device(np.concatenate(each), device) for each in (places, parts))
+        self.history.view(-1).index_copy_(0, at, tokens)
 
     def add_pages(self, added: np.ndarray) -> None:
-        """Write pages into page tables. added: int32 [3, N], slot, place and page of each."""
-        slots, places, pages = on_device(added, self.page_tables.device)
-        self.page_tables[slots.long(), places.long()] = pages
+        """Write pages into page tables. added: int64 [2, N], place in the flattened tables and page of each."""
+        places, pages = on_device(added, self.page_tables.device)
+        self.page_tables.view(-1).index_copy_(0, places, pages.int())
 
 
 def _history(sequence: Sequence, first: int) -> np.ndarray:

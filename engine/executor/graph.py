@@ -75,9 +75,11 @@ class GraphExecutor:
             self.chain.prepare(plan, lambda sequence: self.grid.state.history[sequence.row])
         output = self._launch_step(plan) if plan.producers else None
         has_hosted = output is not None and self.chain is None and plan.has(NEEDS_HOST)
-        hosted = host_indices(plan) if has_hosted else NO_ROWS
-        # Copied, because the next step overwrites them.
-        host_rows = HostRows(hosted, output.logits.clone()) if output is not None and len(hosted) else None
+        hosted, host_rows = host_indices(plan) if has_hosted else NO_ROWS, None
+        if output is not None and len(hosted):
+            # Copied, because the next step overwrites them; without the padding.
+            count = len(hosted) + int(plan.lengths[hosted].sum())
+            host_rows = HostRows(hosted, output.logits[:count].clone())
         return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
 
     def release(self, table: RequestTable[Sequence]) -> None:
@@ -97,8 +99,8 @@ class GraphExecutor:
         if len(missing):
             self.grid.state.install(missing.tolist(), table.of(missing), texts=self.chain is not None)
             table.state[missing, ON_DEVICE] = 0
-        added = np.empty((3, plan.lacking_pages), np.int32)
-        count = new_pages(table.state, table.pages, rows, added)
+        added = np.empty((2, plan.lacking_pages), np.int64)
+        count = new_pages(table.state, table.pages, rows, self.grid.state.page_tables.shape[1], added)
         self.grid.state.add_pages(added[:, :count])
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:

@@ -36,12 +36,12 @@ class HostRows(NamedTuple):
     indices: np.ndarray
     """int64 [H], in `StepPlan.rows`."""
     logits: Tensor
-    """float32 [rows or more, V]: of their last tokens and drafts."""
+    """float32 [rows, V]: of their last tokens and drafts."""
 
     def choose(self, result: StepResult) -> None:
         """Choose the tokens of the sequences that still run."""
         plan, runs = result.plan, result.plan.still_runs[self.indices]
-        is_row = runs.repeat(1 + plan.lengths[self.indices])
-        logits = self.logits[: len(is_row)] if runs.all() else self.logits[np.flatnonzero(is_row)]
+        rows = np.flatnonzero(runs.repeat(1 + plan.lengths[self.indices]))
+        logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
         verify_drafts(result, self.indices[runs], logits)
         plan.table.state[plan.rows[self.indices[runs]], ON_DEVICE] = ABSENT

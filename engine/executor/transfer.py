@@ -18,7 +18,8 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
     A copy from pageable memory would wait until the device has finished all earlier work.
     """
-    return staged(array, device).to(device, non_blocking=True)
+    tensor = staged(array, device)
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 class PendingArray:

@@ -80,16 +80,17 @@ def write_inputs(state, rows, draft_tokens, offsets, lengths, table):
         state[rows[index], IN_FLIGHT] += 1 + lengths[index]
 
 
-@kernel(LongRows, IntRows, Longs, IntRows, returns=Int)
-def new_pages(state, tables, rows, added):
-    """Write the pages that page tables of sequences on the device lack: slot, place and page, int32 [3, N].
+@kernel(LongRows, IntRows, Longs, Int, LongRows, returns=Int)
+def new_pages(state, tables, rows, width, added):
+    """Write the pages that page tables of sequences on the device lack: place and page, int64 [2, N or more].
 
-    rows: int64 [B]. Returns the number of pages.
+    rows: int64 [B]. width: length of a page table on the device, where a place is that in all tables, one after the
+    other. Returns N.
     """
     count = 0
     for row in rows:
         for place in range(state[row, ON_DEVICE], state[row, PAGES]):
-            added[0, count], added[1, count], added[2, count] = row, place, tables[row, place]
+            added[0, count], added[1, count] = row * width + place, tables[row, place]
             count += 1
         state[row, ON_DEVICE] = state[row, PAGES]
     return count

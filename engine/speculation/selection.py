@@ -14,7 +14,8 @@ from engine.scheduling.plan import StepPlan
 from ssd.budget.backoff import MEASURED_RUNS, MIN_TRIAL_STEPS, Backoff
 from ssd.budget.curve import StepCurve
 from ssd.budget.token_budget import StepPrice, TokenBudget
-from ssd.kernels.jit import Float, Floats, FloatsOut, Longs, Nothing, Parents, SourceCodes, Tokens, kernel
+from ssd.kernels.budget import BUDGET, Budget, select
+from ssd.kernels.jit import Float, Floats, FloatsOut, Longs, Nothing, Parents, SourceCodes, Tokens, inline, kernel
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits
 
 LOG = logging.getLogger(__name__)
@@ -63,9 +64,7 @@ class DraftSelection:
         return min(1.0, (self._accepted + PRIOR_ACCEPTED) / (self._expected + PRIOR_ACCEPTED))
 
     def price(self, plan: StepPlan) -> StepPrice:
-        """Return the price of draft tokens and of time in a step, for the drafter."""
-        sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
+        """Return the price of draft tokens and of time in a step that `admits` allows, for the drafter."""
         return self._budget.price(int(plan.rooms.sum()))
 
     def select(self, plan: StepPlan, drafts: DraftBatch, usable: np.ndarray) -> np.ndarray:
@@ -75,19 +74,11 @@ class DraftSelection:
         """
         sequences = plan.producers
         self._budget.prepare(sequences, plan.scheduled_tokens + plan.extra_rows - sequences)
-        likely, calibrated = np.empty((2, len(drafts.tokens)), np.float32)
-        calibrate(
-            drafts.accept_prob,
-            drafts.parents,
-            drafts.source,
-            drafts.offsets,
-            usable,
-            self.calibration,
-            likely,
-            calibrated,
-        )
-        lengths = np.minimum(self._budget.select(calibrated, drafts.offsets.astype(np.int64)), usable)
-        self._expected += expected_tokens(likely, drafts.source, drafts.offsets, lengths)
+        lengths = np.empty(len(usable), np.int64)
+        self._expected += select_calibrated(
+            *self._budget.arrays, drafts.accept_prob, drafts.parents, drafts.source, drafts.offsets, usable,
+            self.calibration, lengths,
+        )  # fmt: skip
         return lengths
 
     def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
@@ -99,22 +90,23 @@ class DraftSelection:
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
-        self._budget.curve.record(plan.tokens, len(plan), seconds)
-        if not (plan.is_drafting or plan.is_backing_off) or not plan.producers:
+        scheduled, sequences = plan.scheduled_tokens, plan.producers
+        verified = plan.verified + plan.extra_rows
+        self._budget.curve.record(scheduled + verified, len(plan), seconds)
+        if not (plan.is_drafting or plan.is_backing_off) or not sequences:
             return
-        sequences = plan.producers
         backoff = self._backoff(sequences, has_rows=plan.extra_rows > 0)
-        for each in (self._backoff(sequences, has_rows) for has_rows in (False, True)):
+        for has_rows in (False, True):
+            each = self._backoff(sequences, has_rows)
             if each.is_stopped and (plan.is_backing_off or each is not backoff):
                 each.record_pause()
         if not plan.is_drafting:
             return
-        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
+        self._budget.prepare(sequences, scheduled - sequences)
         self._drafting_s.append(plan.drafting_s)
         self._gains.append(accepted / sequences)
-        verified = plan.tokens - plan.scheduled_tokens
         self._budget.record(sequences, committed, verified, plan.drafting_s)
-        saved = self._budget.saved(accepted, plan.tokens, verified)
+        saved = self._budget.saved(accepted, scheduled + verified, verified)
         # After a pause, a network first runs the tokens that were committed meanwhile.
         drafting = plan.drafting_s / self._budget.seconds(sequences)
         backoff.record_drafts(saved, drafting, is_beginning=backoff.steps == 0)
@@ -169,34 +161,48 @@ class DraftSelection:
         self._warn = None
 
 
-@kernel(Floats, Parents, SourceCodes, Tokens, Longs, Float, FloatsOut, FloatsOut, returns=Nothing)
-def calibrate(accept_prob, parents, sources, offsets, usable, calibration, likely, calibrated):
-    """Write the path probabilities of draft tokens, as drafted and calibrated, float32 [T] each.
+@inline
+def path_probs(accept_prob, parents, first, end, likely):
+    """Write the product of `accept_prob` along the path from the root to each token from `first` on, before `end`."""
+    for token in range(first, end):
+        parent = parents[token]
+        likely[token] = accept_prob[token] * (np.float32(1) if parent < 0 else likely[first + parent])
 
-    accept_prob, parents, sources, offsets: as in `DraftBatch`. usable: int64 [B], number of leading tokens of each
-    draft that can be verified; others get 0.
+
+@kernel(*BUDGET, Floats, Parents, SourceCodes, Tokens, Longs, Float, Longs, returns=Float)
+def select_calibrated(
+    knots, seconds, sizes, paddings, facts, state, accept_prob, parents, sources, offsets, usable, calibration, lengths
+):
+    """Write how many tokens of each draft to verify, int64 [B]; return how many are expected to be accepted.
+
+    The first arguments are a `Budget`. accept_prob, parents, sources, offsets: as in `DraftBatch`. usable: int64 [B],
+    number of leading tokens of each draft that can be verified. calibration: factor of path probabilities.
     """
+    count, bounds = len(accept_prob), offsets.astype(np.int64)
+    likely, calibrated = np.empty(count, np.float32), np.zeros(count, np.float32)
     for index in range(len(usable)):
-        first, end = np.int64(offsets[index]), np.int64(offsets[index + 1])
-        for token in range(first, end):
-            parent = parents[token]
-            before = np.float32(1) if parent < 0 else likely[first + parent]
-            likely[token] = before * accept_prob[token] if token - first < usable[index] else np.float32(0)
+        first = bounds[index]
+        path_probs(accept_prob, parents, first, first + usable[index], likely)
+        for token in range(first, first + usable[index]):
             # What a grammar forces is accepted with certainty, and says nothing about the drafter.
             is_certain = sources[token] == GRAMMAR and likely[token] == 1
             calibrated[token] = likely[token] if is_certain else likely[token] * calibration
-
-
-@kernel(Floats, SourceCodes, Tokens, Longs, returns=Float)
-def expected_tokens(likely, sources, offsets, lengths):
-    """Return the sum of the path probabilities of the first `lengths` tokens of each draft that no grammar forced."""
-    total = 0.0
-    for index in range(len(lengths)):
-        first = np.int64(offsets[index])
+    select(Budget(knots, seconds, sizes, paddings, facts, state), calibrated, bounds, lengths)
+    expected = 0.0
+    for index in range(len(usable)):
+        first = bounds[index]
+        lengths[index] = min(lengths[index], usable[index])
         for token in range(first, first + lengths[index]):
             if sources[token] != GRAMMAR:
-                total += likely[token]
-    return total
+                expected += likely[token]
+    return expected
+
+
+@kernel(Floats, Parents, Longs, FloatsOut, returns=Nothing)
+def path_prob_of(accept_prob, parents, offsets, likely):
+    """Write `path_probs` of all drafts. offsets: int64 [B + 1]."""
+    for index in range(len(offsets) - 1):
+        path_probs(accept_prob, parents, offsets[index], offsets[index + 1], likely)
 
 
 def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -204,7 +210,6 @@ def path_prob(accept_prob: np.ndarray, parents: np.ndarray, offsets: np.ndarray)
 
     accept_prob: float [T], of each token given its parent. parents and offsets as in `DraftBatch`.
     """
-    likely, calibrated = np.empty((2, len(accept_prob)), np.float32)
-    arrays = accept_prob.astype(np.float32), parents.astype(np.int32), np.zeros(len(likely), np.uint8)
-    calibrate(*arrays, offsets.astype(np.uint32), np.diff(offsets.astype(np.int64)), 1.0, likely, calibrated)
+    likely = np.empty(len(accept_prob), np.float32)
+    path_prob_of(accept_prob.astype(np.float32), parents.astype(np.int32), offsets.astype(np.int64), likely)
     return likely

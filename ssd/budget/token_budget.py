@@ -21,12 +21,12 @@ from ssd.kernels.budget import (
     START_STATE,
     TOKENS,
     WITHHELD,
-    current_rate,
     largest_saving,
-    least_worthwhile,
     record_rate,
+    saved_steps,
     seconds_of,
     select_drafts,
+    step_price,
 )
 from ssd.types import Progress
 
@@ -84,7 +84,7 @@ class TokenBudget:
     @property
     def tokens_per_second(self) -> float:
         """Mean rate of the sequences of the step, in tokens per unit of time of the curve."""
-        return float(current_rate(*self.arrays))
+        return float(step_price(*self.arrays, 0)[0])
 
     @property
     def totals(self) -> BudgetTotals:
@@ -98,8 +98,8 @@ class TokenBudget:
 
     def price(self, max_draft: int) -> StepPrice:
         """Return the price of the step; max_draft: maximum number of draft tokens of all sequences together."""
-        least = min(1.0, float(least_worthwhile(*self.arrays, max_draft)))
-        return StepPrice(self.tokens_per_second, least)
+        rate, least = step_price(*self.arrays, max_draft)
+        return StepPrice(rate, min(1.0, least))
 
     def select(self, path_probs: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return how many tokens of each draft to verify, counted from its first, int64 [B].
@@ -123,9 +123,7 @@ class TokenBudget:
 
         accepted: number of accepted draft tokens. tokens: all of the step, of which `drafted` are draft tokens.
         """
-        sequences = int(self._facts[SEQUENCES])
-        whole, plain, of_one_each = map(self.seconds, (tokens, tokens - drafted, sequences))
-        return accepted / sequences - (whole - plain) / of_one_each
+        return float(saved_steps(*self.arrays, accepted, tokens, drafted))
 
     def largest_saving(self, longest: int, rows: int, position: float) -> float:
         """Return the largest time that drafts can save in a step, in which all draft tokens are accepted, as `saved`.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from ssd.kernels.jit import Doubles, Float, Int, Longs, Nothing, inline, kernel, outline
+from ssd.kernels.jit import Doubles, Float, FloatPair, Int, Longs, Nothing, inline, kernel, outline
 
 MAX_KNOTS = 128
 """Largest number of knots of a step-time curve."""
@@ -237,35 +237,39 @@ def _cut_drafts(probs, offsets, lengths, likeliest, total):  # type: ignore[no-u
         lengths[index] = length
 
 
-_BUDGET = (Doubles, Doubles, Longs, Longs, Longs, Doubles)
+BUDGET = (Doubles, Doubles, Longs, Longs, Longs, Doubles)
+"""Types of the arrays of a `Budget`."""
 _Probs = types.Array(types.float32, 1, "C", readonly=True)
 
 
-@kernel(*_BUDGET, _Probs, Longs, Longs, returns=Int)
+@kernel(*BUDGET, _Probs, Longs, Longs, returns=Int)
 def select_drafts(knots, seconds, sizes, lengths, facts, state, probs, offsets, selected):  # type: ignore[no-untyped-def]
     """Select with the arrays of a `Budget`; see `select`."""
     return select(Budget(knots, seconds, sizes, lengths, facts, state), probs, offsets, selected)
 
 
-@kernel(*_BUDGET, Int, returns=Float)
-def least_worthwhile(knots, seconds, sizes, lengths, facts, state, most):  # type: ignore[no-untyped-def]
-    """Return `least_path_prob` with the arrays of a `Budget`."""
-    return np.float64(least_path_prob(Budget(knots, seconds, sizes, lengths, facts, state), most))
+@kernel(*BUDGET, Int, returns=FloatPair)
+def step_price(knots, seconds, sizes, lengths, facts, state, most):  # type: ignore[no-untyped-def]
+    """Return `tokens_per_second` and `least_path_prob` with the arrays of a `Budget`."""
+    budget = Budget(knots, seconds, sizes, lengths, facts, state)
+    return tokens_per_second(budget), np.float64(least_path_prob(budget, most))
 
 
-@kernel(*_BUDGET, returns=Float)
-def current_rate(knots, seconds, sizes, lengths, facts, state):  # type: ignore[no-untyped-def]
-    """Return `tokens_per_second` with the arrays of a `Budget`."""
-    return tokens_per_second(Budget(knots, seconds, sizes, lengths, facts, state))
-
-
-@kernel(*_BUDGET, Int, returns=Float)
+@kernel(*BUDGET, Int, returns=Float)
 def seconds_of(knots, seconds, sizes, lengths, facts, state, tokens):  # type: ignore[no-untyped-def]
     """Return `step_seconds` with the arrays of a `Budget`."""
     return step_seconds(Budget(knots, seconds, sizes, lengths, facts, state), tokens)
 
 
-@kernel(*_BUDGET, Int, Int, Float, returns=Float)
+@kernel(*BUDGET, Int, Int, Int, returns=Float)
+def saved_steps(knots, seconds, sizes, lengths, facts, state, accepted, tokens, drafted):  # type: ignore[no-untyped-def]
+    """See `TokenBudget.saved`."""
+    budget, sequences = Budget(knots, seconds, sizes, lengths, facts, state), facts[SEQUENCES]
+    longer = step_seconds(budget, tokens) - step_seconds(budget, tokens - drafted)
+    return accepted / sequences - longer / step_seconds(budget, sequences)
+
+
+@kernel(*BUDGET, Int, Int, Float, returns=Float)
 def largest_saving(knots, seconds, sizes, lengths, facts, state, longest, rows, position):  # type: ignore[no-untyped-def]
     """See `TokenBudget.largest_saving`."""
     budget, best = Budget(knots, seconds, sizes, lengths, facts, state), -np.inf
@@ -277,7 +281,7 @@ def largest_saving(knots, seconds, sizes, lengths, facts, state, longest, rows, 
     return best
 
 
-@kernel(*_BUDGET, Int, Float, Int, Float, returns=Nothing)
+@kernel(*BUDGET, Int, Float, Int, Float, returns=Nothing)
 def record_rate(knots, seconds, sizes, lengths, facts, state, sequences, committed, verified, drafting):  # type: ignore[no-untyped-def]
     """Call `update_rate` with the arrays of a `Budget`."""
     update_rate(Budget(knots, seconds, sizes, lengths, facts, state), sequences, committed, verified, drafting)

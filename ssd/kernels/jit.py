@@ -70,6 +70,7 @@ SmallInts = types.Array(types.int8, 1, "C")
 Int = types.int64
 Float = types.float64
 IntPair = types.UniTuple(types.int64, 2)
+FloatPair = types.UniTuple(types.float64, 2)
 FiveInts = types.UniTuple(types.int64, 5)
 Bool = types.boolean
 Nothing = types.void

@@ -15,4 +15,4 @@ def install(state, slot, sequence):
     """Copy a sequence with its pages to a slot of a state on the device."""
     state.install([slot], [sequence], texts=True)
     places = np.arange(len(sequence.pages))
-    state.add_pages(np.stack((np.full(len(places), slot), places, sequence.pages)).astype(np.int32))
+    state.add_pages(np.stack((slot * state.page_tables.shape[1] + places, sequence.pages)))

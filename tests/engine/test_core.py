@@ -172,6 +172,13 @@ def test_generate_refuses_all_requests_if_one_is_invalid(model):
     assert not engine.scheduler.has_work
 
 
+@pytest.mark.parametrize(("settings", "lines"), [({}, 0), ({"draft_shape": "tree"}, 1)])
+def test_steps_that_cannot_be_launched_ahead_are_reported(model, settings, lines):
+    notes = []
+    build_engine(model, replace(CONFIG, in_flight=1, **settings), NoDrafter(), notify=notes.append)
+    assert ["because drafts are trees" in note for note in notes] == [True] * lines
+
+
 def test_a_small_cache_limits_the_context_window(model, monkeypatch):
     monkeypatch.setattr("engine.executor.build.page_count", lambda *_: 2)
     engine = build_engine(model, EngineConfig(max_sequences=1, max_draft=0, kv_memory_mib=2), NoDrafter())

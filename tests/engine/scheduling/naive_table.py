@@ -100,10 +100,10 @@ def allocate_draft_room(requests, scheduled, pool, size, max_draft, watermark, n
     return planned, kinds, lacking
 
 
-def new_pages(requests):
+def new_pages(requests, width):
     added = []
     for one in requests:
-        added += [[one.row, place, page] for place, page in enumerate(one.pages) if place >= one.on_device]
+        added += [[one.row * width + place, page] for place, page in enumerate(one.pages) if place >= one.on_device]
         one.on_device = len(one.pages)
     return added
 

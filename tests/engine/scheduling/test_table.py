@@ -155,12 +155,12 @@ class Requests:
         offsets, lengths = offsets_of(sizes), rng.integers(0, sizes + 1)
         tokens = rng.integers(0, VOCAB, offsets[-1]).astype(np.uint32)
         sources = rng.choice([0, 3, 13, 14, 255], offsets[-1]).astype(np.uint8)
-        inputs, added = np.zeros((len(rows), 8), np.int32), np.empty((3, 200), np.int32)
+        inputs, added = np.zeros((len(rows), 8), np.int32), np.empty((2, 200), np.int64)
         for one in ones:
             one.on_device = max(one.on_device, 0)
         state[rows, table.ON_DEVICE] = np.maximum(state[rows, table.ON_DEVICE], 0)
-        count = self.kernels.new_pages(state, tables, rows, added)
-        assert added[:, :count].T.tolist() == naive.new_pages(ones)
+        count = self.kernels.new_pages(state, tables, rows, 30, added)
+        assert added[:, :count].T.tolist() == naive.new_pages(ones, 30)
         self.kernels.write_inputs(state, rows, tokens, offsets, lengths, inputs)
         for one, first, length, line in zip(ones, offsets.tolist(), lengths.tolist(), inputs.tolist(), strict=False):
             assert line == [one.row, 1 + length, *tokens[first : first + length], *[0] * (6 - length)]
@@ -262,9 +262,9 @@ def forgets_drafts(state, rows, tokens, offsets, lengths, inputs):
     state[rows, table.IN_FLIGHT] -= lengths
 
 
-def sends_no_first_page(state, tables, rows, added):
+def sends_no_first_page(state, tables, rows, width, added):
     state[rows, table.ON_DEVICE] = np.maximum(state[rows, table.ON_DEVICE], 1)
-    return commit.new_pages(state, tables, rows, added)
+    return commit.new_pages(state, tables, rows, width, added)
 
 
 def ignores_the_watermark(*arguments):

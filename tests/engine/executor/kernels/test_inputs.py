@@ -91,7 +91,8 @@ def test_idle_slots_and_those_of_ended_sequences_have_no_rows():
 def test_pages_are_appended_where_each_table_ends():
     state = DeviceState.empty(3, 20, 6, PAGES, torch.device("cpu"))
     for added in ([[2, 2, 0], [0, 1, 0], [7, 8, 1]], [[0, 0, 0, 2], [1, 2, 3, 2], [4, 5, 6, 9]], [[], [], []]):
-        state.add_pages(np.array(added, np.int32))
+        slots, places, pages = np.array(added, int)
+        state.add_pages(np.stack((slots * 6 + places, pages)))
     none = [PAGES] * 6
     expected = [[1, 4, 5, 6, *none[:2]], none, [7, 8, 9, *none[:3]], none]
     assert state.page_tables.tolist() == expected

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,7 @@ def test_no_step_synchronizes_with_a_gpu():
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(*arguments)
-        arguments[0].add_pages([0, 1], [0, 0], [[1, 2], [3]])
+        arguments[0].add_pages(np.array([[0, 1, 2], [1, 2, 3]]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
