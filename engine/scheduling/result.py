@@ -82,16 +82,19 @@ class StepResult:
     extra_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     """uint32 [E]: token of the largest logit after each of the plan's extra rows, before penalties and noise."""
 
+    ids: np.ndarray = field(init=False)
+    """int64 [P]: the ids that `Engine.add` returned."""
+    lengths: np.ndarray = field(init=False)
+    """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
+    outcomes: np.ndarray = field(init=False)
+    """int64 [P], see `engine.scheduling.commit`."""
+    counts: Counts = Counts(0, 0, 0, 0, 0)
+    """Sums over the sequences; those whose requests decide where they end are added by `add`."""
+
     def __post_init__(self) -> None:
-        """Set what the commit changes, and the ids, which are lost when sequences end."""
+        """Make room for what the commit writes, and keep the ids, which are lost when sequences end."""
         self.ids = self.plan.table.state[self.plan.rows, SEQUENCE_ID]
-        """int64 [P]: the ids that `Engine.add` returned."""
-        self.lengths = np.zeros(len(self.values), np.int64)
-        """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
-        self.outcomes = np.zeros(len(self.values), np.int64)
-        """int64 [P], see `engine.scheduling.commit`."""
-        self.counts = Counts(0, 0, 0, 0, 0)
-        """Sums over the sequences; those whose requests decide where they end are added by `add`."""
+        self.lengths, self.outcomes = np.zeros((2, len(self.values)), np.int64)
 
     def add(self, index: int, length: int) -> None:
         """Note how many tokens of a sequence were committed, whose request decides where it ends."""
