@@ -121,7 +121,7 @@ class KnownDurations(DraftSelection):
     def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
         """Record a step as in `DraftSelection`."""
         # The durations of an unchanged curve are computed once.
-        size = plan.tokens, plan.sequences
+        size = plan.tokens, len(plan)
         if size not in self._known:
             self._known[size] = float(self._budget.curve.seconds(*size))
         seconds = self._known[size]
