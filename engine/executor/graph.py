@@ -105,9 +105,9 @@ class GraphExecutor:
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:
         """Run the scheduled prompt tokens, except the last token of producing sequences."""
-        prompts = plan.prompts()
-        if not len(prompts):
+        if not len(plan.chunks):
             return None
+        prompts = plan.prompts()
         batch = build_batch(prompts, self.page_size)
         if self.chain is None:
             return prompts, batch, self._runner.forward(batch)

@@ -91,12 +91,12 @@ class Speculation:
         if has_grammars:
             self._follow_grammars(plan)
         plan.lengths = self._usable_lengths(plan.drafts.batch)
-        if self._selection is not None:
-            is_sampled = uses_rejection(plan)
-            if is_sampled.any():
-                self._select_depths(plan, self._selection, is_sampled)
-            else:
-                plan.lengths = self._selection.select(plan, plan.drafts.batch, plan.lengths)
+        if self._selection is None:
+            return
+        if plan.drafts.q_rows is not None and (is_sampled := uses_rejection(plan)).any():
+            self._select_depths(plan, self._selection, is_sampled)
+        else:
+            plan.lengths = self._selection.select(plan, plan.drafts.batch, plan.lengths)
 
     def _follow_grammars(self, plan: StepPlan) -> None:
         """Let drafts follow the grammars of their requests."""
