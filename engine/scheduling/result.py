@@ -49,6 +49,7 @@ class ResultArrays(NamedTuple):
         yield from zip(self.ids.tolist(), parts, self.accepted.tolist(), strict=False)
 
 
+NOTHING = Counts(0, 0, 0, 0, 0)
 NO_RESULTS = ResultArrays(NO_ROWS, NO_ROWS, NO_TOKENS, NO_ROWS, NO_ROWS, NO_SOURCES, NO_SOURCES, {})
 
 
@@ -88,7 +89,7 @@ class StepResult:
     """int64 [P]: number of committed tokens of each sequence; 0 for one that had ended before."""
     outcomes: np.ndarray = field(init=False)
     """int64 [P], see `engine.scheduling.commit`."""
-    counts: Counts = Counts(0, 0, 0, 0, 0)
+    counts: Counts = NOTHING
     """Sums over the sequences; those whose requests decide where they end are added by `add`."""
 
     def __post_init__(self) -> None:
