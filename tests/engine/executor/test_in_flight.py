@@ -137,9 +137,9 @@ def run_and_log(drafter, selection=None, *, in_flight=1, **fields):
     """Run one request; return the order of launches and reads, and the completion."""
     config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64)
     engine = chain_engine(config, 40, drafter, selection, in_flight=in_flight)
-    events, launch, commit = [], engine._graph.launch, engine._commit_rows
+    events, launch, commit = [], engine._graph.launch, engine._commit
     engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
-    engine._commit_rows = lambda *arguments: (events.append("read"), commit(*arguments))[1]
+    engine._commit = lambda *arguments: (events.append("read"), commit(*arguments))[1]
     [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS), **fields)])
     assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
     assert engine.drafter_failures.count == 0
