@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numba
 import numpy as np
 import torch
 
@@ -47,6 +46,7 @@ from engine.speculation.selection import DraftSelection
 from ssd.budget.curve import StepCurve
 from ssd.budget.roofline import roofline
 from ssd.config import DrafterConfig
+from ssd.kernels.jit import outline
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def instant_device(vocabulary: int) -> Iterator[Device]:
         yield device
 
 
-@numba.njit(cache=True)
+@outline
 def outcomes(table, lengths, limits, history, width):
     """Return the results of a step, int32 [B, RESULT_COLUMNS + width], and commit them to the state.
 

@@ -40,10 +40,6 @@ from ssd.stats import AGES, POSITIONS, PROB_BINS, SOURCE_COUNT, Counters, Stats
 
 LOCAL_TIERS = 2
 
-# Index of the first address of each part.
-TABLES, MODEL, BUDGET, COUNTERS = 0, 7, 13, 19
-EVIDENCE_AT, COUNTED_AT, LEVELS_AT, FRONTIER_AT, FOUND_AT, OWN_AT = 24, 31, 40, 46, 50, 52
-
 
 class Tables(NamedTuple):
     """The tables of `ssd.sequences.tables`."""
@@ -78,6 +74,21 @@ class Own(NamedTuple):
     """uint8 [nodes]: 1 for accepted nodes."""
 
 
+ROW_COUNT, WIDTH = range(2)
+"""Indices of the number of rows of the tables, and of their width."""
+TABLES = 2
+"""Index of the first address of a part, as the following ones."""
+MODEL = TABLES + len(Tables._fields)
+BUDGET = MODEL + len(Model._fields) - 1 + len(Fallback._fields)
+COUNTERS = BUDGET + len(Budget._fields)
+EVIDENCE_AT = COUNTERS + len(Counters._fields)
+COUNTED_AT = EVIDENCE_AT + len(Evidence._fields)
+LEVELS_AT = COUNTED_AT + len(Counted._fields)
+FRONTIER_AT = LEVELS_AT + len(Levels._fields)
+FOUND_AT = FRONTIER_AT + len(Frontier._fields)
+OWN_AT = FOUND_AT + len(Found._fields)
+
+
 class Frame:
     """The addresses for one drafter; a new one is made when its tables grow."""
 
@@ -92,17 +103,11 @@ class Frame:
             np.zeros(width, np.uint8),
         )
         scratch = (new_evidence(SOURCES * width), new_counted(), new_levels(), new_frontier(width), new_found(), own)
-        parts = (
-            sequences.tables,
-            (*learned.arrays, *fallback.arrays),
-            budget.arrays,
-            tuple(stats.counters),
-            *scratch,
-        )
-        self._kept = parts
-        tables, *others = [[array.ctypes.data for array in part] for part in parts]
-        addresses = [*tables, len(sequences.state), width, *itertools.chain.from_iterable(others)]
-        self.addresses = np.array(addresses, np.int64)
+        model, counters = (*learned.arrays, *fallback.arrays), tuple(stats.counters)
+        self.parts: tuple[tuple[np.ndarray, ...], ...] = (sequences.tables, model, budget.arrays, counters, *scratch)
+        """The arrays, by part."""
+        addresses = [array.ctypes.data for array in itertools.chain.from_iterable(self.parts)]
+        self.addresses = np.array([len(sequences.state), width, *addresses], np.int64)
         """int64."""
         self.nbytes = sum(array.nbytes for part in scratch for array in part)
         """Memory of the scratch arrays."""
@@ -148,7 +153,7 @@ def _doubles(address, shape):  # type: ignore[no-untyped-def]
 @inline
 def open_tables(frame):  # type: ignore[no-untyped-def]
     """Return the tables of the running sequences."""
-    rows, width = frame[TABLES + 5], frame[TABLES + 6]
+    rows, width = frame[ROW_COUNT], frame[WIDTH]
     return Tables(
         longs(frame[TABLES], (rows, STATE_COLUMNS)),
         _ints(frame[TABLES + 1], (rows, width, NODE_COLUMNS)),
@@ -198,7 +203,7 @@ def open_counters(frame):  # type: ignore[no-untyped-def]
 @inline
 def open_evidence(frame):  # type: ignore[no-untyped-def]
     """Return the arrays for the evidence of a draft."""
-    searches = SOURCES * frame[TABLES + 6]
+    searches = SOURCES * frame[WIDTH]
     return Evidence(
         longs(frame[EVIDENCE_AT], (searches,)),
         longs(frame[EVIDENCE_AT + 1], (searches, LEVELS)),
@@ -242,7 +247,7 @@ def open_levels(frame):  # type: ignore[no-untyped-def]
 @inline
 def open_frontier(frame):  # type: ignore[no-untyped-def]
     """Return the arrays for the candidates that may be added to a draft."""
-    width = frame[TABLES + 6]
+    width = frame[WIDTH]
     return Frontier(
         longs(frame[FRONTIER_AT], (width,)),
         longs(frame[FRONTIER_AT + 1], (width,)),
@@ -264,5 +269,5 @@ def open_own(frame):  # type: ignore[no-untyped-def]
         longs(frame[OWN_AT], (LOCAL_TIERS, TIER_COLUMNS)),
         longs(frame[OWN_AT + 1], (LOCAL_TIERS, SPAN_COLUMNS)),
         longs(frame[OWN_AT + 2], (SOURCES,)),
-        _bytes(frame[OWN_AT + 3], (frame[TABLES + 6],)),
+        _bytes(frame[OWN_AT + 3], (frame[WIDTH],)),
     )

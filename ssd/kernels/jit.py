@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from numba import config, njit, types
+from numba import njit, types
 from numba.core import cgutils
-from numba.core.caching import CacheImpl, InTreeCacheLocator, UserProvidedCacheLocator
 from numba.extending import intrinsic
 
-from ssd.errors import UserError
+from ssd.kernels.cache import KernelCache
 from ssd.kernels.interruption import interruptible
 from ssd.kernels.progress import log_compilation
 
@@ -82,42 +79,20 @@ def fields_of(kind: type, *fields: types.Type) -> types.Type:
     return types.NamedTuple(fields, kind)
 
 
-PACKAGES = ("ssd", "drafter_service", "engine")
-"""Packages with kernels."""
-NO_CACHE_FOLDER = (
-    "compiled kernels cannot be saved, neither beside the modules nor in this user's home: "
-    "set the environment variable NUMBA_CACHE_DIR to a folder that only this user may write to"
-)
-
-
-class _ReadableCache(InTreeCacheLocator):  # type: ignore[misc]
-    """Kernels that another user compiled beside the modules. numba's own locators need writable folders."""
-
-    @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _ReadableCache | None:
-        """Return the cache of a function of this project; None for others."""
-        return cls(py_func, py_file) if py_func.__module__.split(".")[0] in PACKAGES else None
-
-    def ensure_cache_path(self) -> None:
-        """Raise UserError. numba calls this to save a kernel, because the cache has none for this kind of processor."""
-        raise UserError(NO_CACHE_FOLDER)
-
-
-CacheImpl._locator_classes.append(_ReadableCache)  # numba tries it last.
-
-
 def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     """Compile a function for one signature; it runs without the GIL and is cached on disk.
 
     Raises UserError if the function is not in the cache, and no folder for the cache is writable, and KeyboardInterrupt
     if it is interrupted.
     """
-    decorate = njit(returns(*signature), nogil=True, cache=True, boundscheck=False, error_model="numpy")
+    decorate = _cached(nogil=True, boundscheck=False, error_model="numpy")
 
     def compiled(function: F) -> F:
         began = time.perf_counter()
+        dispatcher = decorate(function)
         with interruptible():
-            dispatcher = decorate(function)
+            dispatcher.compile(returns(*signature))
+        dispatcher.disable_compile()
         if dispatcher.stats.cache_misses:
             log_compilation(time.perf_counter() - began)
         return dispatcher
@@ -125,49 +100,27 @@ def kernel(*signature: types.Type, returns: types.Type) -> Callable[[F], F]:
     return compiled
 
 
-def drop_stale_kernels(package: Path, *modules: ModuleType) -> None:
-    """Remove the cached kernels of a package folder if any of its modules changed since they were compiled.
+def _cached(**options: Any) -> Any:
+    """Return a decorator of functions that numba compiles when they are first called, and that are cached on disk."""
+    decorate = njit(**options)
 
-    modules: further ones that the kernels use. numba only checks the module that defines a kernel, but
-    functions of other modules are inlined into it, and their constants, too.
-    """
-    own = sorted(package.rglob("*.py"))
-    others = [Path(str(module.__file__)) for module in modules]
-    sources = [(path.name, path.stat()) for path in (*own, *others)]
-    state = "".join(f"{name} {status.st_mtime_ns} {status.st_size}\n" for name, status in sources)
-    stamp = _cache_of(package) / "kernels.stamp"
-    try:
-        if stamp.exists() and stamp.read_text() == state:
-            return
-        for folder in {path.parent for path in own}:
-            for index in _cache_of(folder).glob("*.nbi"):
-                index.unlink(missing_ok=True)
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(state)
-    except OSError:
-        # A read-only folder is an installation, whose modules change together with the cache.
-        return
+    def cached(function: Callable[..., Any]) -> Any:
+        dispatcher = decorate(function)
+        dispatcher._cache = KernelCache(dispatcher)
+        return dispatcher
+
+    return cached
 
 
-def _cache_of(folder: Path) -> Path:
-    """Return the folder in which numba caches the kernels of the modules in a folder, if it may write there."""
-    if not config.CACHE_DIR:
-        return folder / "__pycache__"
-    return Path(config.CACHE_DIR, UserProvidedCacheLocator.get_suitable_cache_subpath(str(folder / "module.py")))
-
-
-drop_stale_kernels(Path(__file__).parent.parent)
-
-inline = njit(nogil=True, cache=True, inline="always", error_model="numpy")
+inline = _cached(nogil=True, inline="always", error_model="numpy")
 """Decorator of small helpers, which become part of the kernels that call them."""
 
-outline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+outline = _cached(nogil=True, error_model="numpy", forceinline=True)
 """Decorator of larger helpers: numba compiles them once, and LLVM inlines them. A call would pass each array as a dozen
 words and hide its strides, which takes a quarter of a draft's time."""
 
-
-vectorized = njit(
-    nogil=True, cache=True, boundscheck=False, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}
+vectorized = _cached(
+    nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}
 )
 """Decorator of float loops whose sums may be in any order, for vector instructions; infinities keep their meaning. Only
 for results that rounding may change."""

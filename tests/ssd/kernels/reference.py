@@ -93,7 +93,7 @@ class DraftReference:
         self.drafter, self.own = drafter, list(own)
         self.nodes = drafter._sequences.tables[1][0]
         self.state = drafter._sequences.state[0]
-        self.evidence = next(part for part in drafter._frame._kept if isinstance(part, Evidence))
+        self.evidence = next(part for part in drafter._frame.parts if isinstance(part, Evidence))
         self.learned = drafter.corpus.learned
         self.threshold = np.float32(cost * speedup_of(drafter.budget))
         self.is_tree = drafter.config.draft_shape == "tree"

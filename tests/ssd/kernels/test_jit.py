@@ -1,19 +1,11 @@
-"""Caching of compiled kernels, and the functions that are written in LLVM IR."""
+"""The functions that are written in LLVM IR."""
 
-import os
-import runpy
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from numba import config, njit, types
-from numba.core.caching import _CacheLocator
+from numba import types
 
-from ssd.errors import UserError
-from ssd.kernels import jit
 from ssd.kernels.jit import (
-    Float,
     Int,
     Longs,
     Nothing,
@@ -22,68 +14,10 @@ from ssd.kernels.jit import (
     acquire,
     bit_length,
     count_bits,
-    drop_stale_kernels,
     equal_words,
     kernel,
     release,
 )
-
-KERNEL = "def add(one, other):\n    return one + other\n"
-
-
-@pytest.mark.parametrize("has_own_folder", [False, True], ids=["beside modules", "NUMBA_CACHE_DIR"])
-def test_cached_kernels_are_removed_when_any_module_that_they_use_changes(tmp_path, monkeypatch, has_own_folder):
-    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache") if has_own_folder else "")
-    package = tmp_path / "package"
-    module = package / "part" / "helper.py"
-    module.parent.mkdir(parents=True)
-    module.write_text(KERNEL)
-    other = tmp_path / "other.py"
-    other.touch()
-
-    def is_dropped():
-        kernel(Int, Int, returns=Int)(runpy.run_path(str(module), run_name="ssd.example")["add"])
-        [index] = tmp_path.rglob("*.nbi")
-        drop_stale_kernels(package, SimpleNamespace(__file__=str(other)))
-        return not index.exists()
-
-    assert is_dropped()
-    assert not is_dropped()
-    os.utime(module, (0, 0))
-    assert is_dropped()
-    assert not is_dropped()
-    (package / "another.py").touch()
-    assert is_dropped()
-    os.utime(other, (0, 0))
-    assert is_dropped()
-
-
-def test_kernels_of_a_cache_that_cannot_be_written_are_used(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError
-
-    def load(name):
-        return runpy.run_path(str(module), run_name=name)["add"]
-
-    times = []
-    monkeypatch.setattr(jit, "log_compilation", times.append)
-    module = tmp_path / "module_with_kernels.py"
-    module.write_text(KERNEL)
-    assert kernel(Int, Int, returns=Int)(load("ssd.example")).stats.cache_misses
-    monkeypatch.setattr(_CacheLocator, "ensure_cache_path", refuse)
-    add = kernel(Int, Int, returns=Int)(load("ssd.example"))
-    assert add.stats.cache_hits
-    assert add(1, 2) == 3
-    assert len(times) == 1  # that of the kernel which was compiled
-    with pytest.raises(UserError, match="set the environment variable NUMBA_CACHE_DIR to a folder"):
-        kernel(Float, Float, returns=Float)(load("ssd.example"))
-    with pytest.raises(RuntimeError, match="no locator"):  # Other packages are not affected.
-        njit(cache=True)(load("other"))
-
-
-def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path):
-    (tmp_path / "__pycache__").write_text("a file in the folder's place")
-    drop_stale_kernels(tmp_path)
 
 
 @kernel(Longs, Tokens, Int, returns=types.UniTuple(Int, 3))
