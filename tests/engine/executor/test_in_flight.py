@@ -216,3 +216,16 @@ def test_steps_of_a_pause_are_launched_ahead_and_drafting_resumes():
     whole = [*["launch", "read"] * 4, *paused]
     assert events[: 2 * len(whole)] == whole * 2
     assert completion.accepted == completion.drafted > 0
+
+
+def test_a_request_that_needs_the_host_can_be_cancelled_while_its_step_is_in_flight():
+    engine = chain_engine(EngineConfig(max_sequences=2, max_draft=4, max_step_tokens=64), 40, NoDrafter(), in_flight=1)
+    cancelled = engine.add(Request(PROMPT, SamplingParams(max_tokens=TOKENS, logprobs=1)))
+    other = engine.add(Request(PROMPT, SamplingParams(max_tokens=TOKENS)))
+    engine.step()
+    assert engine._in_flight
+    assert engine.cancel(cancelled) is not None
+    finished = {}
+    while engine.has_work:
+        finished |= engine.step().finished
+    assert finished[other].tokens.tolist() == answer(PROMPT, TOKENS)
