@@ -206,11 +206,12 @@ class Engine:
         result = step.result()
         watch.lap("verify")
         self._read_at = perf_counter()
+        # Its drafts were made in this time, but its results are observed after it.
+        seconds = self._read_at - max(step.plan.began, last_read) - step.plan.drafting_s
         report = self._commit(result, watch)
         if isinstance(step, GraphStep) and not self._in_flight and not step.plan.drafts_on_device:
             # The device runs the next step while this one is accounted for, here and by the caller.
             self._launch(watch)
-        seconds = self._read_at - max(step.plan.began, last_read)
         if result.counts.filled:
             self.scheduler.register_rows(step.plan.rows)
         if self._ended:
@@ -454,13 +455,13 @@ class Engine:
         self._ended.clear()
 
     def _record(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
-        """Update the decisions about drafting with a step. seconds: its duration, drafting included."""
+        """Update the decisions about drafting with a step. seconds: its duration, without the host's drafting."""
         if plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
             if self._device_drafting is not None and len(self._launched) == 1:
                 self._device_drafting.record(plan, self._launched[0], report.committed, seconds)
         elif self._selection is not None:
-            self._selection.record(plan, report.accepted, report.committed, seconds - plan.drafting_s)
+            self._selection.record(plan, report.accepted, report.committed, seconds)
 
     def _append(self, sequence: Sequence, result: StepResult, index: int, report: StepReport) -> Cut:
         """Commit the tokens of a sequence whose request decides where it ends."""

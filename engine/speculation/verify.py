@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.drafters.base import DETERMINISTIC
+from engine.executor.batch import offsets
 from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
@@ -38,7 +39,7 @@ def verify_drafts(result: StepResult, indices: np.ndarray, logits: Tensor) -> No
     if not len(indices):
         return
     plan = result.plan
-    bounds = np.append(0, np.cumsum(1 + plan.lengths[indices]))
+    bounds = offsets(1 + plan.lengths[indices])
     by_rejection = uses_rejection(plan)[indices]
     result.values[indices, VERIFIED] = plan.lengths[indices]
     for is_rejection, verify in ((False, _verify_exactly), (True, _verify_by_rejection)):
@@ -86,7 +87,7 @@ class Part(NamedTuple):
     def of(cls, plan: StepPlan, indices: np.ndarray, logits: Tensor) -> Part:
         """Return the part of some sequences. logits: float32 [rows, V], of their rows."""
         sequences = plan.table.of(plan.rows[indices])
-        bounds = np.append(0, np.cumsum(1 + plan.lengths[indices]))
+        bounds = offsets(1 + plan.lengths[indices])
         depths, trees = np.zeros(int(bounds[-1]), np.int64), plan.is_tree
         batch, all_depths = plan.drafts.batch, depths_of(plan.drafts.batch.parents, plan.drafts.batch.offsets)
         adjusted: list[Rows] = []
