@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC
+from engine.drafters.drafts import DETERMINISTIC
 from engine.scheduling.table import KIND, SAMPLED
 from ssd.kernels.jit import Bool, Bools, FloatRows, Floats, FloatsOut, Longs, Nothing, Parents, Tokens, kernel, outline
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, kernel
 from ssd.types import ROOT, DraftBatch, offsets_of
 

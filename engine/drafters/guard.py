@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
+from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
 from engine.drafters.tokens import TokenDrafter, innermost
 from engine.scheduling.table import MAX_DRAFT
 from ssd.errors import Failures

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts
 from engine.drafters.reports import (
     COUNTS,
     NOT_STARTED,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.scheduling.table import ADMISSION, KIND, NEEDS_HOST, RequestTable
 from engine.speculation.draft_tree import straight_lengths
 

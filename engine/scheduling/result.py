@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.sources import NO_SOURCES
 from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED, Counts
 from engine.scheduling.plan import NO_ROWS, NO_TOKENS, StepPlan

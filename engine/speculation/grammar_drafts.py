@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.sources import DraftSource
 from engine.sampling.grammar_state import GrammarState
 from engine.scheduling.sequence import Sequence

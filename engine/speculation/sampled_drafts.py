@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.speculation.draft_tree import depths_of
 from ssd.types import DraftBatch, Path
 

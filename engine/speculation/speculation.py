@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.guard import GuardedDrafter
 from engine.drafters.tokens import adapt, limits_of
 from engine.scheduling.plan import StepPlan

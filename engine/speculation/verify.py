@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC
+from engine.drafters.drafts import DETERMINISTIC
 from engine.executor.batch import offsets
 from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from engine.drafters.base import Drafts, ExtraRows
+from engine.drafters.drafts import Drafts, ExtraRows
 from engine.executor.batch import build_batch
 from engine.scheduling.commit import FIRST_TOKEN, PRODUCED
 from engine.scheduling.plan import NO_ROWS, StepPlan

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.combination.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.combination.skipping import SkipRule
 from engine.drafters.draft_forward import DraftForward
+from engine.drafters.drafts import Drafts
 from engine.drafters.tokens import TokenDrafter, innermost
 from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.result import StepResult

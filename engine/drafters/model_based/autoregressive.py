@@ -18,10 +18,11 @@ from torch import Tensor
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, DraftLayers, TargetOutputs
 from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.compiled.layers import Network
 from engine.drafters.model_based.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import FixedAttention, RaggedRows, StepShape
-from engine.drafters.base import Drafts
 from engine.drafters.draft_forward import DraftForward
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.slots import RunSpan, SlotWriter
 from engine.executor.batch import offsets
 from engine.executor.device_state import DeviceState

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.drafts import Drafts
 from engine.models.heads.medusa import MedusaHeads
 from engine.sampling.draft_sampler import DraftSampler
 from engine.scheduling.plan import StepPlan

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_pool import Candidates, drafts_of
+from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.result import StepResult

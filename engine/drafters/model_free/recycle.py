@@ -12,8 +12,9 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.calibration import EDGES, AcceptanceTable
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
 from engine.scheduling.plan import StepPlan

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafters.base import DETERMINISTIC, Drafts
 from engine.drafters.calibration import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable
+from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence

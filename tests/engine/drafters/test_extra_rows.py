@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.base import ExtraRows, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import ExtraRows
 from engine.drafters.tokens import TokenDrafter
 from engine.engine import build_engine
 from engine.models.loader import load_model

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.drafters.base import Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts, ExtraRows
 from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows
 from engine.scheduling.sequence import UNLIMITED
 from engine.scheduling.table import MAX_DRAFT, RequestTable

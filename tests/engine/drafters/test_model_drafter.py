@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts, TargetInfo, TargetOutputs
+from engine.drafters.base import TargetInfo, TargetOutputs
+from engine.drafters.drafts import Drafts
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams

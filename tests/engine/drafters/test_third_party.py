@@ -17,7 +17,8 @@ from tests.engine.test_core import outputs, requests
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
 import numpy as np
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts
 from ssd.types import DraftBatch, offsets_of
 
 NEEDS = {

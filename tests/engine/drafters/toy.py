@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import DraftLayers, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
+from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.models.decoder import Layer
 from engine.models.ops import PLAIN
 from engine.models.self_attention import RMSNorm

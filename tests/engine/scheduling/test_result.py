@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from engine.scheduling.request import Request
 from engine.scheduling.result import ResultArrays, StepResult
 from engine.scheduling.sequence import Sequence

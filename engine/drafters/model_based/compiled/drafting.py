@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.plain import PlainAttention
-from engine.drafters.base import Drafts
 from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_forward import DraftSpan
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.compiled.layers import HIDDEN, Cache, Network
 from engine.drafters.model_based.compiled.paths import PathSettings, PathTokens, draft_paths, run_rows
 from engine.drafters.model_based.depth import DepthPrice

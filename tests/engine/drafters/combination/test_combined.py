@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.combination.combined import CombinedDrafter, Part
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
