@@ -9,7 +9,6 @@ speed-up that `advise` predicts, with and without the wait for the host, beside 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,11 @@ MAX_DRAFT = 16
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict each measured speed-up, and print both."""
-    parser = build_parser()
+    parser = new_parser("advised", __doc__)
+    add = parser.add_argument
+    add("--trace", type=Path, required=True, metavar="FILE", help="recorded traffic, .npz")
+    add("--results", type=Path, default=RESULTS / "gpu-2026-11-26.json", metavar="FILE", help="of `benchmarks.gpu`")
+    add("--model-size", default="8b", help="size of the model that was served (8b)")
     options = parser.parse_args(arguments)
     document = json.loads(options.results.read_text())
     try:
@@ -83,16 +86,6 @@ def predicted(
         (plain_s + prompts_s) / (drafted_s + prompts_s),
         float(figure["value"]),
     )
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = new_parser("advised", __doc__)
-    add: Any = parser.add_argument
-    add("--trace", type=Path, required=True, metavar="FILE", help="recorded traffic, .npz")
-    add("--results", type=Path, default=RESULTS / "gpu-2026-11-26.json", metavar="FILE", help="of `benchmarks.gpu`")
-    add("--model-size", default="8b", help="size of the model that was served (8b)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from benchmarks.support.command import ROOT, list_of, new_parser, positive, prin
 from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.scores import figures
 from benchmarks.traces import Trace, load_trace
-from benchmarks.traces.manifest import load_manifest
+from benchmarks.traces.fetching import load_manifest
 from drafter_service.observability.pages.tables import console_table
 
 LEARNED = (("path", 0.02), ("path", 0.1), ("tree", 0.005), ("tree", 0.05))
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def teacher_names() -> list[str]:
     """Return the names of the recordings that the shipped values are learned from."""
-    return sorted(name for name, source in load_manifest().traces.items() if source.teaches)
+    return sorted(name for name, source in load_manifest().items() if source.teaches)
 
 
 def teachers_in(folder: Path) -> dict[str, Path]:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -108,41 +107,37 @@ def drafts_per_s(engines: list[Results]) -> float:
 def run_engines(address: str, count: int, _number: int) -> list[Results]:
     """Run engines in separate processes, and return what each measured."""
     spawning = multiprocessing.get_context("spawn")
-    ready, go, results = spawning.Semaphore(0), spawning.Event(), spawning.Queue()
-    processes = [
-        spawning.Process(target=run_engine, args=(address, ENGINE_SEED + 10 + number, ready, go, results))
-        for number in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for _ in processes:
-        ready.acquire()
-    go.set()
-    measured = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return measured
+    with spawning.Pool(count, initializer=share, initargs=(spawning.Barrier(count),)) as pool:
+        return pool.starmap(run_engine, [(address, ENGINE_SEED + 10 + number) for number in range(count)], chunksize=1)
 
 
-def run_engine(address: str, seed: int, ready: Any, go: Event, results: Any) -> None:
-    """Run the steps of one engine with `BATCH` sequences, and put its measurements into `results`."""
+_start: Any
+"""Barrier that all engines of a round pass together."""
+
+
+def share(start: Any) -> None:
+    """Give this process the barrier."""
+    global _start
+    _start = start
+
+
+def run_engine(address: str, seed: int) -> Results:
+    """Run the steps of one engine with `BATCH` sequences, and return its measurements."""
     client = client_of(address, deadline_s=LONG_DEADLINE_S)
     engine = engine_on(client, BATCH, seed)
     for _ in range(WARM_UP_STEPS):
         engine.step()
     drafts = engine.steps
-    ready.release()
-    go.wait()
+    _start.wait()
     began, used_s = time.monotonic(), time.process_time()
     for _ in range(ENGINE_STEPS):
         engine.step()
-    results.put(
-        {
-            "drafts_per_s": (engine.steps - drafts) / (time.monotonic() - began),
-            "cpu_us_per_step": (time.process_time() - used_s) / ENGINE_STEPS * 1e6,
-        }
-    )
+    result = {
+        "drafts_per_s": (engine.steps - drafts) / (time.monotonic() - began),
+        "cpu_us_per_step": (time.process_time() - used_s) / ENGINE_STEPS * 1e6,
+    }
     client.close()
+    return result
 
 
 PARTS: dict[str, Callable[[str, int], Results]] = {"steps": measure_steps, "engines": measure_engines}

@@ -348,7 +348,7 @@ class CorpusDrafter(ABC):
             if (problem := sorting.exception()) is None:
                 self._sequences.adopt(row, sorting.result())
             else:
-                logger.warning("a prompt is not searched, since it was not sorted: %r", problem)
+                logger.warning("a prompt is not searched, since it was not sorted: %s", type(problem).__name__)
 
     def _withdraw(self, running: Running) -> None:
         """Stop offering single tokens of a running sequence to others, see `ssd.kernels.fallback`."""

@@ -97,16 +97,6 @@ def _delays(delays: Sequence[float]) -> str:
 
 
 def _faults(document: Document) -> str:
-    heads = (
-        "fault",
-        "requests",
-        "failed",
-        "texts lost",
-        "tokens per step before",
-        "lowest",
-        "after",
-        "recovered after",
-    )
     rows = []
     for fault in document["faults"]:
         if "skipped" in fault:
@@ -118,7 +108,8 @@ def _faults(document: Document) -> str:
         lost = f"{fault['lost']} of {fault['acknowledged']}"
         title = fault["title"] + ("" if fault["took_effect"] else " (without effect)")
         rows.append((title, f"{fault['requests']}", f"{fault['failed']}", lost, *figures, recovered))
-    return html_table(heads, rows, kinds=("name", *[""] * 6, "name"))
+    before = ("fault", "requests", "failed", "texts lost", "tokens per step before")
+    return html_table((*before, "lowest", "after", "recovered after"), rows, kinds=("name", *[""] * 6, "name"))
 
 
 def _processes(processes: Sequence[Mapping[str, Any]]) -> str:

@@ -1,18 +1,27 @@
-"""Tables of the documentation, made from the file of results and written between markers."""
+"""Tables of the documentation, made from the file of results and written between markers.
+
+Intervals are from a bootstrap: blocks of consecutive requests of each recording are drawn with replacement, the same
+ones for all drafters, so that a ratio of two drafters is one of the same requests. What a block's drafts had learned
+before is not drawn again. Tables of memory and time are made from files with the last line of `benchmarks.index`.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.evidence.index_tables import index_table
-from benchmarks.evidence.intervals import SHARE, interval_of_ratio, interval_of_s
-from benchmarks.evidence.results import Document
-from benchmarks.support.command import ROOT
+import numpy as np
+
+from benchmarks.support.command import RESULTS, ROOT
 from benchmarks.support.scores import BLOCKS, Row
 from drafter_service.observability.pages.tables import markdown_table
+
+Document = dict[str, Any]
+"""Contents of the file of results."""
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "drafting.md")
 """Documents that have blocks of evidence."""
@@ -31,9 +40,16 @@ NAMES = {
     "classic": "`classic`",
 }
 """Names of drafters in order of the tables; an asterisk marks re-implementations."""
+DRAWS = 2000
+SHARE = 0.95
+"""Share of the draws within an interval."""
 RECOMMENDED = "ssd tree"
 COST = 0.02
 """Cost at which single recordings are compared."""
+INDEX_FILES = {size: f"index-{size.replace(' ', '')}-2026-11-26" for size in ("16 M", "64 M", "256 M", "1 G")}
+"""Results of `benchmarks.index` by number of tokens in the corpus."""
+INDEX_SIZE = "16 M"
+"""Size of the index's targets."""
 BRACKETS = f"In brackets: {100 * SHARE:.0f} % intervals, from a bootstrap over {BLOCKS} parts of each recording."
 
 
@@ -105,13 +121,84 @@ def known(document: Document) -> str:
     return _matrix(cold, cell, document["held_out"])
 
 
+def index_table(_document: Document) -> str:
+    """Return all figures for each size."""
+    columns = {size: _figures(size) for size in INDEX_FILES}
+    lines = [
+        (label, *(form(figures) for figures in columns.values()), target)
+        for label, form, target in (
+            ("bytes per token at rest", lambda it: f"{it['bytes_per_token']:.1f}", "12"),
+            ("bytes per token at the peak of a merge", lambda it: f"{it['peak_bytes_per_token_merging']:.1f}", "16"),
+            ("building from scratch, wall / processor time", lambda it: _seconds(it, "build", "build_cpu"), ""),
+            ("longest-match search", lambda it: _pair(it, "search"), "4 / 15 us"),
+            ("path of 6 tokens", lambda it: _pair(it, "path"), "10 / 60 us"),
+            ("tree of 16 tokens", lambda it: _pair(it, "tree16"), "40 / 150 us"),
+            ("batch of 64 drafts of 8 tokens, median", lambda it: f"{it['batch64_us_p50']:.0f} us", "500 us"),
+            ("committing an output token", lambda it: f"{it['feedback_us_per_token']:.1f} us", "3 us"),
+            ("delay until 1k / 4k / 64k / 1M new tokens can be drafted", _delays, ""),
+            ("the same at 50,000 tokens/s, 99th percentile", lambda it: f"{it['freshness_ms_p99']:.0f} ms", "25 ms"),
+            ("path during merges, 99th percentile", lambda it: f"{it['path_us_p99_while_merging']:.0f} us", "45 us"),
+            ("saving a snapshot / copying the file", lambda it: _seconds(it, "snapshot", "copy"), ""),
+            ("restoring it / reading the file", lambda it: _seconds(it, "restore", "read"), ""),
+        )
+    ]
+    head = ("tokens in the corpus", *INDEX_FILES, f"target, {INDEX_SIZE}")
+    made = ", ".join(f"`{name}.json`" for name in INDEX_FILES.values())
+    return f"{markdown_table(head, lines)}\nMedian / 99th percentile. `benchmarks/results/`: {made}.\n"
+
+
+def _figures(size: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{INDEX_FILES[size]}.json").read_text())
+
+
+def _pair(figures: dict[str, Any], name: str) -> str:
+    median, tail = figures[f"{name}_us_p50"], figures[f"{name}_us_p99"]
+    return f"{median:.1f} / {tail:.1f} us" if tail < 10 else f"{median:.0f} / {tail:.0f} us"
+
+
+def _seconds(figures: dict[str, Any], *names: str) -> str:
+    seconds = (figures[f"{name}_s"] for name in names)
+    return " / ".join(f"{second:.2g}" if second < 10 else f"{second:.0f}" for second in seconds) + " s"
+
+
+def _delays(figures: dict[str, Any]) -> str:
+    delays = (figures["merge_ms"][size] for size in ("1k", "4k", "64k", "1M"))
+    return " / ".join(f"{delay:.1f}" if delay < 10 else f"{delay:.0f}" for delay in delays) + " ms"
+
+
 BLOCKS: dict[str, Callable[[Document], str]] = {
     "summary": summary,
     "by_cost": by_cost,
     "by_trace": by_trace,
     "known": known,
-    "index": lambda _document: index_table(),
+    "index": index_table,
 }
+
+
+def interval_of_s(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the interval of the geometric mean of S; rows: one of each recording, with `blocks`."""
+    return _bounds([drawn(row) for row in rows])
+
+
+def interval_of_ratio(rows: Sequence[Row], others: Sequence[Row]) -> tuple[float, float]:
+    """Return the interval of the geometric mean of S / S of the other row of the same recording."""
+    of_trace = {row["trace"]: row for row in others}
+    return _bounds([drawn(row) / drawn(of_trace[row["trace"]]) for row in rows])
+
+
+def drawn(row: Row) -> np.ndarray:
+    """Return S of draws of a row's blocks, float64 [DRAWS]; rows of one recording share the draws."""
+    tokens, steps, drafted = np.array(row["blocks"])
+    generator = np.random.default_rng(zlib.crc32(row["trace"].encode()))
+    chosen = generator.integers(0, len(tokens), (DRAWS, len(tokens)))
+    return tokens[chosen].sum(axis=1) / (steps[chosen] + row["cost"] * drafted[chosen]).sum(axis=1)
+
+
+def _bounds(values: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the interval of the geometric mean of recordings' values, each float64 [DRAWS]."""
+    means = np.exp(np.mean(np.log(values), axis=0))
+    low, high = np.quantile(means, ((1 - SHARE) / 2, (1 + SHARE) / 2))
+    return float(low), float(high)
 
 
 def _costs(rows: Sequence[Row]) -> str:

@@ -1,20 +1,21 @@
-"""Settings, amounts of work, the model and the engines that all parts share."""
+"""Settings, amounts of work, the model, the engines and the figures that all parts share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.estimate import Ceilings, kv_bytes_per_token
-from benchmarks.gpu.shapes import SHAPES, random_model
+from benchmarks.gpu.shapes import SHAPES, Ceilings, kv_bytes_per_token, random_model
 from benchmarks.support.resources import free_bytes
+from benchmarks.support.targets import Target
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
 from engine.models.config import ModelConfig
@@ -26,6 +27,7 @@ from ssd.types import Drafter
 
 MAX_DRAFT = 16
 """Largest number of draft tokens of a sequence in a step, for the engine and the drafters."""
+CEILING_TRIES = 20
 PROMPT_STEP_TOKENS = 4096
 """Number of prompt tokens in a step, in addition to a draft for every sequence."""
 
@@ -96,10 +98,36 @@ class Setting:
     attention: str
     """As in `choose_backend`."""
     shape: str
-    scale: Scale
+    """Key of `SHAPES`."""
+    scale: str
+    """Key of `SCALES`."""
     trace: Path | None
     in_flight: int | None = None
     """As in `EngineConfig`."""
+
+
+class SkippedError(Exception):
+    """Raised if a part cannot run here; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value."""
+
+    name: str
+    value: float
+    unit: str
+    of: int
+    """Number of values that it is the median of; 1 for a count or a derived value."""
+    target: Target | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    """Additional values of the same run; names contain units."""
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the figure as a row of a document."""
+        value = round(self.value, 5)
+        row = {"name": self.name, "value": value} if self.target is None else self.target.row(self.name, value)
+        return {**row, "unit": self.unit, "of": self.of, "details": self.details}
 
 
 class Bench:
@@ -107,7 +135,7 @@ class Bench:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.scale = setting.scale
+        self.scale = SCALES[setting.scale]
         self.dtype = DTYPES[setting.dtype]
         self.on_gpu = setting.device.startswith("cuda")
 
@@ -145,7 +173,8 @@ class Bench:
     def engine_config(self, sequences: int, context: int, max_draft: int, shape: DraftShape) -> EngineConfig:
         """Return settings with a KV cache for `sequences`, or as large as memory allows."""
         usual = EngineConfig()
-        wanted = sequences * (context + max_draft + 2 * usual.page_size) * self.kv_bytes
+        kv_bytes = kv_bytes_per_token(self.config, self.dtype.itemsize)
+        wanted = sequences * (context + max_draft + 2 * usual.page_size) * kv_bytes
         free = free_bytes(self.setting.device)
         return EngineConfig(
             max_sequences=sequences,
@@ -155,11 +184,6 @@ class Bench:
             draft_shape=shape,
             in_flight=0 if shape == "tree" else self.setting.in_flight,
         )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV cache for one token."""
-        return kv_bytes_per_token(self.config, self.dtype.itemsize)
 
     def wait(self) -> None:
         """Wait until the device is idle."""
@@ -180,21 +204,16 @@ class Bench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Ceilings, measured in the same process and on the same device as the figures that use them."""
-        return measure_ceilings(self)
+        """Ceilings, measured in the same process and on the same device as the figures that use them.
 
-
-CEILING_TRIES = 20
-
-
-def measure_ceilings(bench: Bench) -> Ceilings:
-    """Time a large copy and a large matrix product of random numbers (zeros would be faster)."""
-    count = bench.scale.copy_bytes // 2  # bytes read and bytes written are both counted
-    source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=bench.setting.device)
-    target = torch.empty_like(source)
-    copying = bench.seconds(lambda: target.copy_(source), CEILING_TRIES)
-    size = bench.scale.product
-    factors = [torch.randn(size, size, dtype=bench.dtype, device=bench.setting.device) for _ in range(2)]
-    product: Tensor = torch.empty_like(factors[0])
-    multiplying = bench.seconds(lambda: torch.mm(factors[0], factors[1], out=product), CEILING_TRIES)
-    return Ceilings(2 * count / copying, 2 * size**3 / multiplying)
+        A large copy and a large matrix product of random numbers are timed (zeros would be faster).
+        """
+        device, size = self.setting.device, self.scale.product
+        count = self.scale.copy_bytes // 2  # bytes read and bytes written are both counted
+        source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copying = self.seconds(lambda: target.copy_(source), CEILING_TRIES)
+        factors = [torch.randn(size, size, dtype=self.dtype, device=device) for _ in range(2)]
+        product: Tensor = torch.empty_like(factors[0])
+        multiplying = self.seconds(lambda: torch.mm(factors[0], factors[1], out=product), CEILING_TRIES)
+        return Ceilings(2 * count / copying, 2 * size**3 / multiplying)

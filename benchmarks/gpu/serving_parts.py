@@ -8,16 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from statistics import median
 from time import sleep
 
-from benchmarks.gpu.bench import MAX_DRAFT, Bench
-from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.requests import Item
-from benchmarks.gpu.serving import Run, serve
-from benchmarks.gpu.stepping import WARM_STEPS, FixedDrafter, Stream, path, random_requests
-from benchmarks.gpu.timeline import MIN_GAP_US, gaps, span
-from benchmarks.gpu.traffic import Traffic, shortened, traffic, warm_up
+from benchmarks.gpu.bench import MAX_DRAFT, Bench, Figure
+from benchmarks.gpu.requests import Item, Run, Traffic, serve, shortened, traffic, warm_up
+from benchmarks.gpu.stepping import MIN_GAP_US, WARM_STEPS, FixedDrafter, Stream, gaps, path, random_requests, span
 from benchmarks.support.targets import at_least, at_most
 from drafter_service.observability.measuring.rounds import median_of, median_ratio
 from drafter_service.observability.measuring.sidecar import running_sidecar
@@ -40,6 +37,7 @@ MANY_STREAMS = 64
 LEARNING_S = 1.0
 """Time for a sidecar to index learned outputs, in seconds; it takes 25 ms after the end of a request."""
 TIMED_STEPS = 16
+RATE = attrgetter("rate")
 ENDLESS_OUTPUT = (1 + WARM_STEPS + 2 * (1 + TIMED_STEPS)) * (1 + MAX_DRAFT)
 """Output length that no stream reaches in the timed and recorded steps, even if every draft token is accepted. The
 model's own tokens follow the recorded ones.
@@ -57,7 +55,7 @@ def replay(bench: Bench) -> Iterator[Figure]:
         target = SPEEDUPS.get(concurrency)
         yield Figure(
             f"ssd by none, {concurrency} at a time",
-            speedup(runs["ssd"], runs["none"]),
+            median_ratio(runs["ssd"], runs["none"], RATE),
             "x",
             len(runs["ssd"]),
             at_least(target) if target else None,
@@ -71,12 +69,17 @@ def rejected(bench: Bench) -> Iterator[Figure]:
     for concurrency in bench.scale.concurrencies:
         count = max(MIN_REJECTED_REQUESTS, concurrency)
         drafters = {"none": NoDrafter(), "rejected": FixedDrafter(path(MAX_DRAFT), bench.config.vocab_size)}
-        warm, *rounds = (random_items(bench, count, prompt_tokens, seed) for seed in range(1 + bench.scale.rounds))
+        # Requests without common prefixes.
+        requests = [
+            random_requests(bench, count, prompt_tokens, bench.scale.output_tokens, seed)
+            for seed in range(1 + bench.scale.rounds)
+        ]
+        warm, *rounds = ([Item(request, number) for number, request in enumerate(each)] for each in requests)
         runs = {
             name: serve_rounds(bench, name, drafter, warm, rounds, concurrency) for name, drafter in drafters.items()
         }
         details = serving_details(runs, concurrency)
-        ratio = speedup(runs["rejected"], runs["none"])
+        ratio = median_ratio(runs["rejected"], runs["none"], RATE)
         name = f"rejected drafts by none, {concurrency} at a time"
         yield Figure(name, ratio, "x", len(rounds), at_least(REJECTED_SPEED), details)
 
@@ -134,22 +137,11 @@ def serve_rounds(
         return [serve(engine, items, concurrency) for items in rounds]
 
 
-def random_items(bench: Bench, count: int, prompt_tokens: int, seed: int) -> list[Item]:
-    """Return requests without common prefixes."""
-    requests = random_requests(bench, count, prompt_tokens, bench.scale.output_tokens, seed)
-    return [Item(request, session) for session, request in enumerate(requests)]
-
-
-def speedup(runs: Sequence[Run], others: Sequence[Run]) -> float:
-    """Return the median over the rounds of the ratio within each."""
-    return median_ratio(runs, others, lambda run: run.rate)
-
-
 def serving_details(runs: dict[str, list[Run]], concurrency: int) -> dict[str, object]:
     """Return additional figures of the runs, as medians over the rounds."""
     details: dict[str, object] = {}
     for name, own in runs.items():
-        details[f"{name}_tokens_per_s"] = round(median_of(own, lambda run: run.rate), 1)
+        details[f"{name}_tokens_per_s"] = round(median_of(own, RATE), 1)
         details[f"{name}_tokens_per_step"] = round(median_of(own, lambda run: run.tokens / run.deliveries), 3)
         details[f"{name}_drafted_per_step"] = round(median_of(own, lambda run: run.drafted / run.deliveries), 3)
         details[f"{name}_overhead_ms"] = round(median_of(own, lambda run: 1e3 * run.overhead(concurrency)), 3)
@@ -196,13 +188,9 @@ def drafting(bench: Bench) -> Iterator[Figure]:
 def longest_outputs(workload: Traffic, count: int) -> Traffic:
     """Return the requests with the longest outputs, extended beyond the steps that are measured."""
     chosen = sorted(workload.served, key=lambda item: -item.request.sampling.max_tokens)[:count]
-    return replace(workload, served=[endless(item, number) for number, item in enumerate(chosen)])
-
-
-def endless(item: Item, session: int) -> Item:
-    """Return the same request with room for more output."""
-    sampling = replace(item.request.sampling, max_tokens=ENDLESS_OUTPUT)
-    return replace(item, request=replace(item.request, sampling=sampling), session=session)
+    sampling = [replace(item.request.sampling, max_tokens=ENDLESS_OUTPUT) for item in chosen]
+    requests = [replace(item.request, sampling=own) for item, own in zip(chosen, sampling, strict=True)]
+    return replace(workload, served=[Item(request, number) for number, request in enumerate(requests)])
 
 
 def drafting_times(bench: Bench, name: str, workload: Traffic) -> DraftingTimes:

@@ -1,18 +1,18 @@
-"""Steps of an engine in which every sequence produces, timed one by one."""
+"""Steps of an engine in which every sequence produces, timed one by one, and their kernels on a GPU's timeline."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
 import numpy as np
+import torch
 
 from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
-from benchmarks.gpu.timeline import Interval, record
 from engine.engine import Engine
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
@@ -20,6 +20,10 @@ from ssd.config import DraftShape
 from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
 
 WARM_STEPS = 5
+MIN_GAP_US = 5.0
+"""Smallest gap between steps. Gaps between kernels of one step are shorter: 1 to 2 us within a CUDA graph."""
+NOT_WORK = ("Memcpy", "Memset")
+"""Prefixes of the profiler's names of copies, during which the multiprocessors are idle."""
 
 
 def recorded_output(positions: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -88,6 +92,63 @@ def random_requests(bench: Bench, count: int, prompt_tokens: int, output_tokens:
     return [
         Request(random.integers(0, bench.config.vocab_size, prompt_tokens, np.uint32), sampling, recorded=output)
         for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, order=True)
+class Interval:
+    """Start and end of a kernel, in microseconds."""
+
+    begin: float
+    end: float
+    name: str = ""
+
+
+def gaps(kernels: Sequence[Interval]) -> list[float]:
+    """Return the gaps, in microseconds, in which no kernel ran; kernels may overlap, in any order."""
+    found, busy_until = [], None
+    for kernel in sorted(kernels):
+        if busy_until is not None and kernel.begin > busy_until:
+            found.append(kernel.begin - busy_until)
+        busy_until = kernel.end if busy_until is None else max(busy_until, kernel.end)
+    return found
+
+
+def span(kernels: Sequence[Interval]) -> float:
+    """Return the microseconds from the start of the first kernel to the end of the last one."""
+    return max(kernel.end for kernel in kernels) - min(kernel.begin for kernel in kernels) if kernels else 0.0
+
+
+def idle_share(kernels: Sequence[Interval], min_gap: float = 0.0) -> float:
+    """Return the share of time, 0 to 1, in gaps of at least `min_gap` us. Raises ValueError without kernels."""
+    if not span(kernels):
+        raise ValueError("no kernel ran, so there is no time to take a share of")
+    return sum(gap for gap in gaps(kernels) if gap >= min_gap) / span(kernels)
+
+
+def by_name(kernels: Sequence[Interval], count: int = 12) -> list[tuple[str, float]]:
+    """Return the `count` kernels with the largest shares of the kernels' time, and the shares."""
+    sums: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        sums[kernel.name] += kernel.end - kernel.begin
+    total = sum(sums.values())
+    ranked = sorted(sums.items(), key=lambda item: -item[1])[:count]
+    return [(name[:80], round(time / total, 4)) for name, time in ranked]
+
+
+def record(run: Callable[[], object]) -> list[Interval]:
+    """Return the kernels that ran on the GPU during `run`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    return [
+        Interval(event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3, event.name())
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith(NOT_WORK)
     ]
 
 

@@ -37,8 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cluster.options import HOSTS
-from benchmarks.hosts.engines import VLLM_ENVIRONMENT
+from benchmarks.hosts.engines import HOSTS, VLLM_ENVIRONMENT
 from benchmarks.support.command import ROOT, list_of, new_parser, positive, print_document, source_commit
 from drafter_service.observability.measuring.rounds import alternated, columns, median_of
 from drafter_service.observability.pages.tables import markdown_table

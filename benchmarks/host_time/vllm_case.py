@@ -34,7 +34,7 @@ from benchmarks.host_time.measuring import (
     step_tokens,
     summary,
 )
-from benchmarks.hosts.runs import FOLDER
+from engine.models.shipped import SHIPPED_MODEL
 
 BLOCK_TOKENS = 32
 """Smallest block of vLLM's attention on CPUs."""
@@ -62,7 +62,7 @@ def build(method: str, at_once: int, vocabulary: int) -> EngineCore:
     """Return an engine core whose model has one random layer."""
     speculation = {"method": method, "num_speculative_tokens": MAX_DRAFT}
     config = EngineArgs(
-        str(FOLDER), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK_TOKENS,
+        str(SHIPPED_MODEL), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK_TOKENS,
         max_model_len=MAX_POSITIONS, max_num_seqs=at_once, max_num_batched_tokens=step_tokens(at_once),
         speculative_config=None if method == "none" else speculation,
         hf_overrides={

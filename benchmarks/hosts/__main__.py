@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.hosts.engines import METHODS, ONE_AT_ONCE
+from benchmarks.hosts.engines import MAX_DRAFT, MAX_TOKENS, METHODS, ONE_AT_ONCE, Task
 from benchmarks.hosts.llama import LLAMA_HOSTS
-from benchmarks.hosts.runs import FOLDER, MAX_DRAFT, MAX_TOKENS, Task
 from benchmarks.support.command import list_of, new_parser, positive, print_document
 from drafter_service.observability.measuring.results import machine, versions
 from drafter_service.observability.pages.tables import markdown_table
+from engine.models.shipped import PROMPTS_FILE, SHIPPED_MODEL
 
 if TYPE_CHECKING:
     from benchmarks.hosts.comparison import Row
@@ -68,7 +68,7 @@ def main() -> None:
     from benchmarks.hosts.comparison import compare
     from engine.commands.prompts import read_texts
 
-    prompts = read_texts(FOLDER / "prompts.jsonl")[: options.prompts]
+    prompts = read_texts(SHIPPED_MODEL / PROMPTS_FILE)[: options.prompts]
     methods = [name for name in METHODS[options.host] if name not in options.skip.split(",")]
     rows: list[Row] = []
     for concurrency in options.concurrency:

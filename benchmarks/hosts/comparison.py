@@ -7,12 +7,11 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.hosts.engines import OPENERS
-from benchmarks.hosts.runs import OWN, Run, Task
+from benchmarks.hosts.engines import OPENERS, OWN, Run, RunTask, Task
 from benchmarks.support.resources import cpu_seconds
 from drafter_service.observability.measuring.rounds import alternated, columns
 from drafter_service.observability.measuring.sidecar import running_sidecar
@@ -52,41 +51,36 @@ class PluginTimer:
         return seconds
 
 
-def serve(connection: Connection, host: str, method: str) -> None:
-    """Run the tasks of a method as they arrive."""
-    run_task = OPENERS[host](method)
-    timer = PluginTimer()
-    run_task(Task(["def warm_up():"], 1, 4))
-    timer.take()
-    connection.send(None)
-    while True:
-        run = run_task(connection.recv())
-        run.plugin_cpu_s = timer.take()
-        connection.send(run)
+_run_task: RunTask
+_timer: PluginTimer
+"""Of this process, which runs a method."""
+
+
+def open_method(host: str, method: str) -> None:
+    """Load a host in this process."""
+    global _run_task, _timer
+    _run_task, _timer = OPENERS[host](method), PluginTimer()
+
+
+def run(task: Task) -> Run:
+    """Run a task in this process."""
+    _timer.take()
+    done = _run_task(task)
+    done.plugin_cpu_s = _timer.take()
+    return done
 
 
 @contextmanager
 def method_processes(host: str, methods: Sequence[str]) -> Iterator[dict[str, Callable[[Task], Run]]]:
     """Run a process for each method; yield functions that run a task there."""
-    context = multiprocessing.get_context("spawn")
-    connections: dict[str, Connection] = {}
-    processes = []
-    for method in methods:
-        connections[method], theirs = context.Pipe()
-        processes.append(context.Process(target=serve, args=(theirs, host, method), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        connections[method].recv()
-
-    def run(method: str, task: Task) -> Run:
-        connections[method].send(task)
-        return connections[method].recv()
-
-    try:
-        yield {method: (lambda task, method=method: run(method, task)) for method in methods}
-    finally:
-        for process in processes:
-            process.terminate()
+    context, cases = multiprocessing.get_context("spawn"), {}
+    with ExitStack() as stack:
+        for method in methods:
+            pool = ProcessPoolExecutor(1, context, initializer=open_method, initargs=(host, method))
+            stack.enter_context(pool)
+            cases[method] = lambda task, pool=pool: pool.submit(run, task).result()
+            cases[method](Task(["def warm_up():"], 1, 4))
+        yield cases
 
 
 def compare(host: str, methods: Sequence[str], tasks: Sequence[Task]) -> list[Row]:

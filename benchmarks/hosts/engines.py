@@ -1,52 +1,84 @@
-"""The hosts, with the drafts of each method. Each is imported in the process that runs it."""
+"""The hosts, with the drafts of each method, and what is counted. Each is imported in the process that runs it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from benchmarks.hosts.llama import LLAMA_HOSTS, LLAMA_METHODS
-from benchmarks.hosts.runs import FOLDER, MAX_DRAFT, OWN, Run, RunTask, Task
 from drafter_service.observability.measuring.rounds import Timer
+from engine.models.shipped import SHIPPED_MODEL
 
+MAX_TOKENS = 96
+MAX_DRAFT = 16
+OWN = "ssd"
+HOSTS = Path("build/hosts")
+"""Virtual environment that `make hosts` makes."""
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-VLLM_FLAGS: dict[str, dict[str, Any]] = {
+NULL_PROPOSER = {"method": "custom_class", "model": "drafter_service.plugins.vllm.NullProposer"}
+VLLM_SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": MAX_DRAFT,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
-    },
-    "empty": {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": "drafter_service.plugins.vllm.NullProposer",
-            "num_speculative_tokens": MAX_DRAFT,
-        }
-    },
-    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": MAX_DRAFT}},
-    OWN: {
-        "scheduler_cls": "drafter_service.plugins.vllm.Scheduler",
-        "speculative_config": {
-            "method": "custom_class",
-            "model": "drafter_service.plugins.vllm.NullProposer",
-            "num_speculative_tokens": MAX_DRAFT,
-        },
-    },
+    "ngram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "empty": NULL_PROPOSER,
+    "suffix": {"method": "suffix"},
+    OWN: NULL_PROPOSER,
 }
-METHODS = {"vllm": tuple(VLLM_FLAGS), "transformers": ("none", "prompt-lookup", OWN), **LLAMA_METHODS}
+METHODS = {"vllm": tuple(VLLM_SPECULATION), "transformers": ("none", "prompt-lookup", OWN), **LLAMA_METHODS}
 ONE_AT_ONCE = ("prompt-lookup",)
 """Methods that do not run several requests at once."""
+
+
+class Task(NamedTuple):
+    """What a method runs."""
+
+    prompts: Sequence[str]
+    concurrency: int
+    """Number of requests at once."""
+    max_tokens: int = MAX_TOKENS
+    is_useless: bool = False
+    """Whether outputs are random tokens."""
+
+
+@dataclass
+class Run:
+    """Totals of some prompts."""
+
+    outputs: list[list[int]] = field(default_factory=list)
+    request_steps: int = 0
+    """Sum over the steps of the requests that they decoded."""
+    cpu_s: float = 0.0
+    plugin_cpu_s: float = 0.0
+    """Seconds of `cpu_s` in the plug-in's code."""
+    wall_s: float = 0.0
+
+    @classmethod
+    def total(cls, runs: Sequence[Run]) -> Run:
+        """Return the sum of runs."""
+        return cls(
+            [output for run in runs for output in run.outputs],
+            sum(run.request_steps for run in runs),
+            sum(run.cpu_s for run in runs),
+            sum(run.plugin_cpu_s for run in runs),
+            sum(run.wall_s for run in runs),
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Output tokens after the first of each prompt, per step of a request."""
+        return sum(len(output) - 1 for output in self.outputs) / max(1, self.request_steps)
+
+
+RunTask = Callable[[Task], Run]
+"""Runs a task in a host that is loaded."""
 
 
 def open_vllm(method: str) -> RunTask:
@@ -54,14 +86,19 @@ def open_vllm(method: str) -> RunTask:
     os.environ.update(VLLM_ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
+    options: dict[str, Any] = {}
+    if method != "none":
+        options["speculative_config"] = {**VLLM_SPECULATION[method], "num_speculative_tokens": MAX_DRAFT}
+    if method == OWN:
+        options["scheduler_cls"] = "drafter_service.plugins.vllm.Scheduler"
     core = LLM(
-        str(FOLDER),
+        str(SHIPPED_MODEL),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=128,
         disable_log_stats=True,
-        **VLLM_FLAGS[method],
+        **options,
     ).llm_engine
 
     def run_task(task: Task) -> Run:
@@ -95,8 +132,8 @@ def open_transformers(method: str) -> RunTask:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     options: dict[str, Any] = {}
     if method == "prompt-lookup":
@@ -141,16 +178,16 @@ def until(end: int, tokens: list[int]) -> list[int]:
 
 def open_llama(host: str, method: str) -> RunTask:
     """Return a function that runs a task, one request at a time."""
-    llama = LLAMA_HOSTS[host](FOLDER, method, MAX_DRAFT)
+    complete, cpu_seconds = LLAMA_HOSTS[host](method, MAX_DRAFT)
 
     def run_task(task: Task) -> Run:
-        run, cpu = Run(), llama.cpu_seconds()
+        run, began = Run(), cpu_seconds()
         with Timer() as timer:
             for prompt in task.prompts:
-                output, steps = llama.complete(prompt, task.max_tokens, task.is_useless)
+                output, steps = complete(prompt, task.max_tokens, task.is_useless)
                 run.outputs.append(output)
                 run.request_steps += steps
-        run.wall_s, run.cpu_s = timer.wall_s, llama.cpu_seconds() - cpu
+        run.wall_s, run.cpu_s = timer.wall_s, cpu_seconds() - began
         return run
 
     return run_task

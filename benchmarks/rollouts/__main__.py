@@ -13,16 +13,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.rollouts.settings import Settings
+from benchmarks.rollouts.problems import Settings
 from benchmarks.support.command import new_parser
-
-if TYPE_CHECKING:
-    from benchmarks.rollouts.runs import Run
 
 START_S = 20.0
 """Time of a run before its first step and after its last one."""
@@ -44,58 +38,26 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     drafter = options.drafter or ("ssd" if settings.engines == 1 else "ssd-remote")
 
-    def log(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    from benchmarks.rollouts.page import render_page
-    from benchmarks.rollouts.report import document
-    from benchmarks.rollouts.runs import write_trace
+    from benchmarks.rollouts.engines import running_engines
+    from benchmarks.rollouts.runs import document, render_page, write_trace
+    from benchmarks.rollouts.training import train
     from benchmarks.support.targets import conclude
     from drafter_service.observability.measuring.results import machine
 
     options.out.mkdir(parents=True, exist_ok=True)
-    seconds = options.minutes * 60 / 2 - START_S
-    plain = run_once(settings, "none", options.out, limit(options.steps, seconds), log)
+    with running_engines(settings, "none") as engines:
+        plain = train(settings, engines, "none", options.out, options.steps, options.minutes * 60 / 2 - START_S)
     if options.trace:
         write_trace(options.trace, plain.steps, settings)
-        log(f"wrote {options.trace}")
+        print(f"wrote {options.trace}", file=sys.stderr, flush=True)
     if drafter == "none":
         return
-    drafted = run_once(settings, drafter, options.out, limit(len(plain.steps), None), log)
+    with running_engines(settings, drafter) as engines:
+        drafted = train(settings, engines, drafter, options.out, len(plain.steps))
     result = document(settings, plain, drafted) | machine()
     for text in result["differences"]:
-        log(text)
+        print(text, file=sys.stderr, flush=True)
     conclude("rollouts", result, render_page(result), options.out)
-
-
-def limit(steps: int | None, seconds: float | None) -> Callable[[Run], bool]:
-    """Return whether a run has made its last step: after a number of steps, or after a time."""
-    began = time.monotonic()
-
-    def is_last(run: Run) -> bool:
-        return len(run.steps) >= steps if steps is not None else time.monotonic() - began >= (seconds or 0.0)
-
-    return is_last
-
-
-def run_once(
-    settings: Settings, drafter: str, out: Path, is_last: Callable[[Run], bool], log: Callable[[str], None]
-) -> Run:
-    """Train with one drafter, and log each step."""
-    from benchmarks.rollouts.engines import running_engines
-    from benchmarks.rollouts.training import train
-
-    def watch(run: Run) -> bool:
-        step = run.steps[-1]
-        reward, rate = sum(step.rewards) / len(step.rewards), step.tokens / step.verify_steps
-        log(
-            f"{drafter}, step {len(run.steps) - 1}: reward {reward:.3f}, {step.tokens:,} tokens in "
-            f"{step.rollout_s:.2f} s ({step.cpu_s:.2f} s of processor time), {rate:.2f} tokens per step"
-        )
-        return is_last(run)
-
-    with running_engines(settings, drafter) as engines:
-        return train(settings, engines, drafter, out, watch)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.rollouts.problems import Problem, read_problems
-from benchmarks.rollouts.settings import Settings
+from benchmarks.rollouts.problems import Problem, Settings, read_problems
 from drafter_service.observability.measuring.sidecar import running_sidecar
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
@@ -51,18 +50,6 @@ class Rollout(NamedTuple):
     """In the order of the samples."""
     cpu_seconds: float
     """Processor time of all engines, weight update excluded."""
-
-
-class Engines(Protocol):
-    """What generates rollouts."""
-
-    def update(self, weights: Weights, version: int) -> None:
-        """Replace the weights of all engines."""
-        ...
-
-    def roll(self, samples: Sequence[Sample]) -> Rollout:
-        """Generate outputs."""
-        ...
 
 
 class RolloutEngine:
@@ -118,18 +105,24 @@ class EngineProcesses:
 
     def __init__(self, settings: Settings, drafter: str, address: str, stack: ExitStack) -> None:
         """stack: ends the processes."""
-        self._connections = [stack.enter_context(_process(settings, drafter, address)) for _ in range(settings.engines)]
+        context = multiprocessing.get_context("spawn")
+        pools = [
+            ProcessPoolExecutor(1, context, initializer=_open, initargs=(settings, drafter, address))
+            for _ in range(settings.engines)
+        ]
+        self._pools = [stack.enter_context(pool) for pool in pools]
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ssd-")))
+        stack.callback(self._call_all, [("close",)] * settings.engines)
 
     def update(self, weights: Weights, version: int) -> None:
         """Replace the weights of all engines, through a file."""
         path = self._folder / "weights.safetensors"
         write_tensors({name: tensor.clone() for name, tensor in weights.items()}, path)
-        self._call_all([("update", path, version)] * len(self._connections))
+        self._call_all([("update", path, version)] * len(self._pools))
 
     def roll(self, samples: Sequence[Sample]) -> Rollout:
         """Generate outputs; sample n of a group is made by engine n modulo the number of engines."""
-        count = len(self._connections)
+        count = len(self._pools)
         owners = [sample.number % count for sample in samples]
         parts = [[sample for sample, owner in zip(samples, owners, strict=True) if owner == n] for n in range(count)]
         rollouts = self._call_all([("roll", part) for part in parts])
@@ -137,9 +130,24 @@ class EngineProcesses:
         return Rollout([next(outputs[owner]) for owner in owners], sum(each.cpu_seconds for each in rollouts))
 
     def _call_all(self, calls: Sequence[tuple]) -> list:
-        for connection, call in zip(self._connections, calls, strict=True):
-            connection.send(call)
-        return [connection.recv() for connection in self._connections]
+        futures = [pool.submit(_call, *call) for pool, call in zip(self._pools, calls, strict=True)]
+        return [future.result() for future in futures]
+
+
+_engine: RolloutEngine
+"""The engine of this process, if it is one of `EngineProcesses`."""
+
+
+def _open(*arguments: Any) -> None:
+    global _engine
+    _engine = RolloutEngine(*arguments)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    return getattr(_engine, name)(*arguments)
+
+
+Engines = RolloutEngine | EngineProcesses
 
 
 @contextmanager
@@ -153,29 +161,3 @@ def running_engines(settings: Settings, drafter: str) -> Iterator[Engines]:
             engine = RolloutEngine(settings, drafter, address)
             stack.callback(engine.close)
             yield engine
-
-
-@contextmanager
-def _process(settings: Settings, drafter: str, address: str) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    own, other = context.Pipe()
-    process = context.Process(target=_serve, args=(other, settings, drafter, address), daemon=True)
-    process.start()
-    other.close()  # the process is then the only one that holds it, so its end is noticed
-    try:
-        yield own
-    finally:
-        own.close()
-        process.join()
-
-
-def _serve(connection: Connection, settings: Settings, drafter: str, address: str) -> None:
-    """Answer calls of the methods of an engine until the other end closes."""
-    engine = RolloutEngine(settings, drafter, address)
-    while True:
-        try:
-            name, *arguments = connection.recv()
-        except EOFError:
-            break
-        connection.send(getattr(engine, name)(*arguments))
-    engine.close()

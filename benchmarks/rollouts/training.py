@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,9 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollouts.engines import Engines, Sample
-from benchmarks.rollouts.problems import read_problems
+from benchmarks.rollouts.problems import Settings, read_problems
 from benchmarks.rollouts.runs import Run, Step
-from benchmarks.rollouts.settings import Settings
 from engine.models.shipped import SHIPPED_MODEL
 from engine.scheduling.request import FinishReason
 
@@ -43,18 +42,29 @@ class Trainer(GRPOTrainer):
 
 
 class Watch(TrainerCallback):
-    """Reports steps and ends the training."""
+    """Logs each step, and ends the training after a number of steps or, without one, after a time."""
 
-    def __init__(self, run: Run, is_last: Callable[[Run], bool]) -> None:
-        self._run, self._is_last = run, is_last
+    def __init__(self, run: Run, steps: int | None, seconds: float) -> None:
+        self._run, self._steps, self._ends = run, steps, perf_counter() + seconds
 
     def on_step_end(self, _arguments: Any, _state: Any, control: Any, **_: Any) -> None:
-        """End the training after the last step."""
-        control.should_training_stop = self._is_last(self._run)
+        """Log the step; end the training after the last one."""
+        number, step = len(self._run.steps), self._run.steps[-1]
+        print(
+            f"{self._run.drafter}, step {number - 1}: reward {sum(step.rewards) / len(step.rewards):.3f}, "
+            f"{step.tokens:,} tokens in {step.rollout_s:.2f} s ({step.cpu_s:.2f} s of processor time), "
+            f"{step.tokens / step.verify_steps:.2f} tokens per step",
+            file=sys.stderr,
+            flush=True,
+        )
+        is_late = perf_counter() >= self._ends
+        control.should_training_stop = is_late if self._steps is None else number >= self._steps
 
 
-def train(settings: Settings, engines: Engines, drafter: str, out: Path, is_last: Callable[[Run], bool]) -> Run:
-    """Train and return what happened. is_last: called after each step, returns whether it was the last one."""
+def train(
+    settings: Settings, engines: Engines, drafter: str, out: Path, steps: int | None, seconds: float = 0.0
+) -> Run:
+    """Train for a number of steps or, without one, for a time, and return what happened."""
     run, problems = Run(drafter), read_problems(settings.problems)
     numbers = {problem.prompt: number for number, problem in enumerate(problems)}
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
@@ -93,7 +103,7 @@ def train(settings: Settings, engines: Engines, drafter: str, out: Path, is_last
             _configuration(settings, out),
             Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
             processing_class=tokenizer,
-            callbacks=[Watch(run, is_last)],
+            callbacks=[Watch(run, steps, seconds)],
             rollout_func=roll,
         )
         trainer.run = run

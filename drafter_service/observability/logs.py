@@ -1,64 +1,31 @@
-"""Structured logs to stderr. Tokens, text and secrets are redacted from everything that callers pass.
+"""Structured logs to stderr: events with numbers, names of namespaces, and settings of the operator.
 
-Logs of libraries are processed in the same way. Modules log through `structlog.get_logger(__name__)`, or through
-`logging` if they must not depend on structlog.
+No text of callers reaches a line. The service's modules pass none to a logger; exceptions are logged by type and
+location, since their messages may quote a request, and messages of libraries without their arguments. Modules log
+through `structlog.get_logger(__name__)`, or through `logging` if they must not depend on structlog.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import re
 import sys
 import threading
 import traceback
-from numbers import Integral, Real
 from pathlib import PurePath
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from ssd.errors import UserError
-
 OWN_LOGGERS = ("drafter_service", "ssd")
 Level = Literal["debug", "info", "warning", "error"]
 Style = Literal["json", "console"]
 
-MAX_TEXT = 300
-"""Maximum number of characters of a text: enough for a path or an error, too short for most prompts."""
-MAX_LIST = 16
-REDACTED_NAMES = frozenset(
-    [
-        "authorization",
-        "body",
-        "completion",
-        "completions",
-        "content",
-        "contents",
-        "context",
-        "draft",
-        "drafts",
-        "message",
-        "messages",
-        "password",
-        "payload",
-        "prompt",
-        "prompts",
-        "secret",
-        "text",
-        "texts",
-        "token",
-        "tokens",
-    ]
-)
-"""Words in keys whose values are redacted unless they are numbers: `tokens=512` is a count."""
-SAFE_ERRORS = (UserError, OSError)
-"""Types of errors whose messages contain only settings, files and addresses."""
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+QUOTED = re.compile(r"""[('"<{\[\n]""")
+"""Beginning of values, of tasks with their arguments, and of further lines, in messages of libraries."""
 
 
 def configure_logs(style: Style = "console", level: Level = "info", stream: TextIO | None = None) -> None:
@@ -74,13 +41,15 @@ def configure_logs(style: Style = "console", level: Level = "info", stream: Text
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+    renderer: Processor = structlog.processors.JSONRenderer(sort_keys=True)
+    if style == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty())
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         ProcessorFormatter(
-            processors=[redact, ProcessorFormatter.remove_processors_meta, _renderer(style, stream)],
+            processors=[_without_quotations, ProcessorFormatter.remove_processors_meta, renderer],
             foreign_pre_chain=annotations,
             use_get_message=False,
-            pass_foreign_args=True,
         )
     )
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -93,12 +62,6 @@ def configure_logs(style: Style = "console", level: Level = "info", stream: Text
     threading.excepthook = lambda thread: _log_uncaught(thread.exc_type, thread.exc_value, thread.exc_traceback)
 
 
-def _renderer(style: Style, stream: TextIO) -> Processor:
-    if style == "json":
-        return structlog.processors.JSONRenderer(sort_keys=True)
-    return structlog.dev.ConsoleRenderer(colors=stream.isatty())
-
-
 def _log_uncaught(kind: type[BaseException], problem: BaseException | None, trace: TracebackType | None) -> None:
     if problem is None or issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, problem or kind(), trace)
@@ -106,94 +69,26 @@ def _log_uncaught(kind: type[BaseException], problem: BaseException | None, trac
     structlog.get_logger(__name__).error("uncaught exception", exc_info=(kind, problem, trace))
 
 
-# --- Redaction
-
-
-def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Replace values that may not appear in a log by their type and size. This is a structlog processor.
-
-    Allowed are numbers, short names, paths and kinds of errors.
-    """
-    record = event.pop("_record", None)
-    is_ours = event.pop("_from_structlog", True)
-    problem = _exception_of(event.pop("exc_info", None))
+def _without_quotations(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Reduce exceptions to type and location, and messages of libraries to their constant beginning."""
+    record, exc_info = event["_record"], event.pop("exc_info", None)
     event.pop("stack_info", None)
-    arguments = event.pop("positional_args", None)
-    message = event.pop("event", "")
-    if record is not None and not is_ours:
-        message = _formatted(record, arguments, problem)
-    allowed: EventDict = {key: _allowed(key, value) for key, value in event.items()}
-    allowed["event"] = _allowed("event", message)
-    if problem is not None:
-        allowed["raised"] = _describe(problem)
-        allowed["raised_at"] = _places(problem)
-    if record is not None:
-        allowed["_record"], allowed["_from_structlog"] = record, is_ours
-    return allowed
-
-
-def _allowed(key: str, value: Any) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        number = float(value)
-        return number if math.isfinite(number) else str(number)
-    if REDACTED_NAMES.intersection(key.lower().split("_")):
-        return _placeholder(value)
-    if isinstance(value, BaseException):
-        return _describe(value)
-    if isinstance(value, str | PurePath):
-        return _allowed_text(str(value))
-    if isinstance(value, list | tuple) and len(value) <= MAX_LIST and all(isinstance(item, str) for item in value):
-        return [_allowed_text(item) for item in value]
-    return _placeholder(value)
-
-
-def _allowed_text(text: str) -> str:
-    if len(text) > MAX_TEXT:
-        return _placeholder(text)
+    if not event["_from_structlog"]:
+        root = record.name.partition(".")[0]
+        message = record.getMessage() if root in (*OWN_LOGGERS, "py") else str(record.msg)
+        event["event"] = message if root in OWN_LOGGERS else QUOTED.split(message)[0].strip()
+    problem = exc_info[1] if isinstance(exc_info, tuple) else exc_info if exc_info is not True else sys.exc_info()[1]
+    if isinstance(problem, BaseException):
+        event["raised"] = type(problem).__name__
+        if isinstance(problem, OSError) and problem.strerror:
+            event["raised"] += f": {problem.strerror}"
+        event["raised_at"] = _places(problem)
     # A line break or a terminal's escape could forge a line of the log.
-    return _PASSWORD.sub("***@", text if text.isprintable() else repr(text)[1:-1])
+    return {key: _printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
-def _placeholder(value: Any) -> str:
-    size = f", {len(value)}" if hasattr(value, "__len__") else ""
-    return f"<redacted: {type(value).__name__}{size}>"
-
-
-def _formatted(record: logging.LogRecord, arguments: Any, problem: BaseException | None) -> Any:
-    """Return the message of a library: its template, filled with the allowed arguments."""
-    message = record.msg
-    if not isinstance(message, str):
-        return message
-    if arguments:
-        given = arguments if isinstance(arguments, tuple) else (arguments,)
-        # A template that does not match its arguments is logged unchanged.
-        with contextlib.suppress(TypeError, ValueError):
-            message = message % tuple(_allowed("", value) for value in given)
-    message = message.partition("\n")[0]
-    if record.name == "asyncio":
-        # The rest of the message is the representation of tasks, callbacks and their arguments.
-        message = re.split("[(<]", message)[0].strip()
-    if problem is not None and str(problem):
-        message = message.replace(str(problem), _describe(problem))
-    return message
-
-
-def _exception_of(exc_info: Any) -> BaseException | None:
-    if isinstance(exc_info, tuple):
-        return exc_info[1]
-    if isinstance(exc_info, BaseException):
-        return exc_info
-    return sys.exc_info()[1] if exc_info else None
-
-
-def _describe(problem: BaseException) -> str:
-    """Return the type of an error, and its message only if that is known to be safe."""
-    name = type(problem).__name__
-    return f"{name}: {_allowed_text(str(problem))}" if isinstance(problem, SAFE_ERRORS) else name
+def _printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _places(problem: BaseException) -> str:

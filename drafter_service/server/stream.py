@@ -110,7 +110,8 @@ class DraftStreams:
                         stream.task.cancel()
         except tuple(REFUSALS) as refused:
             self.refused += 1
-            logger.warning("stream refused", reason=str(refused))
+            # The message, which the client gets and logs, may quote its request.
+            logger.warning("stream refused", reason=type(refused).__name__)
             await context.abort(REFUSALS[type(refused)], str(refused))
         except asyncio.CancelledError:
             if not self._stopping:

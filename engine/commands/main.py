@@ -167,7 +167,7 @@ def serve(name: str | None, **given: Any) -> None:
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("build"),
-    help="Folder for run.json and run.html.",
+    help="Folder for run.json, run.html and run.md.",
 )
 @click.option(
     "--requests",

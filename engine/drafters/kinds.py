@@ -6,6 +6,7 @@ A drafter's module is imported only when it is built.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,8 @@ LOG = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "unix:/tmp/ssd-drafter.sock"
 REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
+DEADLINE = "deadline_s"
+"""Option of `ssd-remote`: another such time."""
 DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
 SNAPSHOT_PATH = "path"
@@ -107,7 +110,7 @@ def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
     connect = partial(
         DrafterClient,
         address,
-        deadline_s=REMOTE_DEADLINE_S,
+        deadline_s=_deadline_s(config),
         model=None if folder is None else model_identity(folder, adapter=resources.adapter),
         host="ssd-engine",
         draft_shape=config.draft_shape,
@@ -125,6 +128,21 @@ def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
         if resources.require_sidecar:
             raise
         return connect(required=False)
+
+
+def _deadline_s(config: DrafterConfig) -> float:
+    text = config.options.get(DEADLINE, str(REMOTE_DEADLINE_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{DEADLINE} must be a number of seconds, not {text!r}")
+    return seconds
+
+
+def _check_ssd_remote(config: DrafterConfig, _target: Path) -> None:
+    _deadline_s(config)
 
 
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -202,7 +220,14 @@ KINDS: Mapping[str, Kind] = {
     "ssd": Kind(
         "all earlier requests and the request's own text", _ssd, has_settings=True, remembers=True, has_corpus=True
     ),
-    "ssd-remote": Kind("the same as ssd, in a sidecar at --address", _ssd_remote, remembers=True, has_corpus=True),
+    "ssd-remote": Kind(
+        "the same as ssd, in a sidecar at --address",
+        _ssd_remote,
+        options=(DEADLINE,),
+        remembers=True,
+        has_corpus=True,
+        check=_check_ssd_remote,
+    ),
     "classic": Kind(
         "the most frequent continuation of the last 10 tokens or fewer, a baseline",
         _classic,

@@ -7,7 +7,6 @@ checked.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -106,7 +105,7 @@ class Frame:
         model, counters = (*learned.arrays, *fallback.arrays), tuple(stats.counters)
         self.parts: tuple[tuple[np.ndarray, ...], ...] = (sequences.tables, model, budget.arrays, counters, *scratch)
         """The arrays, by part."""
-        addresses = [array.ctypes.data for array in itertools.chain.from_iterable(self.parts)]
+        addresses = [array.ctypes.data for part in self.parts for array in part]
         self.addresses = np.array([len(sequences.state), width, *addresses], np.int64)
         """int64."""
         self.nbytes = sum(array.nbytes for part in scratch for array in part)

@@ -1,8 +1,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.gpu.bench import TINY, Bench, Setting
-
 PHRASE = 7
 
 
@@ -20,9 +18,3 @@ def recorded(tmp_path_factory):
         session=np.arange(8, dtype=np.int32) % 4,
     )
     return path
-
-
-@pytest.fixture(scope="session")
-def bench(recorded):
-    """Return the GPU benchmark on a CPU, with minimal amounts of work."""
-    return Bench(Setting("cpu", "float32", "auto", "tiny", TINY, recorded))

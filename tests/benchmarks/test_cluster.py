@@ -1,197 +1,122 @@
-"""The parts of the cluster benchmark with logic of their own: router, traffic, link, processes, faults, figures."""
+"""The parts of the cluster benchmark with logic of their own: requests, links, processes, faults, figures."""
 
-import asyncio
 import json
 import socket
 import sys
 import threading
-import time
 from contextlib import contextmanager
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 
 from benchmarks import soak
-from benchmarks.cluster import faults, run, traffic
-from benchmarks.cluster.engines import NOTHING, Totals, read_totals, tokens_per_step
-from benchmarks.cluster.learned import Acknowledged, SentTexts, UniqueTexts, observe
-from benchmarks.cluster.link import Link
-from benchmarks.cluster.meter import Window, recovery
-from benchmarks.cluster.observation import Sample, compare_process
-from benchmarks.cluster.processes import ManagedProcess, Usage
-from benchmarks.cluster.router import Router
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster import faults, traffic
+from benchmarks.cluster.nodes import Link, ManagedProcess, Usage
+from benchmarks.cluster.texts import Acknowledged, SentTexts, observe, unique_texts
+from benchmarks.cluster.traffic import Meter, Traffic, read_totals, recovery, tokens_per_step
 from tests.drafter_service.raw import eventually
 from tests.redis import free_port
 from tests.servers import served
 
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nConnection: keep-alive\r\nContent-Length: 4\r\n\r\nbody"
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 TIMEOUT_S = 10
 
 
-# --- Router
+class Engine(BaseHTTPRequestHandler):
+    """Answers every prompt alike with the server's `status`; None: it ends connections without an answer."""
+
+    def do_POST(self):
+        self.server.received += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.status is not None:
+            content = b'{"choices": [{"text": "output"}]}'
+            self.send_response(self.server.status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, *_arguments):
+        """Print nothing."""
 
 
 @contextmanager
-def engine(answer, received):
-    """Yield the port of an engine that sends `answer` and closes the connection; it collects the requests."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                received.append(connection.recv(1 << 16))
-                connection.sendall(answer)
-
-    threading.Thread(target=serve, daemon=True).start()
-    with listener:
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
+def engine(status=200):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+        server.received, server.status = 0, status
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
-def routed(ports, requests):
-    """Return the responses of a router."""
-
-    async def run():
-        router = Router(ports)
-        server = await asyncio.start_server(router.handle, "127.0.0.1", 0)
-        responses = []
-        async with server:
-            for _ in range(requests):
-                reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-                writer.write(REQUEST)
-                responses.append(await asyncio.wait_for(reader.read(), TIMEOUT_S))
-                writer.close()
-        return responses
-
-    return asyncio.run(run())
+def test_requests_go_to_the_engines_in_turn_and_are_timed_from_when_they_were_due():
+    with engine() as one, engine() as other:
+        sent = Traffic([one.server_port, other.server_port], rate=1000)
+        sent.run(["a", "b", "c", "d"], threading.Event())
+    assert one.received == other.received == 2
+    assert sent.failures == []
+    due = sorted(record.due for record in sent.records)
+    assert [each - due[0] for each in due] == pytest.approx([0, 0.001, 0.002, 0.003], abs=1e-7)
 
 
-def test_requests_go_to_the_engines_in_turn():
-    first, second = [], []
-    with engine(ANSWER, first) as one, engine(ANSWER, second) as two:
-        assert routed([one, two], 4) == [ANSWER] * 4
-    assert len(first) == len(second) == 2
-    # The engine ends the connection with its response.
-    assert first[0] == b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody"
+@pytest.mark.parametrize("status", [None, 503])
+def test_a_request_goes_to_another_engine_if_one_does_not_answer_or_is_loading(status):
+    with engine() as working, engine(status) as other:
+        sent = Traffic([free_port(), other.server_port, working.server_port], rate=1000)
+        sent.run(["a", "b", "c"], threading.Event())
+    assert sent.failures == []
+    assert working.received == 3
 
 
-def test_a_request_goes_to_another_engine_if_one_refuses_the_connection():
-    received = []
-    with engine(ANSWER, received) as port:
-        assert routed([free_port(), port], 3) == [ANSWER] * 3
-    assert len(received) == 3
+def test_an_error_of_an_engine_is_a_failure():
+    with engine() as working, engine(500) as other:
+        sent = Traffic([other.server_port, working.server_port], rate=1000)
+        sent.run(["a"], threading.Event())
+    assert sent.failures[0].startswith("ValueError: status 500")
+    assert working.received == 0
 
 
-def test_a_request_goes_to_another_engine_if_one_dies_before_its_response():
-    received, lost = [], []
-    with engine(b"", lost) as dying, engine(ANSWER, received) as port:
-        assert routed([dying, port], 1) == [ANSWER]
-    assert lost == received
-
-
-def test_a_response_that_has_begun_is_not_repeated():
-    received, begun = [], []
-    with engine(ANSWER[:20], begun) as dying, engine(ANSWER, received) as port:
-        assert routed([dying, port], 1) == [ANSWER[:20]]
-    assert (len(begun), len(received)) == (1, 0)
-
-
-def test_without_any_engine_the_answer_is_an_error():
-    assert routed([free_port(), free_port()], 1)[0].startswith(b"HTTP/1.1 502")
-
-
-# --- Traffic
-
-
-def test_requests_are_timed_from_when_they_were_due(monkeypatch):
-    monkeypatch.setattr(traffic, "complete", lambda port, prompt: prompt)
-    sent = traffic.Traffic(0, rate=1000)
-    sent.run(["a", "b", "c"])
-    times = sorted(record.due for record in sent.records)
-    assert [due - times[0] for due in times] == pytest.approx([0, 0.001, 0.002], abs=1e-7)
-
-
-def test_an_engine_that_dies_within_its_response_has_no_totals():
-    with engine(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nvllm", []) as port:
-        assert read_totals(port) is None
+def test_a_request_fails_if_no_engine_answers():
+    sent = Traffic([free_port(), free_port()], rate=1000)
+    sent.run(["a"], threading.Event())
+    assert sent.failures[0].startswith("ConnectionRefusedError")
+    assert read_totals(free_port()) is None
 
 
 def test_traffic_that_hangs_ends_the_run(monkeypatch):
-    monkeypatch.setattr(run, "ROUNDS_TIMEOUT_S", 0)
-    with pytest.raises(SystemExit, match="0 of 2 rounds"):
-        run.wait_for_windows(SimpleNamespace(windows=[]), 2)
+    monkeypatch.setattr(command, "ROUNDS_TIMEOUT_S", -1)
+    with pytest.raises(SystemExit, match="did not go through 2 rounds"):
+        command.wait_for_rounds(SimpleNamespace(times=[]), 2)
 
 
-# --- Link
-
-
-@pytest.fixture
-def link():
-    """Yield a link to a server that sends back what it receives."""
+def test_a_link_that_is_cut_holds_bytes_until_it_is_healed():
     listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        connection, _ = listener.accept()
-        while data := connection.recv(1 << 16):
-            connection.sendall(data)
-        connection.close()
-
-    threading.Thread(target=serve, daemon=True).start()
     link = Link(listener.getsockname()[1])
-    link.open()
-    yield link
-    link.close()
-    listener.close()
-
-
-def test_a_link_that_is_cut_holds_bytes_until_it_is_healed(link):
-    with socket.create_connection(("127.0.0.1", link.port), timeout=TIMEOUT_S) as end:
-        end.sendall(b"one")
-        assert end.recv(100) == b"one"
-        link.cut()
-        end.sendall(b"two")
-        end.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            end.recv(100)
-        link.heal()
-        end.settimeout(TIMEOUT_S)
-        assert end.recv(100) == b"two"
-    assert link.bytes == 12
-
-
-def test_connections_made_during_a_cut_are_forwarded_afterwards(link):
-    link.cut()
-    with socket.create_connection(("127.0.0.1", link.port), timeout=TIMEOUT_S) as end:
-        end.sendall(b"one")
-        link.heal()
-        assert end.recv(100) == b"one"
-        end.shutdown(socket.SHUT_WR)
-        assert end.recv(100) == b""
-
-
-def test_a_link_that_is_closed_refuses_connections():
-    link = Link(free_port())
-    link.open()
-    link.close()
+    with listener, link.running(), socket.create_connection(link.server_address, timeout=TIMEOUT_S) as end:
+        other, _ = listener.accept()
+        with other:
+            end.sendall(b"one")
+            assert other.recv(100) == b"one"
+            link.is_whole.clear()
+            end.sendall(b"two")
+            other.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                other.recv(100)
+            link.is_whole.set()
+            other.settimeout(TIMEOUT_S)
+            assert other.recv(100) == b"two"
+            other.sendall(b"three")
+            assert end.recv(100) == b"three"
+            end.shutdown(socket.SHUT_WR)
+            assert other.recv(100) == b""
+    assert link.bytes == 11
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", link.port))
-
-
-# --- Processes
-
-
-def is_running(pid):
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
+        socket.create_connection(link.server_address)
 
 
 def test_a_process_is_killed_with_its_children_and_keeps_its_processor_time(tmp_path):
@@ -199,35 +124,29 @@ def test_a_process_is_killed_with_its_children_and_keeps_its_processor_time(tmp_
     busy = f"import os, time; sum(range(10**7)); open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     child.touch()
-    process = ManagedProcess(
-        "parent", [sys.executable, "-c", parent], tmp_path / "log", lambda: bool(child.read_text())
-    )
+    process = ManagedProcess("parent", [sys.executable, "-c", parent], tmp_path, lambda: bool(child.read_text()))
     process.start()
     process.await_ready()
-    pid = int(child.read_text())
     used = process.usage()
     assert used.memory_bytes > 0
+    assert used.threads == 2
     process.kill()
-    eventually(lambda: not is_running(pid))
+    eventually(lambda: not psutil.pid_exists(int(child.read_text())))
+    assert process.usage() == Usage(pytest.approx(used.cpu_s, abs=1), 0, 0, 0)
     assert process.usage().cpu_s >= used.cpu_s > 0
-    assert process.usage().threads == 0
 
 
 def test_a_process_that_ends_is_not_ready(tmp_path):
-    process = ManagedProcess("broken", [sys.executable, "-c", "1/0"], tmp_path / "log", lambda: False)
+    process = ManagedProcess("broken", [sys.executable, "-c", "1/0"], tmp_path, lambda: False)
     process.start()
     with pytest.raises(SystemExit, match=r"broken did not start; see .*log"):
         process.await_ready()
-    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
-
-
-# --- Learned texts
+    assert "ZeroDivisionError" in (tmp_path / "broken.log").read_text()
 
 
 def test_acknowledged_texts_that_a_sidecar_does_not_draft_are_lost(tmp_path):
     address = f"unix:{tmp_path}/drafter.sock"
-    texts = UniqueTexts(0)
-    kept, lost, excused = (texts.take() for _ in range(3))
+    kept, lost, excused = islice(unique_texts(0), 3)
     with served("--listen", address, "--capacity", "300k"):
         node = SimpleNamespace(name="a", address=address)
         assert observe(address, kept)
@@ -237,34 +156,18 @@ def test_acknowledged_texts_that_a_sidecar_does_not_draft_are_lost(tmp_path):
     assert not observe(address, kept)
 
 
-# --- Faults
-
-
-def test_what_a_sidecar_acknowledged_just_before_its_kill_is_excused(monkeypatch):
+def test_only_what_a_sidecar_acknowledged_just_before_its_kill_is_excused(monkeypatch):
     monkeypatch.setattr(faults, "DOWN_S", 0.2)
-    during = []
-    sidecar = SimpleNamespace(
-        kill=lambda: during.append(time.monotonic()), start=lambda: None, await_ready=lambda: None
-    )
-    node, other = SimpleNamespace(sidecar=sidecar), SimpleNamespace()
-    fault = faults.SidecarKilled()
-    fault.run(SimpleNamespace(nodes=[node, other]))
-    after = time.monotonic()
-    assert fault.excuses(Acknowledged(None, node, during[0]))
-    assert not fault.excuses(Acknowledged(None, other, during[0]))
-    assert not fault.excuses(Acknowledged(None, node, during[0] - 60))
-    assert not fault.excuses(Acknowledged(None, node, after))
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    node, other = SimpleNamespace(sidecar=SimpleNamespace(restart=lambda _pause_s: None)), SimpleNamespace()
+    outcome = faults.kill_sidecar(SimpleNamespace(nodes=[node, other]))
+    texts = {(of is node, time): Acknowledged(None, of, time) for of in (node, other) for time in (40, 99.95, 100.3)}
+    assert [place for place, text in texts.items() if outcome.excuses(text)] == [(True, 99.95)]
 
 
-@pytest.mark.parametrize(("full", "effect"), [(False, True), (True, False)])
-def test_a_full_disk_takes_effect_if_no_snapshot_was_saved(full, effect):
-    observed = {"saved_before": True, "saved_while_full": full, "saved_after": True}
-    assert faults.DiskFull().took_effect(observed) is effect
-
-
-@pytest.mark.parametrize(("offsets", "effect"), [([0, 3599, -3601, 0], True), ([0, 0, 0, 0], False)])
-def test_a_clock_jump_takes_effect_if_the_sidecar_sees_it(offsets, effect):
-    assert faults.ClockJumped().took_effect({"clock_offsets_s": offsets}) is effect
+def test_a_clock_jump_takes_effect_if_the_sidecar_sees_it():
+    assert faults.are_jumps([0, 3599, -3601, 0])
+    assert not faults.are_jumps([0, 0, 0, 0])
 
 
 def test_targets_count_faults_without_effect_and_without_recovery():
@@ -282,7 +185,7 @@ def test_targets_count_faults_without_effect_and_without_recovery():
             {"skipped": "no disk"},
         ],
     }
-    rows = run.targets(document)
+    rows = command.targets(document)
     assert {row["name"]: row["value"] for row in rows if not row["met"]} == {
         "outputs that differ from the first one of their prompt": 1,
         "faults without effect": 1,
@@ -292,54 +195,44 @@ def test_targets_count_faults_without_effect_and_without_recovery():
     json.dumps(rows, allow_nan=False)
 
 
-# --- Figures
-
-
 def test_each_step_gives_one_token_more_than_were_accepted():
-    assert tokens_per_step(Totals(tokens=20, accepted=15)) == 4
-    assert tokens_per_step(NOTHING) is None
+    assert tokens_per_step(np.array([[15, 12], [5, 3]])) == tokens_per_step(np.array([20, 15])) == 4
+    assert tokens_per_step(np.zeros(2)) is None
 
 
-def test_totals_of_an_engine_that_has_started_again_are_counted_from_its_start():
-    assert Totals(30, 10).since(Totals(20, 8)) == Totals(10, 2)
-    assert Totals(5, 1).since(Totals(20, 8)) == Totals(5, 1)
+def test_an_engine_that_has_started_again_is_counted_from_its_start(monkeypatch):
+    answers = iter([(20, 8), (30, 10), None, (5, 1), (6, 1)])
+    monkeypatch.setattr(traffic, "read_totals", lambda _port: None if (it := next(answers)) is None else np.array(it))
+    meter = Meter([1])
+    for _ in range(5):
+        meter.sample()
+    assert [total.tolist() for total in meter.totals] == [[[20, 8]], [[30, 10]], [[30, 10]], [[35, 11]], [[36, 11]]]
 
 
-def windows(*values):
-    """Return windows of 10 s with these numbers of tokens per step."""
-    return [Window(10.0 * at, 10.0 * (at + 1), (Totals(1000, 1000 - 1000 / value),)) for at, value in enumerate(values)]
+def samples(*rates):
+    """Return samples every 10 s, with these numbers of tokens per step between them."""
+    counts = np.array([(0, 0), *((1000, 1000 - 1000 / rate) for rate in rates)]).cumsum(axis=0)
+    return [10.0 * at for at in range(len(counts))], [count[None] for count in counts]
 
 
 def test_recovery_is_shown_by_two_windows_after_the_fault():
     """The fault is within the fourth window, and ends within the fifth; the seventh is near the value before."""
-    seen = recovery(windows(4, 4, 4, 2, 3, 3.5, 4, 4, 4), fault_at=31, healed_at=44)
-    assert (seen.before, seen.lowest, seen.after, seen.seconds) == (
-        pytest.approx(4),
-        pytest.approx(2),
-        pytest.approx(4),
-        26,
-    )
-
-
-def test_no_recovery_is_reported_while_tokens_per_step_are_lower():
-    seen = recovery(windows(4, 4, 4, 2, 2, 3, 3.8, 3.8), fault_at=31, healed_at=44)
-    assert seen.seconds is None
-    assert seen.ratio == pytest.approx(0.95)
-    assert recovery(windows(4, 4, 4, 2, 2), fault_at=31, healed_at=44) is None
-
-
-def sample(time, memory, threads, cpu_s):
-    return Sample(time, {"engine": Usage(cpu_s, memory, threads, 10)}, 0)
+    seen = recovery(*samples(4, 4, 4, 2, 3, 3.5, 4, 4, 4), fault_at=31, healed_at=44)
+    assert seen == (pytest.approx(4), pytest.approx(2), pytest.approx(4), 26, pytest.approx(1))
+    seen = recovery(*samples(4, 4, 4, 2, 2, 3, 3.8, 3.8), fault_at=31, healed_at=44)
+    assert (seen.seconds, seen.ratio) == (None, pytest.approx(0.95))
+    assert recovery(*samples(4, 4, 4, 2, 2), fault_at=31, healed_at=44) is None
 
 
 def test_a_process_is_compared_by_mean_memory_and_by_the_least_number_of_threads():
+    def sample(time, memory, threads, cpu_s):
+        return soak.Sample(time, {"engine": Usage(cpu_s, memory, threads, 10)}, 0)
+
     first = [sample(0, 100e6, 5, 1.0), sample(10, 100e6, 9, 2.0)]
     last = [sample(50, 101e6, 6, 8.0), sample(60, 103e6, 6, 8.5)]
-    compared = compare_process("engine", first, last)
-    assert compared["memory_mb"] == [100, 102]
-    assert compared["growth"] == 0.02
-    assert compared["threads"] == [5, 6]
-    assert compared["cores"] == [0.1, 0.05]
+    compared = soak.compare_process("engine", first, last)
+    assert (compared["memory_mb"], compared["growth"]) == ([100, 102], 0.02)
+    assert (compared["threads"], compared["cores"]) == ([5, 6], [0.1, 0.05])
 
 
 def test_a_run_that_is_too_short_to_compare_its_parts_is_refused(monkeypatch, capsys):

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks import priors
-from benchmarks.evidence import intervals, measure, results, tables
-from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.index_tables import index_table
+from benchmarks.evidence import __main__ as measure
+from benchmarks.evidence import tables
 from benchmarks.support.drafters import own_candidates, starting_from
 from benchmarks.support.peers import PEERS
 from benchmarks.traces import load_trace
-from benchmarks.traces.manifest import load_manifest
+from benchmarks.traces.fetching import load_manifest
 from ssd.kernels.learned import start_values
 
 
@@ -62,7 +61,7 @@ def document():
 
 
 def test_tables_of_the_documentation_are_those_of_the_results():
-    document = results.read()
+    document = measure.read()
     for path in tables.DOCUMENTS:
         text = path.read_text()
         assert tables.BLOCK.search(text), f"{path.name} has no block of evidence"
@@ -104,14 +103,14 @@ def test_the_summary_compares_with_the_recommended_drafter(document):
 
 def test_intervals_draw_the_same_blocks_for_all_drafters():
     ours, theirs = row("ssd", "a", 2.0), row("arctic", "a", 1.0)
-    assert sorted({round(float(s), 3) for s in intervals.drawn(ours)}) == [1.333, 1.778, 2.667]
-    assert intervals.interval_of_s([ours]) == pytest.approx((4 / 3, 8 / 3), abs=1e-3)
-    assert intervals.interval_of_ratio([ours], [theirs]) == pytest.approx((2, 2))
+    assert sorted({round(float(s), 3) for s in tables.drawn(ours)}) == [1.333, 1.778, 2.667]
+    assert tables.interval_of_s([ours]) == pytest.approx((4 / 3, 8 / 3), abs=1e-3)
+    assert tables.interval_of_ratio([ours], [theirs]) == pytest.approx((2, 2))
 
 
 def test_intervals_shrink_with_the_number_of_blocks_and_of_recordings():
     def spread(rows):
-        low, high = intervals.interval_of_s(rows)
+        low, high = tables.interval_of_s(rows)
         return high / low
 
     rng = np.random.default_rng(0)
@@ -135,13 +134,16 @@ def test_every_drafter_has_a_name_in_the_tables():
 
 
 def test_figures_of_the_index_come_from_its_results():
-    assert "| bytes per token at rest | 8.9 | 8.4 | 8.1 | 8.1 | 12 |" in index_table()
-    assert "| path of 6 tokens | 12 / 25 us | 13 / 25 us | 15 / 29 us | 17 / 31 us | 10 / 60 us |" in index_table()
+    assert "| bytes per token at rest | 8.9 | 8.4 | 8.1 | 8.1 | 12 |" in tables.index_table({})
+    assert (
+        "| path of 6 tokens | 12 / 25 us | 13 / 25 us | 15 / 29 us | 17 / 31 us | 10 / 60 us |"
+        in tables.index_table({})
+    )
 
 
 def test_results_are_read_as_they_were_written(document, tmp_path):
-    results.write(document, tmp_path / "results.json")
-    assert results.read(tmp_path / "results.json") == document
+    measure.write(document, tmp_path / "results.json")
+    assert measure.read(tmp_path / "results.json") == document
 
 
 @pytest.fixture
@@ -165,7 +167,7 @@ def test_a_measurement_has_all_sections_and_continues(traces, tmp_path, monkeypa
     teachers = {path.stem: path for path in paths}
 
     def measured():
-        return results.measure(paths, teachers, tmp_path / "parts", notes.append)
+        return measure.measure(paths, teachers, tmp_path / "parts", notes.append)
 
     document = measured()
     assert document["held_out"] == []
@@ -202,9 +204,9 @@ def test_each_recording_starts_from_what_the_others_taught(traces, tmp_path, mon
 
 
 def test_start_values_are_learned_from_all_recordings_that_are_not_held_out(tmp_path, capsys):
-    held_out = {name for name, source in load_manifest().traces.items() if not source.teaches}
+    held_out = {name for name, source in load_manifest().items() if not source.teaches}
     assert held_out == {"agent-react-davinci3", "code-lcb-o1preview"}
-    for name in load_manifest().traces:
+    for name in load_manifest():
         (tmp_path / f"{name}.npz").touch()
     teachers = priors.teachers_in(tmp_path)
     assert held_out.isdisjoint(teachers)
@@ -219,5 +221,5 @@ def test_start_values_are_learned_from_all_recordings_that_are_not_held_out(tmp_
 
 def test_a_folder_without_traces_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--traces", str(tmp_path)])
+        measure.main(["--traces", str(tmp_path)])
     assert "has no traces" in capsys.readouterr().err

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.cluster.options import HOSTS
 from benchmarks.host_time.case import outcomes, run_case
+from benchmarks.hosts.engines import HOSTS
 from engine.engine import Engine
 from engine.executor.fixed_step import INPUT_COLUMNS
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.cluster import page, soak_page
-from benchmarks.rollouts import page as rollouts_page
+from benchmarks import soak
+from benchmarks.cluster import page
+from benchmarks.rollouts import runs
 from benchmarks.support.command import RESULTS
 from benchmarks.support.targets import at_least, at_most, conclude
 from tests.browser import page_faults
@@ -13,8 +14,8 @@ from tests.markup import tags_of
 
 PAGES = {
     "cluster-2026-11-25": page.render_page,
-    "soak-2026-11-26": soak_page.render_page,
-    "rollouts-2026-11-26": rollouts_page.render_page,
+    "soak-2026-11-26": soak.render_page,
+    "rollouts-2026-11-26": runs.render_page,
 }
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.rollouts.problems import STATEMENTS, Problem, read_problems
-from benchmarks.rollouts.settings import Settings
+from benchmarks.rollouts.problems import STATEMENTS, Problem, Settings, read_problems
 from benchmarks.traces import load_trace
 from tests.engine.steps import accepting
 

@@ -114,7 +114,7 @@ def test_with_drafts_made_on_the_device_outputs_differ_only_at_near_ties(library
     assert not found or library.dtype != torch.float32
 
 
-def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, record_property):
+def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder):
     model = pack(load_model(wide_folder, dtype=library.dtype, device=library.device))
     sent = requests(16 if library.device == "cuda" else 2, max_tokens=30)
     expected = references(model, CONFIG, "flashinfer", sent)
@@ -124,8 +124,7 @@ def test_in_16_bits_outputs_differ_only_at_near_ties(library, wide_folder, recor
             found = [*differences(first, expected), *differences(again, expected)]
             most = max((difference.gap_ulp for difference in found), default=0.0)
             name = f"{library.dtype}, {in_flight} in flight, {drafter}".removeprefix("torch.")
-            text = f"{len(found)} of {2 * len(sent)} outputs differ from the reference, at gaps of up to {most:.1f} ulp"
-            record_property(name, text)
+            print(f"{name}: {len(found)} of {2 * len(sent)} outputs differ from the reference, at up to {most:.1f} ulp")
             assert all(difference.is_near_tie for difference in found), (name, found)
             assert not found or library.dtype != torch.float32
             assert drafter != "ssd" or accepted > 20

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
-import numpy as np
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,18 +16,16 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from drafter_service.observability.facts import NamespaceFacts, ServiceFacts
+from drafter_service.observability.facts import Latency, ServiceFacts
+from drafter_service.observability.metrics import catalogue
 from drafter_service.observability.metrics.catalogue import (
     BUCKETS,
-    COUNTERS,
     ENGINE_METRICS,
-    GAUGES,
     INFO,
     INFO_HELP,
     LOG_METRICS,
+    NAMESPACE_METRICS,
     SERVICE_METRICS,
-    Counter,
-    Histogram,
 )
 
 PAUSE_S = 1e-4
@@ -58,64 +56,43 @@ class DrafterCollector(Collector):
 
     def _families(self) -> Iterator[Metric]:
         facts = self._facts()
-        yield from _service_families(facts)
-        for counter in COUNTERS:
-            if isinstance(counter, Histogram):
-                yield _histogram_family(counter, facts.namespaces)
-            else:
-                yield _counter_family(counter, facts.namespaces)
-        for gauge in GAUGES:
-            family = GaugeMetricFamily(gauge.name, gauge.help, labels=(LABEL,))
-            for namespace in facts.namespaces:
-                family.add_metric([namespace.name], gauge.read(namespace))
-            yield family
-        yield from _engine_families(facts.namespaces)
+        yield InfoMetricFamily(INFO, INFO_HELP, {"version": facts.version})
+        yield from _families_of(SERVICE_METRICS, (), [((), facts)])
+        if facts.log is not None:
+            yield from _families_of(LOG_METRICS, (), [((), facts.log)])
+        yield from _families_of(NAMESPACE_METRICS, (LABEL,), [((each.name,), each) for each in facts.namespaces])
+        oldest = time.monotonic() - KEPT_S
+        uses = [
+            ((namespace.name, engine.host, engine.client, engine.name), use)
+            for namespace in facts.namespaces
+            for engine, use in namespace.uses.items()
+            if use.streams or use.disconnected_at > oldest
+        ]
+        yield from _families_of(ENGINE_METRICS, ENGINE_LABELS, uses)
 
 
-# --- Families
-
-
-def _counter_family(counter: Counter, namespaces: Sequence[NamespaceFacts]) -> Metric:
-    labels = (LABEL, counter.label) if counter.label else (LABEL,)
-    family = CounterMetricFamily(counter.name, counter.help, labels=labels)
-    for facts in namespaces:
-        for value, number in zip(counter.values, np.atleast_1d(counter.read(facts)).tolist(), strict=True):
-            family.add_metric([facts.name, value][: len(labels)], number)
-    return family
-
-
-def _histogram_family(histogram: Histogram, namespaces: Sequence[NamespaceFacts]) -> Metric:
-    family = HistogramMetricFamily(histogram.name, histogram.help, labels=(LABEL,))
-    for facts in namespaces:
-        *counts, total_s = histogram.read(facts).tolist()
-        buckets = list(zip(BUCKETS, accumulate(counts), strict=True))
-        family.add_metric([facts.name], buckets, total_s)
-    return family
-
-
-def _engine_families(namespaces: Sequence[NamespaceFacts]) -> Iterator[Metric]:
-    oldest = time.monotonic() - KEPT_S
-    uses = [
-        ([facts.name, engine.host, engine.client, engine.name], use)
-        for facts in namespaces
-        for engine, use in facts.uses.items()
-        if use.streams or use.disconnected_at > oldest
-    ]
-    for metric in ENGINE_METRICS:
-        family = _family_of(metric.name)(metric.name, metric.help, labels=ENGINE_LABELS)
-        for labels, use in uses:
-            family.add_metric(labels, metric.read(use))
+def _families_of(
+    metrics: Iterable[catalogue.Metric], labels: Sequence[str], items: Sequence[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """Yield the family of each metric, read from items with the values of `labels`."""
+    for metric in metrics:
+        if metric.name.endswith("_latency_seconds"):
+            histogram = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+            for values, item in items:
+                histogram.add_metric(values, *buckets(metric.read(item)))
+            yield histogram
+            continue
+        kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+        family = kind(metric.name, metric.help, labels=(*labels, metric.label) if metric.label else labels)
+        for values, item in items:
+            numbers = metric.read(item)
+            for value, number in zip(metric.values, numbers, strict=True) if metric.label else [("", numbers)]:
+                family.add_metric((*values, value)[: len(labels) + bool(metric.label)], number)
         yield family
 
 
-def _family_of(name: str) -> type[CounterMetricFamily | GaugeMetricFamily]:
-    return CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-
-
-def _service_families(facts: ServiceFacts) -> Iterator[Metric]:
-    yield InfoMetricFamily(INFO, INFO_HELP, {"version": facts.version})
-    numbers = [(metric.name, metric.help, metric.read(facts)) for metric in SERVICE_METRICS]
-    if facts.log is not None:
-        numbers += [(metric.name, metric.help, metric.read(facts.log)) for metric in LOG_METRICS]
-    for name, text, number in numbers:
-        yield _family_of(name)(name, text, number)
+def buckets(latency: Latency) -> tuple[list[tuple[str, float]], float]:
+    """Return upper bounds with the numbers of durations up to them, and the sum of all durations, in seconds."""
+    counts = latency.counts.copy()  # The original may change concurrently.
+    cumulated = list(accumulate(counts))
+    return list(zip(BUCKETS, [*cumulated[::2], cumulated[-1]], strict=True)), latency.total_s

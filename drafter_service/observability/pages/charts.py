@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from drafter_service.observability.pages import svg
@@ -11,6 +12,10 @@ from drafter_service.observability.pages.svg import DASHED, Frame, Point, Scale
 
 DOT = 3.5
 """Radius of a dot, in pixels."""
+MAX_BAR = 48.0
+"""Maximum width of a bar, in pixels."""
+BELOW_HEIGHT, BELOW_GAP = 34, 22
+"""Height of the bars below a bar chart, and of the gap above them, in pixels."""
 
 
 class Axis(NamedTuple):
@@ -52,7 +57,8 @@ class Series(NamedTuple):
     name: str
     """For the legend."""
     color: str
-    points: Sequence[Point]
+    points: Sequence[tuple[float, float | None]]
+    """Height None: not known; a line has a gap there."""
     style: Literal["line", "area", "dashed", "dots"] = "line"
     words: Sequence[str] = ()
     """Tooltips of the points, which then have dots; `dots` needs them."""
@@ -77,15 +83,12 @@ def line_chart(
 
     def draw(frame: Frame, kind: str) -> str:
         left, top = frame.x_scale(x.first, x.last), frame.y_scale(y.first, y.last)
-        parts = [*behind(frame, left, top)]
-        parts += svg.y_axis(frame, top, [value for value, _ in y.marks], dict(y.marks).__getitem__)
-        parts += svg.x_axis(frame, left, x.marks)
-        parts += [svg.x_title(frame, x.title), svg.y_title(frame, y.title)]
+        parts = [*behind(frame, left, top), *_labels(frame, y)]
+        parts += [*svg.x_axis(frame, left, x.marks), svg.x_title(frame, x.title)]
         if reference is not None:
             parts.append(svg.reference_line(frame, top(reference[0])))
         for each in series:
-            placed = [(left(value), top(height)) for value, height in each.points]
-            parts += _marks(each, placed, top(max(0.0, y.first)))
+            parts += _marks(each, left, top, max(0.0, y.first))
         return svg.chart(frame, label, parts, kind)
 
     named = [(_legend_class(each), each.name) for each in series]
@@ -93,18 +96,80 @@ def line_chart(
     return svg.for_screens(draw, frames) + legend([*named, *known, *remarks])
 
 
-def _marks(series: Series, placed: Sequence[Point], base: float) -> list[str]:
+def _marks(series: Series, x: Scale, y: Scale, base: float) -> list[str]:
     parts = []
-    if series.style == "area" and placed:
-        parts.append(svg.area(placed, base, series.color))
-    if series.style != "dots" and placed:
-        parts.append(svg.polyline(placed, kind=DASHED if series.style == "dashed" else f"line {series.color}"))
+    for run in _runs(series.points):
+        placed = [(x(value), y(height)) for value, height in run]
+        if series.style == "area":
+            parts.append(svg.area(placed, y(base), series.color))
+        if series.style != "dots":
+            parts.append(svg.polyline(placed, kind=DASHED if series.style == "dashed" else f"line {series.color}"))
+        if len(run) == 1 and not series.words:
+            parts.append(svg.circle(*placed[0], DOT, kind=f"dot {series.color}"))
     if series.words:
         parts += [
-            svg.circle(left, top, DOT, words, kind=f"dot {series.color}")
-            for (left, top), words in zip(placed, series.words, strict=True)
+            svg.circle(x(value), y(height), DOT, words, kind=f"dot {series.color}")
+            for (value, height), words in zip(series.points, series.words, strict=True)
+            if height is not None
         ]
     return parts
+
+
+def _runs(points: Sequence[tuple[float, float | None]]) -> list[list[Point]]:
+    """Return runs of consecutive points whose heights are known."""
+    grouped = groupby(points, lambda point: point[1] is not None)
+    return [[(value, height) for value, height in run if height is not None] for is_known, run in grouped if is_known]
+
+
+def bar_chart(
+    label: str,
+    x: Axis,
+    y: Axis,
+    bars: Sequence[Series],
+    *,
+    below: tuple[Axis, Series] | None = None,
+    words: Sequence[str] = (),
+) -> str:
+    """Return a chart of bars, which are placed at their index, with its legend; screen readers read `label`.
+
+    below: an axis and series of bars in a low chart below. words: tooltips of the places.
+    """
+    frame = Frame()
+    places = len(bars[0].points)
+    left = frame.x_scale(-0.5, places - 0.5)
+    upper = frame if below is None else frame._replace(bottom=frame.bottom + BELOW_HEIGHT + BELOW_GAP)
+    parts = [*svg.x_axis(frame, left, x.marks), svg.x_title(frame, x.title)]
+    parts += _labels(upper, y)
+    for each in bars:
+        parts += _bars(upper, y, each, f"bar {each.color}")
+    if below is not None:
+        lower = frame._replace(top=frame.floor - BELOW_HEIGHT)
+        parts += [*_labels(lower, below[0]), *_bars(lower, below[0], below[1], f"volume {below[1].color}")]
+    parts += [
+        svg.hover_strip(frame, left(place - 0.5), left(place + 0.5), tooltip) for place, tooltip in enumerate(words)
+    ]
+    shown = [each for each in bars if any(height is not None for _, height in each.points)]
+    colors = [(each.color, each.name) for each in (shown if below is None else [*shown, below[1]])]
+    return svg.chart(frame, label, parts) + legend(colors)
+
+
+def _labels(frame: Frame, y: Axis) -> list[str]:
+    scale = frame.y_scale(y.first, y.last)
+    marks = svg.y_axis(frame, scale, [value for value, _ in y.marks], dict(y.marks).__getitem__)
+    return [*marks, svg.y_title(frame, y.title)]
+
+
+def _bars(frame: Frame, y: Axis, series: Series, kind: str) -> list[str]:
+    top = frame.y_scale(y.first, y.last)
+    slot = (frame.right_edge - frame.left) / len(series.points)
+    width = min(MAX_BAR, slot - min(4.0, 0.2 * slot))
+    return [
+        svg.rect(
+            frame.left + (place + 0.5) * slot - width / 2, top(height), width, frame.floor - top(height), kind=kind
+        )
+        for place, height in series.points
+        if height is not None
+    ]
 
 
 def _legend_class(series: Series) -> str:

@@ -26,15 +26,19 @@ class Markup(NamedTuple):
 Cell = str | Value | Markup
 
 
+def cell_text(cell: Cell) -> str:
+    """Return the text of a cell, empty for markup."""
+    return cell if isinstance(cell, str) else cell.format(cell.number) if isinstance(cell, Value) else ""
+
+
 def cell_markup(cell: Cell) -> str:
     """Return the markup of a cell; a number has its exact value in addition to the formatted one."""
     if isinstance(cell, Markup):
         return cell.html
-    if isinstance(cell, str):
-        return escape(cell)
-    if cell.number is None:
-        return escape(cell.format(None))
-    return f'<data value="{cell.number!r}">{escape(cell.format(cell.number))}</data>'
+    text = escape(cell_text(cell))
+    if isinstance(cell, str) or cell.number is None:
+        return text
+    return f'<data value="{cell.number!r}">{text}</data>'
 
 
 def html_table(heads: Sequence[str], *groups: Iterable[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
@@ -56,11 +60,6 @@ def _row(tag: str, cells: Sequence[Cell], kinds: Sequence[str]) -> str:
     return f"<tr>{''.join(parts)}</tr>"
 
 
-def description_list(rows: Iterable[tuple[str, Value]]) -> str:
-    """Return values with their names."""
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{cell_markup(value)}</dd>' for name, value in rows)}</dl>"
-
-
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown, with a line break at its end."""
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ["---"] * len(heads), *rows))
@@ -72,7 +71,7 @@ def console_table(heads: Sequence[str], *groups: Sequence[Sequence[str]], title:
     from rich.markup import escape as plain
     from rich.table import Table
 
-    table = Table(title=title or None, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=title or None, box=box.SIMPLE, padding=(0, 1, 0, 0), show_header=any(heads))
     table.add_column(heads[0], overflow="fold")
     for column, head in enumerate(heads[1:], start=1):
         # Headings may wrap between words, and nothing is cut.

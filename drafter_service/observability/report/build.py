@@ -2,92 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
 
 from drafter_service.observability.facts import (
     BOUNDS_S,
     Engine,
     EngineUse,
     Latency,
-    ModelIdentity,
     NamespaceFacts,
+    Sample,
     ServiceFacts,
     ShadowUse,
 )
-from drafter_service.observability.report.figures import (
-    finite,
-    ordered,
-    periods,
-    ratio,
-    recent,
-    share,
-    sum_drafting,
-    tables,
-)
 from drafter_service.observability.report.schema import (
     SCHEMA_VERSION,
+    Age,
+    AgeTally,
     BudgetReport,
+    Calibration,
     ClientReport,
-    CorpusReport,
+    CounterTables,
+    Drafting,
     DurationBin,
     LatencyReport,
     ModelReport,
     NamespaceReport,
+    PathProbBin,
+    Period,
+    PositionTally,
     Recent,
     Report,
     ServiceReport,
     ShadowReport,
+    SourceTally,
     StepSize,
     VersionReport,
+    ratio,
+    share,
 )
 from ssd.budget.totals import SIZES, BudgetTotals
-from ssd.stats import VersionTotals
+from ssd.stats import ACCEPTED, AGES, COUNT, HITS, OBSERVED, PREDICTED, PROB_BINS, VERIFIED, Counters
+from ssd.types import Source
+
+MAX_PERIODS = 96
+"""A curve of this many points is smooth, and 100 namespaces of them stay below 4 MB of JSON."""
+RECENT_S = 3600.0
+MAX_TIME = 1e12
+"""Upper bound of plausible times, in seconds since 1970."""
+TOTALS = ("drafted", "accepted", "steps", "committed", "hits")
+"""Fields of a `HitTally` that are counted."""
+SOURCE_NAMES: dict[Source, Literal["corpus", "local", "fallback", "library"]] = {
+    Source.CORPUS: "corpus",
+    Source.LOCAL: "local",
+    Source.FALLBACK: "fallback",
+    Source.LIBRARY: "library",
+}
 
 
 def build_report(facts: ServiceFacts) -> Report:
     """Return the report of a running service. It only reads; the counters may grow concurrently."""
-    return service_report(facts, [namespace_report(namespace, facts.now) for namespace in facts.namespaces])
-
-
-def service_report(facts: ServiceFacts, namespaces: Iterable[NamespaceReport]) -> Report:
-    """Return the report of a service from the reports of its namespaces.
-
-    A caller that may not block for long builds one namespace at a time; each takes about 1 ms.
-    """
-    namespaces = sorted(namespaces, key=lambda namespace: namespace.name)
+    namespaces = sorted((namespace_report(each, facts.now) for each in facts.namespaces), key=lambda each: each.name)
     return Report(
         schema_version=SCHEMA_VERSION,
-        taken_at=finite(facts.now),
+        taken_at=_finite(facts.now),
         service=ServiceReport(
             version=facts.version,
-            started_at=finite(facts.started_at),
-            uptime_s=max(0.0, finite(facts.now - facts.started_at)),
+            started_at=_finite(facts.started_at),
+            uptime_s=max(0.0, _finite(facts.now - facts.started_at)),
             memory_bytes=facts.memory_bytes,
             refused=facts.refused,
             set_aside={name: list(files) for name, files in sorted(facts.set_aside.items())},
             log=facts.log,
         ),
-        total=sum_drafting(namespace.drafting for namespace in namespaces),
+        total=Drafting(**{name: sum(getattr(each.drafting, name) for each in namespaces) for name in TOTALS}),
         namespaces=namespaces,
     )
 
 
 def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
     """Return the report of one namespace; `now` in seconds since 1970."""
-    known = tables(facts.stats.counters)
-    samples = ordered(facts.history.samples, facts.sample(now))
-    lately = recent(samples)
+    samples = _ordered(facts.history.samples, facts.sample(now))
+    recent = _recent(samples)
+    turnover_s = None if recent is None else ratio(facts.corpus.capacity_tokens, recent.learned_tokens_per_s)
+    clients = sorted((_client(engine, use) for engine, use in facts.uses.items()), key=lambda each: -each.committed)
+    model = facts.model
     return NamespaceReport(
         name=facts.name,
-        model=_model(facts.model),
-        recent=lately,
-        over_time=periods(samples),
-        corpus=_with_rates(facts.corpus, lately),
+        model=ModelReport(
+            name=model.name, tokenizer=model.tokenizer, adapter=model.adapter, vocab_size=model.vocab_size or None
+        ),
+        recent=recent,
+        over_time=_periods(samples),
+        corpus=facts.corpus.model_copy(update={"turnover_s": turnover_s}),
         draft_latency=_latency(facts.draft_latency),
         merge_latency=_latency(facts.merge_latency),
         clients=facts.clients.model_copy(),
-        by_client=_by_client(facts.uses),
-        by_version=_by_version(facts.stats.by_version),
+        by_client=clients,
+        by_version=_by_version(facts),
         shadow=_shadow(facts.shadow),
         budget=_budget(facts.budget),
         memory_bytes=facts.memory_bytes,
@@ -95,54 +111,47 @@ def namespace_report(facts: NamespaceFacts, now: float) -> NamespaceReport:
         sequences=facts.sequences,
         duplicates=facts.duplicates,
         libraries=list(facts.libraries),
-        **dict(known),
+        **dict(_tables(facts.stats.counters)),
     )
 
 
-def _by_client(uses: Mapping[Engine, EngineUse]) -> list[ClientReport]:
-    reports = [_client(engine, use) for engine, use in uses.items()]
-    return sorted(reports, key=lambda report: -report.committed)
+def _finite(value: float) -> float:
+    return float(value) if math.isfinite(value) else 0.0
 
 
 def _client(engine: Engine, use: EngineUse) -> ClientReport:
-    stats = use.stats
     return ClientReport(
         client=engine.client,
         engine=engine.name,
         streams=use.streams,
-        steps=stats.steps,
-        committed=stats.committed,
-        tokens_per_step=ratio(stats.committed, stats.steps),
+        steps=use.stats.steps,
+        committed=use.stats.committed,
         offered=use.offered,
-        drafted=stats.verified,
-        accepted=stats.accepted,
-        acceptance=share(stats.accepted, stats.verified),
+        drafted=use.stats.verified,
+        accepted=use.stats.accepted,
         engine_steps=use.engine_steps,
         late_steps=use.late_steps,
-        late_share=share(use.late_steps, use.engine_steps),
     )
 
 
-def _by_version(by_version: Mapping[int, VersionTotals]) -> list[VersionReport] | None:
+def _by_version(facts: NamespaceFacts) -> list[VersionReport] | None:
     return [
         VersionReport(
             version=version,
             requests=totals.requests,
             steps=totals.steps,
             committed=totals.committed,
-            tokens_per_step=ratio(totals.committed, totals.steps),
             drafted=totals.verified,
             accepted=totals.accepted,
-            acceptance=share(totals.accepted, totals.verified),
         )
-        for version, totals in sorted(by_version.items())
+        for version, totals in sorted(facts.stats.by_version.items())
     ] or None
 
 
 def _shadow(use: ShadowUse) -> ShadowReport | None:
     if not use.observed and not use.stats.steps:
         return None
-    drafting = tables(use.stats.counters).drafting
+    drafting = _tables(use.stats.counters).drafting
     return ShadowReport(observed_requests=use.observed, scored_requests=use.scored, drafting=drafting)
 
 
@@ -154,26 +163,6 @@ def _budget(totals: BudgetTotals) -> BudgetReport:
         if steps
     ]
     return BudgetReport(withheld_tokens=totals.withheld, ignored_steps=totals.ignored, step_sizes=sizes)
-
-
-def _model(model: ModelIdentity) -> ModelReport:
-    return ModelReport(
-        name=model.name,
-        tokenizer=model.tokenizer,
-        adapter=model.adapter,
-        vocab_size=model.vocab_size or None,
-    )
-
-
-def _with_rates(corpus: CorpusReport, lately: Recent | None) -> CorpusReport:
-    capacity, learned = corpus.capacity_tokens, corpus.learned_tokens
-    tokens_per_s = 0.0 if lately is None else lately.learned_tokens_per_s
-    derived = {
-        "occupancy": share(corpus.tokens, capacity),
-        "turnovers": ratio(learned, capacity),
-        "turnover_s": ratio(capacity, tokens_per_s),
-    }
-    return corpus.model_copy(update=derived)
 
 
 def _latency(latency: Latency) -> LatencyReport:
@@ -194,3 +183,147 @@ def _latency(latency: Latency) -> LatencyReport:
         longest_s=latency.longest_s,
         bins=bins[used[0] : used[-1] + 1],
     )
+
+
+# --- Counters to tables
+
+
+def _tables(counters: Counters) -> CounterTables:
+    """Return the tables of counters. Values that only a damaged file may hold (negative, not finite) count as 0."""
+    counters = Counters(*(np.maximum(np.nan_to_num(array, posinf=0.0), 0) for array in counters))
+    steps, committed, hits = counters.steps.tolist()
+    drafted, accepted = (sum(column) for column in counters.by_source.T.tolist())
+    return CounterTables(
+        drafting=Drafting(drafted=drafted, accepted=accepted, steps=steps, committed=committed, hits=hits),
+        by_position=_by_position(counters),
+        by_source=_by_source(counters),
+        age=_age(counters),
+        calibration=_calibration(counters),
+    )
+
+
+def _by_position(counters: Counters) -> list[PositionTally]:
+    hits = int(counters.steps[HITS])
+    return [
+        PositionTally(
+            position=index + 1, drafted=drafted, accepted=accepted, accepted_share_of_drafts=share(accepted, hits)
+        )
+        for index, (drafted, accepted) in enumerate(counters.by_position[: _used(counters.by_position)[1]].tolist())
+    ]
+
+
+def _by_source(counters: Counters) -> list[SourceTally]:
+    rows = counters.by_source.tolist()
+    return [
+        SourceTally(source=name, drafted=rows[source][VERIFIED], accepted=rows[source][ACCEPTED])
+        for source, name in SOURCE_NAMES.items()
+        if source is not Source.LIBRARY or rows[source][VERIFIED]
+    ]
+
+
+def _age(counters: Counters) -> Age:
+    first, end = _used(counters.by_age)
+    bounds = [0, *(1 << bits for bits in range(AGES))]
+    bins = [
+        AgeTally(
+            least_tokens=bounds[index],
+            most_tokens=bounds[index + 1] - 1 if index < AGES - 1 else None,
+            drafted=drafted,
+            accepted=accepted,
+        )
+        for index, (drafted, accepted) in enumerate(counters.by_age[first:end].tolist(), first)
+    ]
+    return Age(median_tokens=_median_age(bins), bins=bins)
+
+
+def _used(table: np.ndarray) -> tuple[int, int]:
+    """Return the first and last + 1 row in which something was drafted."""
+    used = np.flatnonzero(table[:, VERIFIED])
+    return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+
+
+def _median_age(bins: Sequence[AgeTally]) -> int | None:
+    """Return the upper bound of the bin that contains the median of the accepted tokens."""
+    accepted, seen = sum(entry.accepted for entry in bins), 0
+    for entry in bins:
+        seen += entry.accepted
+        if accepted and 2 * seen >= accepted:
+            return entry.most_tokens
+    return None
+
+
+def _calibration(counters: Counters) -> Calibration:
+    rows = counters.calibration.tolist()
+    bins = [
+        PathProbBin(
+            least_path_prob=index / PROB_BINS,
+            most_path_prob=(index + 1) / PROB_BINS,
+            drafted=int(row[COUNT]),
+            predicted=share(row[PREDICTED], row[COUNT]),
+            acceptance=share(row[OBSERVED], row[COUNT]),
+        )
+        for index, row in enumerate(rows)
+        if row[COUNT]
+    ]
+    differences = sum(abs(row[PREDICTED] - row[OBSERVED]) for row in rows)
+    return Calibration(error=share(differences, sum(row[COUNT] for row in rows)), bins=bins)
+
+
+# --- Samples over time to periods
+
+
+def _ordered(samples: Sequence[Sample], now: Sample) -> list[Sample]:
+    """Return past samples in ascending order, with `now` last; samples with implausible times are dropped."""
+    kept: list[Sample] = []
+    for sample in samples:
+        if 0 <= sample.time < now.time and (not kept or sample.time > kept[-1].time):
+            kept.append(sample)
+    return [*kept, now] if now.time < MAX_TIME else []
+
+
+def _periods(samples: Sequence[Sample]) -> list[Period]:
+    """Return at most `MAX_PERIODS` periods of similar length; `samples` as from `_ordered`."""
+    if len(samples) < 2:
+        return []
+    times = np.array([sample.time for sample in samples])
+    edges = np.searchsorted(times, np.linspace(times[0], times[-1], MAX_PERIODS + 1))
+    chosen = [samples[index] for index in np.unique(edges.clip(max=len(samples) - 1)).tolist()]
+    return [
+        Period(
+            begins_at=begin.time,
+            ends_at=end.time,
+            learned_tokens=change.appended_tokens,
+            timeouts=change.timeouts,
+            corpus_tokens=max(0, end.corpus_tokens),
+            memory_bytes=max(0, end.memory_bytes),
+            **_steps(change),
+        )
+        for begin, end in pairwise(chosen)
+        for change in [_change(begin, end)]
+    ]
+
+
+def _recent(samples: Sequence[Sample]) -> Recent | None:
+    """Return the changes in the last hour, or since the first sample; `samples` as from `_ordered`."""
+    if len(samples) < 2:
+        return None
+    end = samples[-1]
+    older = [sample for sample in samples if sample.time <= end.time - RECENT_S]
+    begin = older[-1] if older else samples[0]
+    seconds, change = end.time - begin.time, _change(begin, end)
+    return Recent(
+        seconds=seconds,
+        drafting=Drafting(**_steps(change)),
+        output_tokens_per_s=ratio(change.committed, seconds) or 0.0,
+        learned_tokens_per_s=ratio(change.appended_tokens, seconds) or 0.0,
+    )
+
+
+def _change(begin: Sample, end: Sample) -> Sample:
+    """Return the growth of each total; 0 where a counter was reset."""
+    return Sample(end.time, *[max(0, after - before) for before, after in zip(begin[1:], end[1:], strict=True)])
+
+
+def _steps(change: Sample) -> dict[str, int]:
+    """Return the counts of a `HitTally`."""
+    return {name: getattr(change, name) for name in TOTALS}

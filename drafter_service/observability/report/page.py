@@ -2,118 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from drafter_service.observability.pages import page as pages
 from drafter_service.observability.pages.charts import sparkline
 from drafter_service.observability.pages.tables import Cell, Markup, Value, html_table
 from drafter_service.observability.report import units
-from drafter_service.observability.report.panels import namespace_panels, service_panel
-from drafter_service.observability.report.schema import Drafting, NamespaceReport, Report
+from drafter_service.observability.report.charts import draw
+from drafter_service.observability.report.panels import SUMMARY, Panel, namespace_panels, overview, service_panel
+from drafter_service.observability.report.schema import Drafting, NamespaceReport, Recent, Report
 from drafter_service.observability.report.verdict import by_saving, in_shadow, remarks, saving, service_remarks, worth
 
 MAX_IN_FULL = 12
 """Maximum number of namespaces shown in full, 0.1 to 0.2 MB of page each. Those that save least are only rows of the
 overview."""
 TITLE = "What drafting saves"
-OVERVIEW = (
-    ("namespace", "name"),
-    ("tokens per step", ""),
-    ("over time", "minor"),
-    ("saved", ""),
-    ("hit rate", "minor"),
-    ("accepted", "minor"),
-    ("output tokens", "minor"),
-    ("remembered", "minor"),
-)
-"""Headings and classes of the columns."""
 
 
 def render_page(report: Report) -> str:
     """Return the whole page."""
     namespaces = by_saving(report)
-    heading, lead = _heading(report, namespaces)
     service = service_panel(report.service)
-    main = _one(namespaces[0], service) if len(namespaces) == 1 else _many(report, namespaces, service)
-    more = pages.remarks(service_remarks(report))
-    return pages.page(TITLE, main, _foot(report), heading=heading, lead=lead, more=more)
+    if len(namespaces) == 1:
+        main = _namespace(namespaces[0], [service])
+    else:
+        main = _overview(report, namespaces) + _panels([service])
+    heading, lead = "No drafts yet: this service has not drafted or learned anything.", ""
+    if namespaces:
+        subject = f"Drafting from {len(namespaces)} namespaces"
+        subject = units.shortened(namespaces[0].name) if len(namespaces) == 1 else subject
+        heading, lead = f"{subject} {saving(report.total)}", worth(report.total)
+    foot = f"{units.moment(report.taken_at)} · ssd-drafter {report.service.version}"
+    return pages.page(TITLE, main, foot, heading=heading, lead=lead, more=pages.remarks(service_remarks(report)))
 
 
-def _heading(report: Report, namespaces: Sequence[NamespaceReport]) -> tuple[str, str]:
-    """Return what was saved, and what that is worth."""
-    if not namespaces:
-        return "No drafts yet: this service has not drafted or learned anything.", ""
-    what = (
-        units.shortened(namespaces[0].name) if len(namespaces) == 1 else f"Drafting from {len(namespaces)} namespaces"
-    )
-    return f"{what} {saving(report.total)}", worth(report.total)
-
-
-def _foot(report: Report) -> str:
-    taken = units.moment(report.taken_at)
-    return f"{taken} · ssd-drafter {report.service.version}"
-
-
-def _one(namespace: NamespaceReport, more: str = "") -> str:
-    """Return a namespace in full, followed by the panel `more`."""
+def _namespace(namespace: NamespaceReport, more: Sequence[Panel] = ()) -> str:
+    """Return a namespace in full, followed by other panels."""
     head = pages.remarks(remarks(namespace)) + pages.small_print(filter(None, [in_shadow(namespace.shadow)]))
-    return head + _cards(namespace.drafting, namespace) + pages.panels([*namespace_panels(namespace), more])
+    return head + _cards(namespace.drafting, namespace.recent) + _panels([*namespace_panels(namespace), *more])
 
 
-def _many(report: Report, namespaces: Sequence[NamespaceReport], more: str) -> str:
-    parts = [_cards(report.total, None), _overview(namespaces)] if namespaces else []
+def _overview(report: Report, namespaces: Sequence[NamespaceReport]) -> str:
+    """Return the table of all namespaces, and those in full that save most."""
+    if not namespaces:
+        return ""
+    panel = overview(report, namespaces)
+    curves: list[Cell] = [Markup(_sparkline(namespace)) for namespace in namespaces]
+    rows = [(*row, curve) for row, curve in zip(panel.rows, [*curves, ""], strict=True)]
+    kinds = ("name", "", "", *["minor"] * (len(panel.heads) - 2))
+    table = html_table((*panel.heads, "over time"), rows, kinds=kinds)
+    parts = [_cards(report.total, None), f"<section><h2>{panel.title}</h2>{table}</section>"]
     for index, namespace in enumerate(namespaces[:MAX_IN_FULL]):
-        is_open = " open" if index == 0 else ""
         name = f"<h2>{escape(units.shortened(namespace.name))}</h2>"
-        sentence = pages.small_print([saving(namespace.drafting)])
-        parts.append(f'<details class="whole"{is_open}><summary>{name}{sentence}</summary>{_one(namespace)}</details>')
+        summary = f"<summary>{name}{pages.small_print([saving(namespace.drafting)])}</summary>"
+        is_open = "" if index else " open"
+        parts.append(f'<details class="whole"{is_open}>{summary}{_namespace(namespace)}</details>')
     if len(namespaces) > MAX_IN_FULL:
         others = len(namespaces) - MAX_IN_FULL
         rest = pages.small_print([f"{others} more in the table; --namespace shows one in full."])
         parts.append(f"<section>{rest}</section>")
-    return "".join([*parts, pages.panels([more])])
+    return "".join(parts)
 
 
-def _cards(drafting: Drafting, namespace: NamespaceReport | None) -> str:
+def _panels(panels: Iterable[Panel]) -> str:
+    return pages.panels(map(_panel, panels))
+
+
+def _panel(panel: Panel) -> str:
+    title, note, heads, rows, charts, is_wide = panel
+    table = html_table(heads, rows, kinds=("name", *[""] * (len(heads) - 1)))
+    drawn = "".join(draw(chart, title, heads, rows, is_wide=is_wide) for chart in charts)
+    return pages.panel(title, note, drawn or table, table if drawn else "", "across" if is_wide else "")
+
+
+def _cards(drafting: Drafting, recent: Recent | None) -> str:
     """Return the key values, each with its recent value below."""
-    recent = None if namespace is None else namespace.recent
-    shown = [
-        ("tokens per step", "tokens_per_step", units.ratio, "1 is plain decoding"),
-        ("steps saved", "saved_share", units.share, "of the target's steps"),
-        ("hit rate", "hit_rate", units.share, "of steps had a draft"),
-        ("accepted", "acceptance", units.share, "of draft tokens"),
-        ("output tokens", "committed", units.count, f"in {units.counted(drafting.steps, 'step')}"),
-    ]
     cards = []
-    for index, (name, field, unit, hint) in enumerate(shown):
-        lately = None if recent is None or field == "committed" else getattr(recent.drafting, field)
+    for index, ((head, field, unit), hint) in enumerate(SUMMARY):
         more = ""
-        if recent is not None and lately is not None:
-            more = f"<p><em>{escape(unit(lately))}</em>, last {escape(units.duration(recent.seconds))}</p>"
-        value = Value(getattr(drafting, field), unit)
-        cards.append(pages.card(name, value, hint, more, "" if index else "green"))
+        if recent is not None:
+            lately = escape(unit(getattr(recent.drafting, field)))
+            more = f"<p><em>{lately}</em>, last {escape(units.duration(recent.seconds))}</p>"
+        cards.append(pages.card(head, Value(getattr(drafting, field), unit), hint, more, "" if index else "green"))
     return pages.cards(cards)
 
 
-def _overview(namespaces: Sequence[NamespaceReport]) -> str:
-    heads, kinds = zip(*OVERVIEW, strict=True)
-    table = html_table(heads, [_overview_row(namespace) for namespace in namespaces], kinds=kinds)
-    return f"<section><h2>Namespaces</h2>{table}</section>"
-
-
-def _overview_row(namespace: NamespaceReport) -> tuple[Cell, ...]:
-    drafting = namespace.drafting
+def _sparkline(namespace: NamespaceReport) -> str:
     values = [period.tokens_per_step for period in namespace.over_time]
     known = [value for value in values if value is not None] or [0.0]
-    label = f"Tokens per step, {units.ratio(min(known))} to {units.ratio(max(known))}"
-    return (
-        units.shortened(namespace.name),
-        Value(drafting.tokens_per_step, units.ratio),
-        Markup(sparkline(values, label)),
-        Value(drafting.saved_share, units.share),
-        Value(drafting.hit_rate, units.share),
-        Value(drafting.acceptance, units.share),
-        Value(drafting.committed, units.count),
-        Value(namespace.corpus.tokens, units.count),
-    )
+    return sparkline(values, f"Tokens per step, {units.ratio(min(known))} to {units.ratio(max(known))}")

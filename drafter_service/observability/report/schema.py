@@ -7,7 +7,9 @@ denominator 0 is null.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -19,27 +21,63 @@ Share = Annotated[FiniteFloat, Field(ge=0, le=1)]
 Moment = FiniteFloat
 
 
+def ratio(part: float, whole: float) -> float | None:
+    """Return `part / whole`, at least 0; None for a `whole` of 0 or a result that is not finite."""
+    value = part / whole if whole > 0 else math.inf
+    return max(0.0, value) if math.isfinite(value) else None
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return `ratio`, at most 1: counters that are read while they grow may be inconsistent with one another."""
+    value = ratio(part, whole)
+    return None if value is None else min(1.0, value)
+
+
+def _quotient(of: Callable[[float, float], float | None], part: str, whole: str, more: str = "") -> Any:
+    """Return a field that is the ratio or share of two fields before it, unless a value is given."""
+    return Field(default_factory=lambda known: of(known[part], known[whole]), description=f"{part} / {whole}{more}.")
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 
 
-class Drafting(_Part):
-    """Totals of drafting, and what follows from them. Only tokens that the target verified count as drafted."""
+class Tally(_Part):
+    """Counts of a group of draft tokens."""
+
+    drafted: Count = Field(description="Draft tokens that the target verified.")
+    accepted: Count = Field(description="Draft tokens that the target accepted.")
+    acceptance: Share | None = _quotient(share, "accepted", "drafted")
+
+
+class StepTally(Tally):
+    """Counts of steps, and of their draft tokens."""
 
     steps: Count = Field(description="Steps of sequences, with or without a draft; one step of a batch of 8 is 8.")
     committed: Count = Field(description="Tokens that the target produced: accepted draft tokens and bonus tokens.")
+    tokens_per_step: Amount | None = _quotient(ratio, "committed", "steps", "; 1 is plain decoding")
+
+
+class HitTally(StepTally):
+    """Counts of steps, of those with a draft, and of draft tokens."""
+
     hits: Count = Field(description="Steps of sequences in which a draft was verified.")
-    drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that the target accepted.")
-    saved_steps: Count = Field(description="Additional steps that plain decoding would have needed: committed - steps.")
-    saved_share: Share | None = Field(description="saved_steps as a share of the steps of plain decoding.")
-    hit_rate: Share | None = Field(description="hits / steps.")
-    acceptance: Share | None = Field(description="accepted / drafted.")
-    tokens_per_step: Amount | None = Field(description="committed / steps; 1 is plain decoding.")
-    drafted_per_step: Amount | None = Field(description="drafted / steps.")
+    hit_rate: Share | None = _quotient(share, "hits", "steps")
+
+
+class Drafting(HitTally):
+    """Totals of drafting, and what follows from them. Only tokens that the target verified count as drafted."""
+
+    saved_steps: Count = Field(
+        default_factory=lambda known: max(0, known["committed"] - known["steps"]) if known["steps"] else 0,
+        description="Additional steps that plain decoding would have needed: committed - steps.",
+    )
+    saved_share: Share | None = _quotient(share, "saved_steps", "committed", ", the steps of plain decoding")
+    drafted_per_step: Amount | None = _quotient(ratio, "drafted", "steps")
     break_even_cost: Amount | None = Field(
+        default_factory=lambda known: ratio(known["saved_steps"], known["drafted"]),
         description="Drafting is worthwhile if verifying one more token costs less than this fraction of a step: "
-        "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted."
+        "(tokens_per_step - 1) / drafted_per_step. Null if nothing was drafted.",
     )
 
 
@@ -52,31 +90,15 @@ class Recent(_Part):
     learned_tokens_per_s: Amount = Field(description="Tokens that the corpus learned, per second.")
 
 
-class Period(_Part):
+class Period(HitTally):
     """An interval between two samples. Counts are those of the interval."""
 
     begins_at: Moment = Field(description="Seconds since 1970.")
     ends_at: Moment = Field(description="Seconds since 1970.")
-    steps: Count = Field(description="Steps of sequences.")
-    committed: Count = Field(description="Tokens that the target produced.")
-    hits: Count = Field(description="Steps of sequences in which a draft was verified.")
-    drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that the target accepted.")
     timeouts: Count = Field(description="Engine steps whose drafts came too late.")
     learned_tokens: Count = Field(description="Tokens that the corpus learned.")
-    hit_rate: Share | None = Field(description="hits / steps.")
-    acceptance: Share | None = Field(description="accepted / drafted.")
-    tokens_per_step: Amount | None = Field(description="committed / steps.")
     corpus_tokens: Count = Field(description="Tokens remembered at the end.")
     memory_bytes: Count = Field(description="Memory of the namespace at the end, in bytes.")
-
-
-class Tally(_Part):
-    """Counts of a group of draft tokens."""
-
-    drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that the target accepted.")
-    acceptance: Share | None = Field(description="accepted / drafted.")
 
 
 class PositionTally(Tally):
@@ -145,12 +167,12 @@ class CorpusReport(_Part):
     tokens: Count = Field(description="Tokens remembered now, including separators of requests.")
     requests: Count = Field(description="Requests remembered now; pieces of very long ones count separately.")
     capacity_tokens: Count = Field(description="Maximum number of tokens remembered.")
-    occupancy: Share | None = Field(default=None, description="tokens / capacity_tokens, at most 1.")
+    occupancy: Share | None = _quotient(share, "tokens", "capacity_tokens", ", at most 1")
     learned_tokens: Count = Field(
         description="Tokens learned in total, including those overwritten or forgotten since."
     )
-    turnovers: Amount | None = Field(
-        default=None, description="Times that the corpus was overwritten: learned_tokens / capacity_tokens."
+    turnovers: Amount | None = _quotient(
+        ratio, "learned_tokens", "capacity_tokens", ": times that the corpus was overwritten"
     )
     turnover_s: Amount | None = Field(
         default=None, description="Seconds to overwrite the whole corpus at the recent rate. Null: rate 0 or not known."
@@ -201,7 +223,7 @@ class ClientTotals(BaseModel):
     reconnects: Count = Field(default=0, description="Connections that were re-established.")
 
 
-class ClientReport(_Part):
+class ClientReport(StepTally):
     """Use of a namespace by one engine, since the namespace was loaded."""
 
     client: str = Field(description="Names and versions of the engine's software and its client.")
@@ -210,13 +232,7 @@ class ClientReport(_Part):
         description='Name of the engine; "" if it is not known, and "other", as the client, for all beyond 64 engines.',
     )
     streams: Count = Field(description="Connected now.")
-    steps: Count = Field(description="Steps of sequences.")
-    committed: Count = Field(description="Tokens that the target produced.")
-    tokens_per_step: Amount | None = Field(description="committed / steps.")
     offered: Count = Field(default=0, description="Draft tokens that were sent to the engine.")
-    drafted: Count = Field(default=0, description="Draft tokens that it verified.")
-    accepted: Count = Field(default=0, description="Draft tokens that it accepted.")
-    acceptance: Share | None = Field(default=None, description="accepted / drafted.")
     engine_steps: Count = Field(
         default=0,
         description="Engine steps with a request for drafts, or with none because earlier answers were late.",
@@ -224,7 +240,7 @@ class ClientReport(_Part):
     late_steps: Count = Field(
         default=0, description="Engine steps among them without drafts because the answer was late."
     )
-    late_share: Share | None = Field(default=None, description="late_steps / engine_steps.")
+    late_share: Share | None = _quotient(share, "late_steps", "engine_steps")
 
 
 class ShadowReport(_Part):
@@ -238,17 +254,11 @@ class ShadowReport(_Part):
     drafting: Drafting = Field(description="As if the target had verified these drafts, apart from all other counts.")
 
 
-class VersionReport(_Part):
+class VersionReport(StepTally):
     """Rollouts of one version of the policy that have ended, since the namespace was loaded."""
 
     version: Count = Field(description="Training step of the policy, as rollouts say.")
     requests: Count = Field(description="Rollouts that ended, aborted ones included.")
-    steps: Count = Field(description="Their steps.")
-    committed: Count = Field(description="Tokens that the target produced.")
-    tokens_per_step: Amount | None = Field(description="committed / steps.")
-    drafted: Count = Field(description="Draft tokens that the target verified.")
-    accepted: Count = Field(description="Draft tokens that the target accepted.")
-    acceptance: Share | None = Field(description="accepted / drafted.")
 
 
 class StepSize(_Part):
@@ -324,8 +334,8 @@ class SharedLogReport(_Part):
     """The log of finished requests that replicas share, as this replica sees it."""
 
     is_connected: bool = Field(default=False, description="Whether it can be reached now.")
-    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to it.")
-    consumed_tokens: Count = Field(default=0, description="Tokens that this replica learned from it.")
+    published_tokens: Count = Field(default=0, description="Tokens that this replica wrote to the log.")
+    consumed_tokens: Count = Field(default=0, description="Tokens of other replicas learned from the log.")
     duplicates: Count = Field(default=0, description="Requests read from it that were already known.")
     dropped_tokens: Count = Field(
         default=0, description="Tokens never written because the log was too slow or unreachable."

@@ -79,10 +79,10 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min"
 
 
-def moment(seconds: float, form: str = "%Y-%m-%d %H:%M UTC") -> str:
+def moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M UTC") -> str:
     """Format a time, given in seconds since 1970, in UTC."""
     try:
-        return datetime.fromtimestamp(seconds, UTC).strftime(form)
+        return UNKNOWN if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
         return UNKNOWN
 

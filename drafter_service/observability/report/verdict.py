@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from drafter_service.observability.report import units
 from drafter_service.observability.report.schema import (
-    ClientReport,
     Drafting,
     NamespaceReport,
     Report,
-    ServiceReport,
     ShadowReport,
-    SharedLogReport,
 )
 
 MIN_GAIN = 0.01
@@ -59,11 +56,6 @@ def in_shadow(shadow: ShadowReport | None) -> str:
     return f"{counts}; drafts would have given {tokens_per_step} tokens per step (acceptance {accepted})."
 
 
-def engine_label(client: ClientReport) -> str:
-    """Return a name of an engine for readers: its own, or that of its client."""
-    return units.shortened(client.engine or client.client or "an engine without a name", 60)
-
-
 def remarks(namespace: NamespaceReport) -> list[str]:
     """Return sentences about problems of a namespace."""
     found = []
@@ -73,9 +65,10 @@ def remarks(namespace: NamespaceReport) -> list[str]:
         if each.late_steps >= MIN_LATE_STEPS and (each.late_share or 0.0) > MAX_LATE_SHARE
     ]
     for each in sorted(late, key=lambda each: -each.late_steps)[:MAX_LATE_ENGINES]:
+        name = units.shortened(each.engine or each.client or "an engine without a name")
         found.append(
-            f"{engine_label(each)}: {units.share(each.late_share)} of its steps ({units.count(each.late_steps)}) had "
-            "no drafts because the answer was late. Raise its deadline_s, or give the drafter a core of its own."
+            f"{name}: {units.share(each.late_share)} of its steps ({units.count(each.late_steps)}) had no drafts "
+            "because the answer was late. Raise its deadline_s, or give the drafter a core of its own."
         )
     error = namespace.calibration.error
     if error is not None and error > MAX_CALIBRATION_ERROR and namespace.drafting.drafted >= MIN_CALIBRATION_TOKENS:
@@ -114,35 +107,6 @@ def service_remarks(report: Report) -> list[str]:
     if log.dropped_tokens:
         found.append(f"Tokens that were never written to the shared log: {units.count(log.dropped_tokens)}.")
     return found
-
-
-def service_facts(service: ServiceReport) -> list[str]:
-    """Return version, uptime and memory of the process, a few words each."""
-    facts = [
-        f"ssd-drafter {units.printable(service.version)}",
-        f"up {units.duration(service.uptime_s)}",
-        f"{units.size(service.memory_bytes)} resident",
-    ]
-    return [*facts, f"{units.count(service.refused)} refused"] if service.refused else facts
-
-
-def log_facts(log: SharedLogReport | None) -> list[str]:
-    """Return one line about the shared log; nothing without one."""
-    if log is None:
-        return []
-    known = [
-        f"{units.counted(log.published_tokens, 'token')} written",
-        f"{units.count(log.consumed_tokens)} read",
-        f"{units.duration(log.lag_s)} behind",
-    ]
-    problems = (
-        ("duplicate", log.duplicates),
-        ("dropped token", log.dropped_tokens),
-        ("gap", log.gaps),
-        ("error", log.errors),
-    )
-    known += [units.counted(number, name) for name, number in problems if number]
-    return [f"shared log: {', '.join(known)}"]
 
 
 def by_saving(report: Report) -> list[NamespaceReport]:

@@ -41,7 +41,8 @@ ASSUMED_TOKENS = 2
 START_S = 3.0
 """Seconds in which an engine with a token budget starts, because it measures steps."""
 EXACT: tuple[Verification, ...] = ("exact",)
-JSON_FILE, PAGE_FILE, TABLE_FILE = "compare.json", "compare.html", "compare.md"
+NAME = "compare"
+"""Name of the files, without their endings."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def run_comparison(options: CompareOptions) -> bool:
     workload = read_workload(options, tokenizer)
     reasons = {row.name: unusable(row, options.engine.draft_models, options.engine.model) for row in options.rows}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
-    prepare(options.out, (JSON_FILE, PAGE_FILE, TABLE_FILE))
+    prepare(options.out, files_of(NAME))
     console = Console(highlight=False)
     if (prompts := len(workload.measured)) < MIN_PROMPTS:
         console.print(f"note: a recommendation takes at least {MIN_PROMPTS} prompts; there will be none from {prompts}")
@@ -132,7 +133,9 @@ def run_comparison(options: CompareOptions) -> bool:
         try:
             for results in measure(trial, usable, skipped):
                 comparison = replace(comparison, results=results)
-                write_reports(replace(comparison, partial=f"Partial: {ended:,} of {count:,} outputs"), options.out)
+                write_reports(
+                    replace(comparison, partial=f"Partial: {ended:,} of {count:,} outputs"), options.out, NAME
+                )
                 progress.show(_last_table(comparison, console))
         except StoppedError as reason:
             comparison = replace(comparison, partial=f"Partial: {reason} after {ended:,} of {count:,} outputs")
@@ -140,11 +143,11 @@ def run_comparison(options: CompareOptions) -> bool:
         interruption.raise_if_interrupted()
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise UserError(f"no drafter could be measured: {comparison.partial or why}")
-    write_reports(comparison, options.out)
-    _print_report(comparison, console)
-    console.print(f"wrote {options.out / JSON_FILE}, {PAGE_FILE} and {TABLE_FILE}", markup=False)
+    write_reports(comparison, options.out, NAME)
+    print_report(comparison, console)
+    console.print(f"wrote {', '.join(files_of(NAME))} into {options.out}", markup=False)
     interruption.raise_if_interrupted()
-    return all(result.identical is not False for result in comparison.results)
+    return comparison.is_exact
 
 
 def measure(
@@ -203,17 +206,18 @@ def settings_of(options: CompareOptions, workload: Workload) -> dict[str, object
     }
 
 
-def write_reports(comparison: Comparison, out: Path) -> None:
+def files_of(name: str) -> list[str]:
+    """Return the names of the files of a comparison."""
+    return [f"{name}.json", f"{name}.html", f"{name}.md"]
+
+
+def write_reports(comparison: Comparison, out: Path, name: str) -> None:
     """Write the three files. Raises UserError."""
-    contents = {
-        JSON_FILE: json.dumps(comparison.as_json(), indent=1) + "\n",
-        PAGE_FILE: render_page(comparison),
-        TABLE_FILE: render_markdown(comparison),
-    }
-    write(out, contents)
+    contents = (json.dumps(comparison.as_json(), indent=1) + "\n", render_page(comparison), render_markdown(comparison))
+    write(out, dict(zip(files_of(name), contents, strict=True)))
 
 
-def _print_report(comparison: Comparison, console: Console) -> None:
+def print_report(comparison: Comparison, console: Console) -> None:
     """Print the tables, what they show, and the recommendation."""
     if comparison.partial:
         console.print(comparison.partial, markup=False, style="bold yellow")

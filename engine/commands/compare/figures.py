@@ -9,12 +9,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.commands.demo.outputs import find_loops
 from engine.engine import Engine
 from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request
 
 T = TypeVar("T")
+LOOP_TOKENS = 16
+"""Minimum length of a loop: consecutive tokens that equal those a fixed distance of at most `LOOP_PERIOD` earlier."""
+LOOP_PERIOD = 64
 
 
 class Step(NamedTuple):
@@ -61,7 +63,7 @@ class Figures:
 
     tokens_per_step: float
     tokens_per_step_no_loops: float | None
-    """Mean over the steps that start outside of loops, as `make run` defines them; None if not requested."""
+    """Mean over the steps that start outside of loops; None if not requested."""
     drafted_per_step: float
     accept_by_position: list[float]
     """Share of steps that accepted the draft token at each depth from 1, so that tokens per step are 1 + their sum."""
@@ -121,3 +123,14 @@ def groups(items: Sequence[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     while group := list(islice(rest, size)):
         yield group
+
+
+def find_loops(tokens: np.ndarray) -> np.ndarray:
+    """Return which tokens, of uint32 [N], are part of a loop, bool [N]."""
+    looping = np.zeros(len(tokens), bool)
+    for period in range(1, LOOP_PERIOD + 1):
+        repeats = tokens[period:] == tokens[:-period]
+        for end in range(LOOP_TOKENS, len(repeats) + 1):
+            if repeats[end - LOOP_TOKENS : end].all():
+                looping[period + end - LOOP_TOKENS : period + end] = True
+    return looping

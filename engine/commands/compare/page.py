@@ -57,10 +57,13 @@ NOTES = {
 def notes(comparison: Comparison, width: int = WIDE) -> list[str]:
     """Return sentences that explain the columns that fit into `width` characters, how the figures were measured, and
     why drafters were skipped."""
+    if comparison.notes:
+        return list(comparison.notes)
     shown = {heading for each in comparison.conditions for heading in table_of(comparison, each, width)[0]}
     sentences = [f"{name}: {note.format(**comparison.settings)}" for name, note in NOTES.items() if name in shown]
-    costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
-    sentences.append(f"A step of {', '.join(map(str, COST_TOKENS))} tokens of one request takes {costs} ms here.")
+    if comparison.profile is not None:
+        costs = ", ".join(f"{comparison.profile.step(tokens, 1):.2f}" for tokens in COST_TOKENS)
+        sentences.append(f"A step of {', '.join(map(str, COST_TOKENS))} tokens of one request takes {costs} ms here.")
     if comparison.predicted_for is not None:
         sentences.append(
             f"Predicted: not measured, but computed for {comparison.predicted_for.label} from the acceptance measured "
@@ -81,7 +84,8 @@ def table_of(comparison: Comparison, condition: Condition, width: int = WIDE) ->
         for column, heading in enumerate(COLUMNS)
         if any(row[column] for row in rows) and (width >= WIDE or heading not in WIDE_ONLY)
     ]
-    return [COLUMNS[column] for column in used], [[row[column] for column in used] for row in rows]
+    headings = ["requests" if condition.part else COLUMNS[0], *(COLUMNS[column] for column in used[1:])]
+    return headings, [[row[column] for column in used] for row in rows]
 
 
 def _cells(result: Result, comparison: Comparison) -> tuple[str, ...]:
@@ -120,10 +124,9 @@ def render_markdown(comparison: Comparison) -> str:
 def render_page(comparison: Comparison) -> str:
     """Return the HTML page."""
     drafted = [each for each in comparison.results if each.drafter != "none" and each.speedup is not None]
-    is_exact = all(result.identical is not False for result in drafted)
     fastest = max(drafted, key=lambda result: result.speedup or 0.0, default=None)
-    cards = [pages.card("outputs of exact verification", "identical" if is_exact else "DIFFERENT")]
-    if fastest is not None:
+    cards = [pages.card("outputs of exact verification", "identical" if comparison.is_exact else "DIFFERENT")]
+    if fastest is not None and not comparison.conclusion:
         where = f"{fastest.drafter}, {fastest.condition}"
         cards.append(pages.card("largest speed-up here", f"{fastest.speedup:.2f}x", where, kind="green"))
     colors = [("gray pale", "tokens per step"), ("green", "speed-up here"), (svg.DASHED, "no drafts, 1")]

@@ -27,9 +27,12 @@ class Condition:
     temperature: float
     concurrency: int
     """Number of requests that run at the same time."""
+    part: str = ""
+    """What the rows of the table divide the requests by; empty: each row is of all requests."""
 
     def __str__(self) -> str:
-        return f"temperature {self.temperature:g}, {self.verification}, {self.concurrency} at a time"
+        each = f"temperature {self.temperature:g}, {self.verification}, {self.concurrency} at a time"
+        return f"{each}, {self.part}" if self.part else each
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class Result:
     drafted_per_step: float
     accept_by_position: list[float]
     drafted_by_position: list[float]
-    step_ms: float
-    """Median duration of a step, without the time of drafting."""
-    drafting_ms: float
-    """Median time that drafting adds to a step."""
+    step_ms: float | None
+    """Median duration of a step, without the time of drafting; None if not measured."""
+    drafting_ms: float | None
+    """Median time that drafting adds to a step; None if not measured."""
     identical: bool | None
     """Whether all outputs equal those of `none`; None where they need not."""
     tokens_per_s: float | None
@@ -68,6 +71,8 @@ class Result:
     """Smallest and largest speed-up of a round; None before the first."""
     prompts: int
     """Number of prompts of the rounds so far."""
+    part: str = ""
+    """As in `Condition`."""
 
     @classmethod
     def of(cls, row: Row, condition: Condition, figures: Figures, **measured: Any) -> Result:
@@ -85,12 +90,14 @@ class Result:
     @property
     def condition(self) -> Condition:
         """What it has in common with the others of its table."""
-        return Condition(self.verification, self.temperature, self.concurrency)
+        return Condition(self.verification, self.temperature, self.concurrency, self.part)
 
     @property
     def ms_per_drafted(self) -> float | None:
         """Drafting time per verified draft token of a sequence; None without drafts."""
-        return self.drafting_ms / self.drafted_per_step if self.drafted_per_step else None
+        if self.drafting_ms is None or not self.drafted_per_step:
+            return None
+        return self.drafting_ms / self.drafted_per_step
 
     def at_depth(self, depth: int) -> tuple[float, float, float]:
         """Return tokens per step, draft tokens per step, and drafting time with drafts up to a smaller depth."""
@@ -98,13 +105,13 @@ class Result:
         return (
             1 + sum(self.accept_by_position[:depth]),
             sum(self.drafted_by_position[:depth]),
-            share * self.drafting_ms,
+            share * (self.drafting_ms or 0.0),
         )
 
-    def best_depth(self, profile: CostProfile) -> int | None:
-        """Return the depth from 0 to K with the most tokens per second; None for combinations, and for drafters that
-        cannot limit their depth."""
-        if not self.has_depth or "+" in self.drafter:
+    def best_depth(self, profile: CostProfile | None) -> int | None:
+        """Return the depth from 0 to K with the most tokens per second; None for combinations, for drafters that
+        cannot limit their depth, and if no durations were measured."""
+        if not self.has_depth or "+" in self.drafter or profile is None or self.step_ms is None:
             return None
         depths = range(len(self.accept_by_position) + 1)
         # Both durations were measured in the same run, unlike the profile: other load may have changed since.
@@ -121,7 +128,7 @@ class Result:
         if not self.drafted_per_step:
             return 1.0
         known = profile.drafting(self.drafter.split("@")[0], self.K, self.concurrency)
-        drafting_ms = self.drafting_ms if known is None else known
+        drafting_ms = (self.drafting_ms or 0.0) if known is None else known
         return profile.speedup(self.tokens_per_step, self.drafted_per_step, drafting_ms, self.concurrency)
 
 
@@ -131,8 +138,8 @@ class Comparison:
 
     settings: Mapping[str, object]
     """Settings that all results have in common."""
-    profile: CostProfile
-    """Cost of steps here."""
+    profile: CostProfile | None
+    """Cost of steps here; None if it was not measured."""
     predicted_for: CostProfile | None = None
     """Cost of steps on other hardware."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -141,6 +148,15 @@ class Comparison:
     """Why a drafter was not measured, by its name."""
     partial: str = ""
     """Why results are missing; empty if the comparison is complete."""
+    conclusion: str = ""
+    """What the results show; empty: which drafter to use."""
+    notes: Sequence[str] = ()
+    """How the figures were measured; empty: as `ssd-engine compare` measures them."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no output differs that must equal that of `none`."""
+        return all(result.identical is not False for result in self.results)
 
     @property
     def conditions(self) -> list[Condition]:
@@ -152,7 +168,9 @@ class Comparison:
         return [result for result in self.results if result.condition == condition]
 
     def recommendation(self) -> str:
-        """Return one sentence that says which drafter to use."""
+        """Return the conclusion, or one sentence that says which drafter to use."""
+        if self.conclusion:
+            return self.conclusion
         speedups: dict[tuple[str, int, bool], list[float]] = {}
         prompts = max((result.prompts for result in self.results), default=0)
         if prompts < MIN_PROMPTS:
@@ -182,7 +200,7 @@ class Comparison:
             "partial": self.partial,
             "settings": dict(self.settings),
             "versions": dict(self.versions),
-            "profile": asdict(self.profile),
+            "profile": None if self.profile is None else asdict(self.profile),
             "predicted_for": None if self.predicted_for is None else asdict(self.predicted_for),
             "skipped": dict(self.skipped),
             "results": [

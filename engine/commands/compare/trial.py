@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
 from engine.scheduling.report import StepReport
-from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.request import Completion, Request, SamplingParams
 from engine.scheduling.times import StageTimes
 from ssd.errors import UserError
 
@@ -85,13 +85,15 @@ class Counted(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A group of prompts that was run with the token budget."""
+    """Requests that were run at the same time."""
 
-    prompts: int
-    rate: float
-    """Tokens per second."""
-    is_same: bool
-    """Whether the outputs are the expected ones."""
+    completions: Sequence[Completion]
+    wall_s: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return sum(len(each.tokens) for each in self.completions) / self.wall_s
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,31 @@ class Trial:
                 continue
             yield [self._result(row, own, condition, expected, []) for row, own in counted]
         turns: list[list[Turn]] = [[] for _ in counted]
-        for done in self._alternate([row for row, _ in counted], condition, expected.outputs):
-            for number, turn in done.items():
-                turns[number].append(turn)
-            yield [
-                self._result(row, own, condition, expected, list(zip(mine, turns[0], strict=True)))
-                for (row, own), mine in zip(counted, turns, strict=True)
-            ]
+        with self.running([row for row, _ in counted], condition) as cases:
+            requests = groups(self.workload.requests_of(condition), condition.concurrency)
+            for done in alternated(dict(enumerate(cases)), requests):
+                for number, turn in done.items():
+                    turns[number].append(turn)
+                yield [
+                    self._result(row, own, condition, expected, list(zip(mine, turns[0], strict=True)))
+                    for (row, own), mine in zip(counted, turns, strict=True)
+                ]
+
+    @contextmanager
+    def running(
+        self, rows: Sequence[Row], condition: Condition, *, verifies_all: bool = False
+    ) -> Iterator[Sequence[Callable[[list[Request]], Turn]]]:
+        """Start an engine for each row, and yield functions that run requests on them.
+
+        verifies_all: whether the engines verify all draft tokens; otherwise they have a token budget.
+        """
+        with ExitStack() as stack:
+            cases = []
+            for row in rows:
+                engine = stack.enter_context(closing(self._engine(row, condition, verifies_all=verifies_all)))
+                self._run_earlier(engine, row, condition, verifies_all=verifies_all)
+                cases.append(partial(self._turn, engine, row))
+            yield cases
 
     def _result(
         self, row: Row, own: Counted, condition: Condition, expected: Counted, turns: Sequence[tuple[Turn, Turn]]
@@ -156,7 +176,7 @@ class Trial:
             tokens_per_s=median_of(mine, lambda turn: turn.rate) if turns else None,
             speedup=median_ratio(mine, plain, lambda turn: turn.rate) if turns else None,
             speedup_range=(min(ratios), max(ratios)) if turns else None,
-            prompts=sum(turn.prompts for turn in mine),
+            prompts=sum(len(turn.completions) for turn in mine),
         )
 
     def _count(self, row: Row, condition: Condition) -> Counted:
@@ -182,31 +202,11 @@ class Trial:
         drafting_s = median(each.draft for each in times)
         return Counted(outputs, median(each.total - each.draft for each in times), drafting_s, figures)
 
-    def _alternate(
-        self, rows: Sequence[Row], condition: Condition, expected: Sequence[Output]
-    ) -> Iterator[dict[int, Turn]]:
-        """Run groups of prompts with the engines of all rows in alternation; yield the turns by row of each round."""
-        with ExitStack() as stack:
-            cases = {}
-            for number, row in enumerate(rows):
-                engine = stack.enter_context(closing(self._engine(row, condition, verifies_all=False)))
-                self._run_earlier(engine, row, condition, verifies_all=False)
-                cases[number] = partial(self._turn, engine, row)
-            requests = self.workload.requests_of(condition)
-            items = zip(groups(requests, condition.concurrency), groups(expected, condition.concurrency), strict=True)
-            yield from alternated(cases, items)
-
-    def _turn(self, engine: Engine, row: Row, item: tuple[list[Request], list[Output]]) -> Turn:
-        """Run a group of prompts, whose outputs are known."""
-        requests, expected = item
+    def _turn(self, engine: Engine, row: Row, requests: list[Request]) -> Turn:
         with Timer() as timer:
             completions = engine.generate(requests, self.observe)
         self.advance(len(requests), row.name)
-        is_same = all(
-            np.array_equal(completion.tokens, output.tokens[: self.workload.max_tokens])
-            for completion, output in zip(completions, expected, strict=True)
-        )
-        return Turn(len(requests), sum(len(each.tokens) for each in completions) / timer.wall_s, is_same)
+        return Turn(completions, timer.wall_s)
 
     def _run_earlier(self, engine: Engine, row: Row, condition: Condition, *, verifies_all: bool) -> None:
         if row is not BASELINE:
@@ -218,12 +218,14 @@ class Trial:
             time.sleep(INDEXING_S if row.remembers and earlier else 0)
 
     def _is_same(self, outputs: Sequence[Output], expected: Sequence[Output], turns: Sequence[Turn]) -> bool:
-        """Return whether the outputs of both runs of a row are the expected ones."""
+        """Return whether the outputs of both runs of a row are the expected ones; the second may not be complete."""
         length = self.workload.max_tokens
-        pairs = zip(outputs, expected, strict=True)
-        return all(turn.is_same for turn in turns) and all(
-            np.array_equal(own.tokens[:length], other.tokens[:length]) for own, other in pairs
-        )
+        timed = [completion.tokens for turn in turns for completion in turn.completions]
+        pairs = [
+            *zip((output.tokens for output in outputs), expected, strict=True),
+            *zip(timed, expected, strict=False),
+        ]
+        return all(np.array_equal(tokens[:length], other.tokens[:length]) for tokens, other in pairs)
 
     def _engine(self, row: Row, condition: Condition, *, verifies_all: bool) -> Engine:
         config = self.options.config

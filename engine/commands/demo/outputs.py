@@ -1,4 +1,4 @@
-"""Find where outputs of the demonstration end, and count loops within them.
+"""Find where outputs of the demonstration end.
 
 Greedy decoding of a small model soon repeats itself, and a loop is trivial to draft. Outputs therefore end where a
 programmer would stop reading, see `end_of_block`. The ends are found in an untimed run and passed to both engines as
@@ -19,9 +19,6 @@ from engine.scheduling.request import Request
 
 MAX_LINE = 100
 """Characters; few lines of the standard library are longer."""
-LOOP_TOKENS = 16
-"""Minimum length of a loop: consecutive tokens that equal those a fixed distance of at most `LOOP_PERIOD` earlier."""
-LOOP_PERIOD = 64
 
 DEFINITION = re.compile(r"^([ \t]*)(?:async )?def ", re.MULTILINE)
 
@@ -99,19 +96,3 @@ class _GrowingOutput:
         if end is not None:
             self.has_ended = True
             del self._characters[int(np.searchsorted(self._characters, end)) + 1 :]
-
-
-def count_loop_tokens(tokens: np.ndarray) -> int:
-    """Return the number of tokens, of uint32 [N], that are part of a loop."""
-    return int(find_loops(tokens).sum())
-
-
-def find_loops(tokens: np.ndarray) -> np.ndarray:
-    """Return which tokens, of uint32 [N], are part of a loop, bool [N]."""
-    looping = np.zeros(len(tokens), bool)
-    for period in range(1, LOOP_PERIOD + 1):
-        repeats = tokens[period:] == tokens[:-period]
-        for end in range(LOOP_TOKENS, len(repeats) + 1):
-            if repeats[end - LOOP_TOKENS : end].all():
-                looping[period + end - LOOP_TOKENS : period + end] = True
-    return looping

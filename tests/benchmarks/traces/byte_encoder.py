@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.traces.vocabularies import VOCABULARIES
+from benchmarks.traces.conversion import VOCABULARIES
 
 SPECIAL = VOCABULARIES["llama3"].special
 

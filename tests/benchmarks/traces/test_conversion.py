@@ -5,9 +5,8 @@ import base64
 import numpy as np
 import pytest
 
-from benchmarks.traces.conversion import Limits, convert, loops
+from benchmarks.traces.conversion import VOCABULARIES, ChatEncoder, Limits, convert, load_encoder, loops
 from benchmarks.traces.formats import RENDERED, Conversation, Message
-from benchmarks.traces.vocabularies import VOCABULARIES, ChatEncoder, load_encoder
 from tests.benchmarks.traces.byte_encoder import ByteEncoder
 
 

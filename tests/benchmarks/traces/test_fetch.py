@@ -11,11 +11,9 @@ import pytest
 
 from benchmarks.traces import load_trace
 from benchmarks.traces.__main__ import main
-from benchmarks.traces.download import DownloadError, download
-from benchmarks.traces.fetching import fetch, remote_files
+from benchmarks.traces.conversion import VOCABULARIES
+from benchmarks.traces.fetching import DownloadError, Remote, download, fetch, load_manifest
 from benchmarks.traces.formats import FORMATS
-from benchmarks.traces.manifest import Remote, load_manifest
-from benchmarks.traces.vocabularies import VOCABULARIES
 from tests.benchmarks.traces.byte_encoder import ByteEncoder
 
 ANSWERS = b"\n".join(
@@ -32,11 +30,11 @@ PATHS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves PATHS, with ranges. `cut`: number of answers that end after 10 bytes; `ranges`: requested ranges."""
+    """Serves PATHS. `cut`: number of answers that end after 10 bytes."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.paths, self.cut, self.paths_read, self.ranges, self.knows_ranges = dict(PATHS), 0, [], [], True
+        self.paths, self.cut, self.paths_read = dict(PATHS), 0, []
 
     @property
     def url(self):
@@ -50,11 +48,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path not in server.paths:
             self.send_error(404)
             return
-        content, wanted = server.paths[self.path], self.headers["Range"]
-        if wanted and server.knows_ranges:
-            server.ranges.append(wanted)
-            content = content[int(wanted.removeprefix("bytes=").removesuffix("-")) :]
-        self.send_response(206 if wanted and server.knows_ranges else 200)
+        content = server.paths[self.path]
+        self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if server.cut:
@@ -111,17 +106,14 @@ def remote(content):
 
 
 def fetched(manifest_path, folder, server):
-    advanced = []
-    differences = fetch(
-        load_manifest(manifest_path), "chat", folder, server.url, advanced.append, lambda *_: ByteEncoder()
-    )
-    return differences, sum(advanced)
+    """Fetch the trace of the manifest, and return its differences."""
+    [(name, source)] = load_manifest(manifest_path).items()
+    folder.mkdir(exist_ok=True)
+    return fetch(name, source, folder, server.url, lambda *_: ByteEncoder())
 
 
 def test_a_trace_is_made_with_its_licences(manifest_path, tmp_path, server):
-    differences, advanced = fetched(manifest_path, tmp_path / "traces", server)
-    assert differences == []
-    assert advanced == sum(map(len, PATHS.values()))
+    assert fetched(manifest_path, tmp_path / "traces", server) == []
     trace = load_trace(tmp_path / "traces" / "chat.npz")
     assert len(trace.requests) == 5
     assert sorted(bytes(request.output[:-1].tolist()) for request in trace.requests) == [
@@ -134,11 +126,10 @@ def test_a_trace_is_made_with_its_licences(manifest_path, tmp_path, server):
 def test_what_is_there_is_not_downloaded_again(manifest_path, tmp_path, server):
     fetched(manifest_path, tmp_path, server)
     before = len(server.paths_read)
-    _, advanced = fetched(manifest_path, tmp_path, server)
+    fetched(manifest_path, tmp_path, server)
     (tmp_path / "chat.npz").unlink()
     fetched(manifest_path, tmp_path, server)
     assert len(server.paths_read) == before
-    assert advanced == sum(map(len, PATHS.values()))
     assert (tmp_path / "chat.npz").exists()
 
 
@@ -146,56 +137,33 @@ def test_differences_from_the_manifest_are_named(manifest_path, tmp_path, server
     document = json.loads(manifest_path.read_text())
     document["traces"]["chat"] |= {"requests": 6, "digests": {"tokens": "0" * 64}}
     manifest_path.write_text(json.dumps(document))
-    assert fetched(manifest_path, tmp_path, server)[0] == ["5 requests, not 6", "array tokens"]
+    assert fetched(manifest_path, tmp_path, server) == ["5 requests, not 6", "array tokens"]
 
 
-def test_a_download_is_continued_after_the_connection_is_lost(tmp_path, server):
-    server.cut, advanced = 2, []
-    download(remote(BYTES), tmp_path / "ranks", server.url, advanced.append)
-    assert (tmp_path / "ranks").read_bytes() == BYTES
-    assert server.ranges == ["bytes=10-", "bytes=20-"]
-    assert sum(advanced) == len(BYTES)
-
-
-def test_an_interrupted_download_is_continued_by_the_next_one(tmp_path, server):
+def test_a_download_is_tried_again_if_the_connection_is_lost(tmp_path, server):
     server.cut = 3
     with pytest.raises(DownloadError, match="the same command continues"):
-        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
-    assert (tmp_path / "ranks.part").stat().st_size == 30
-    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+        download(remote(BYTES), tmp_path / "ranks", server.url)
+    assert list(tmp_path.iterdir()) == []
+    server.cut = 2
+    download(remote(BYTES), tmp_path / "ranks", server.url)
     assert (tmp_path / "ranks").read_bytes() == BYTES
-    assert server.ranges[-1] == "bytes=30-"
-    assert not (tmp_path / "ranks.part").exists()
-
-
-def test_a_complete_part_is_not_fetched_again(tmp_path, server):
-    (tmp_path / "ranks.part").write_bytes(BYTES)
-    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
-    assert server.paths_read == []
-    assert (tmp_path / "ranks").read_bytes() == BYTES
-
-
-def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path, server):
-    server.knows_ranges, server.cut, advanced = False, 1, []
-    download(remote(BYTES), tmp_path / "ranks", server.url, advanced.append)
-    assert (tmp_path / "ranks").read_bytes() == BYTES
-    assert sum(advanced) == len(BYTES)
 
 
 def test_another_file_than_expected_is_refused_and_not_kept(tmp_path, server):
     server.paths["/ranks.example/o200k.tiktoken"] = BYTES[::-1]
     with pytest.raises(DownloadError, match="another file than expected"):
-        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+        download(remote(BYTES), tmp_path / "ranks", server.url)
     assert list(tmp_path.iterdir()) == []
     server.paths["/ranks.example/o200k.tiktoken"] = BYTES
-    download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+    download(remote(BYTES), tmp_path / "ranks", server.url)
     assert (tmp_path / "ranks").read_bytes() == BYTES
 
 
 def test_a_missing_file_is_an_error(tmp_path, server):
     server.paths.clear()
     with pytest.raises(DownloadError, match="404"):
-        download(remote(BYTES), tmp_path / "ranks", server.url, lambda _: None)
+        download(remote(BYTES), tmp_path / "ranks", server.url)
     assert len(server.paths_read) == 1
 
 
@@ -226,14 +194,13 @@ def test_unknown_traces_are_refused(manifest_path, capsys):
     assert "unknown trace nothing; known are chat" in capsys.readouterr().err
 
 
-def test_the_manifest_is_complete(tmp_path):
-    manifest = load_manifest()
-    assert len(manifest.traces) == 9
-    for name, source in manifest.traces.items():
+def test_the_manifest_is_complete():
+    sources = load_manifest()
+    assert len(sources) == 9
+    for source in sources.values():
         assert source.format in FORMATS
         assert source.vocabulary in VOCABULARIES
         assert len(source.commit) == 40
         assert {*source.digests} == {"tokens", "prompt_len", "output_len", "session", "turn", "group", "shared_prefix"}
-        files = remote_files(manifest, name, tmp_path)
-        assert all(len(remote.sha256) == 64 and remote.size > 0 for remote, _ in files)
-        assert len({path for _, path in files}) == len(files)
+        assert all(len(remote.sha256) == 64 and remote.size > 0 for remote in source.remotes.values())
+        assert len(source.remotes) == 3 + len(source.inputs)

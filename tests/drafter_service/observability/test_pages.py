@@ -52,7 +52,6 @@ def test_text_is_escaped_and_markup_is_not():
 def test_numbers_keep_their_exact_value():
     assert tables.cell_markup(Value(0.123456, percent)) == '<data value="0.123456">12%</data>'
     assert tables.cell_markup(Value(None, percent)) == "unknown"
-    assert tables.description_list([("share", Value(None, percent))]) == "<dl><dt>share</dt><dd>unknown</dd></dl>"
 
 
 def test_tables_have_groups_and_column_classes():
@@ -100,6 +99,24 @@ def test_a_line_chart_has_axes_marks_and_a_legend():
     both = charts.line_chart("all", x, y, series, frames=[frame, frame])
     assert [both.count(f'class="{kind}" role') for kind in ("wide", "narrow")] == [1, 1]
     assert both.count("legend") == 1
+
+
+def test_lines_have_gaps_where_values_are_not_known():
+    points = [(0, 1.0), (1, 2.0), (2, None), (3, 2.0)]
+    shown = charts.line_chart("all", Axis.of("pqrs", "x"), Axis.to(2, "y"), [Series("a", "green", points, "area")])
+    assert [shown.count(f"<{name}") for name in ("polyline", "polygon", "circle")] == [2, 2, 1]
+
+
+def test_a_bar_chart_has_bars_below_and_tooltips():
+    bars = [Series("many", "green", [(0, 1), (1, None)]), Series("few", "green pale", [(0, None), (1, 2)])]
+    below = Axis.to(9, "tokens"), Series("tokens", "violet", [(0, 9), (1, 4)])
+    shown = charts.bar_chart("all", Axis.of("pq", "x"), Axis.to(2, "y"), bars, below=below, words=["<a>", "b"])
+    kinds = ("bar green", "bar green pale", "volume violet", "strip")
+    assert [shown.count(f'class="{kind}"') for kind in kinds] == [1, 1, 2, 2]
+    assert "<title>&lt;a&gt;</title>" in shown
+    assert [f'<i class="{color}"></i>' in shown for color in ("green", "green pale", "violet")] == [True] * 3
+    alone = charts.bar_chart("all", Axis.of("p", "x"), Axis.to(2, "y"), [bars[0], Series("none", "blue", [(0, None)])])
+    assert "blue" not in alone
 
 
 def test_axes_end_at_a_round_number_or_at_the_largest_value():

@@ -7,7 +7,7 @@ import pytest
 
 from drafter_service.transport.wire import SHAPES
 from engine.drafters.kinds import KINDS, describe_kinds
-from engine.drafters.registry import build_drafter, configure, parse_kinds
+from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
 from engine.drafters.tokens import innermost
 from ssd.base import LONG_PROMPT
 from ssd.baselines.ngram import NgramDrafter
@@ -116,3 +116,12 @@ def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, sha
         drafter.close()
     assert not innermost(drafter).is_connected
     assert SHAPES[service.requests[0].hello.draft_shape] == shape
+
+
+def test_the_deadline_of_a_sidecar_is_an_option(tmp_path):
+    for text in ("0.25", "0"):
+        check_kind("ssd-remote", configure("ssd-remote", CONFIG, {"deadline_s": text}), None, tmp_path)
+    for text in ("-1", "inf", "soon"):
+        config = configure("ssd-remote", CONFIG, {"deadline_s": text})
+        with pytest.raises(UserError, match=f"deadline_s must be a number of seconds, not '{text}'"):
+            check_kind("ssd-remote", config, None, tmp_path)

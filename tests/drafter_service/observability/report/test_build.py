@@ -17,8 +17,7 @@ from drafter_service.observability.facts import (
     Latency,
     Sample,
 )
-from drafter_service.observability.report.build import build_report
-from drafter_service.observability.report.figures import MAX_PERIODS
+from drafter_service.observability.report.build import MAX_PERIODS, build_report
 from drafter_service.observability.report.schema import ClientTotals, Report, SharedLogReport
 from ssd.stats import Stats, VersionTotals
 from ssd.types import Source

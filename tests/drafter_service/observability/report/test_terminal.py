@@ -70,13 +70,13 @@ def test_values_are_those_of_the_report():
     text, known = printed(report), report.namespaces[0]
     words = " ".join(text.split())
     assert f"tokens per step {units.ratio(known.drafting.tokens_per_step)}" in words
-    assert f"hit rate (steps with a draft) {units.share(known.drafting.hit_rate)}" in words
-    assert f"error {units.share(known.calibration.error)}" in words
+    assert f"hit rate {units.share(known.drafting.hit_rate)} {units.share(known.recent.drafting.hit_rate)}" in words
+    assert f"differ by {units.share(known.calibration.error)} on average" in words
     draft = known.draft_latency
-    assert f"draft of a batch {units.duration(draft.p50_s)} {units.duration(draft.p90_s)}" in words
+    assert f"p50 {units.duration(draft.p50_s)}, p90 {units.duration(draft.p90_s)}" in words
     assert f"{units.span(5, 8)} 90 30.0 ms 24.0 ms > 8,192 4 1.50 s 1.00 s" in words
     first = known.by_position[0]
-    line = next(line for line in text.split("\n") if line.startswith("1 "))
+    line = next(line for line in text.split("\n") if line.startswith(" 1 "))
     assert line.split()[2:4] == [units.share(first.acceptance), units.count(first.drafted)]
 
 
@@ -84,8 +84,8 @@ def test_many_namespaces_are_an_overview():
     facts = service(*(busy_namespace(f"team-{n}", steps=1000 * (n + 1)) for n in range(8)))
     text = printed(build_report(facts))
     assert "--namespace" in text
-    assert "text age" not in text
-    rows = [line.split()[0] for line in text.split("\n") if line.startswith("team-") and "saves" not in line]
+    assert "By age of the text" not in text
+    rows = [line.split()[0] for line in text.split("\n") if line.startswith(" team-")]
     assert rows == [f"team-{n}" for n in reversed(range(8))]
 
 

@@ -2,8 +2,19 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.commands.compare.figures import Figures, Output, Step, groups, run_group
+from engine.commands.compare.figures import (
+    LOOP_PERIOD,
+    LOOP_TOKENS,
+    Figures,
+    Output,
+    Step,
+    find_loops,
+    groups,
+    run_group,
+)
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.engine import build_engine
@@ -106,3 +117,26 @@ def test_steps_within_loops_are_left_out():
 
 def test_groups_have_every_request_once():
     assert list(groups([*range(7)], 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def naive_loop_tokens(tokens):
+    looping = set()
+    for last in range(len(tokens)):
+        run = range(last - LOOP_TOKENS + 1, last + 1)
+        for period in range(1, LOOP_PERIOD + 1):
+            if run[0] >= period and all(tokens[i] == tokens[i - period] for i in run):
+                looping.update(run)
+    return len(looping)
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 4)
+)
+def test_loop_tokens_are_counted(start, period, times):
+    tokens = start + period * times
+    assert find_loops(np.array(tokens, np.uint32)).sum() == naive_loop_tokens(tokens)
+
+
+def test_a_loop_is_counted_and_plain_text_is_not():
+    assert find_loops(np.arange(128, dtype=np.uint32)).sum() == 0
+    assert find_loops(np.array([1, 2] * 30, np.uint32)).sum() == 58

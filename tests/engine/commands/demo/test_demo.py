@@ -1,60 +1,57 @@
 """A short demonstration with a tiny model and the real sidecar, up to the files that it writes."""
 
 import json
+import os
+import signal
 import sys
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
-from drafter_service.client import DrafterClient
 from engine.commands import main as cli
+from engine.commands.compare.results import Condition
+from engine.commands.compare.trial import Turn
 from engine.commands.demo import command
-from engine.commands.demo.measure import Measurement, summarize
-from engine.commands.demo.workload import make_workload
-from ssd.types import DraftBatch
+from engine.commands.demo.results import Round, loop_share, results_of
+from engine.commands.demo.workload import WorkItem, make_workload
+from engine.scheduling.request import Completion, FinishReason
 from tests.browser import page_faults
 from tests.engine.conftest import make_folder
 from tests.markup import tags_of
 
-
-def measurement(**changes):
-    fields = {
-        "kind": "new",
-        "prompt_tokens": 10,
-        "output_tokens": 100,
-        "corpus_tokens": 0,
-        "plain_s": 1.0,
-        "drafted_s": 0.5,
-        "steps": 50,
-        "drafted": 80,
-        "accepted": 50,
-        "identical": True,
-        "loop_tokens": 20,
-    }
-    return Measurement(**{**fields, **changes})
+TOKENS = np.array([*range(80), *[7] * 20], np.uint32)
 
 
-def test_the_summary_adds_up_measurements():
-    measurements = [measurement(corpus_tokens=100 * index) for index in range(18)]
-    measurements += [measurement(kind="exact repeat", drafted_s=0.25, steps=10), measurement(corpus_tokens=1900)]
-    summary = summarize(measurements)
-    assert summary.identical
-    assert len(summary.tenths) == 10
-    last = summary.tenths[-1]
-    assert (last.requests, last.new) == (2, 1)
-    assert last.speedup == pytest.approx(2.0 / 0.75)
-    assert last.tokens_per_step == pytest.approx(200 / 60)
-    assert summary.whole.speedup == pytest.approx(20 / (19 * 0.5 + 0.25))
-    assert summary.kinds["new"].speedup == pytest.approx(2.0)
-    assert summary.whole.acceptance == pytest.approx(50 / 80)
-    assert summary.loop_share == pytest.approx(0.2)
-    assert {kind: part.requests for kind, part in summary.kinds.items()} == {"new": 19, "exact repeat": 1}
+def turn(wall_s, steps, drafted=0, accepted=0, tokens=TOKENS):
+    return Turn([Completion(tokens, FinishReason.LENGTH, steps, drafted, accepted)], wall_s)
 
 
-def test_one_differing_output_is_reported():
-    measurements = [measurement(identical=index != 7) for index in range(20)]
-    summary = summarize(measurements)
-    assert not summary.identical
-    assert summary.differing == (7,)
+def rounds_of(*kinds, drafted_s=0.5, steps=50, tokens=TOKENS):
+    return [Round(WorkItem(kind, "", 0), turn(1.0, 100), turn(drafted_s, steps, 80, 50, tokens)) for kind in kinds]
+
+
+def test_results_are_totals_of_kinds_and_tenths():
+    rounds = [*rounds_of(*["new"] * 18), *rounds_of("exact repeat", drafted_s=0.25, steps=10), *rounds_of("new")]
+    results = results_of(rounds, Condition("exact", 0.0, 1), "path", 8)
+    kinds, tenths = ([each for each in results if each.part.startswith(part)] for part in ("by kind", "as the"))
+    assert [(each.drafter, each.prompts) for each in kinds] == [("all", 20), ("new", 19), ("exact repeat", 1)]
+    whole, new, _ = kinds
+    assert whole.speedup == pytest.approx(20 / (19 * 0.5 + 0.25))
+    assert (new.speedup, new.tokens_per_step, new.drafted_per_step) == (2.0, 2.0, 1.6)
+    assert whole.tokens_per_s == pytest.approx(2000 / 9.75)
+    assert [each.prompts for each in tenths] == [2] * 10
+    assert tenths[-1].drafter == "requests 19 to 20"
+    assert tenths[-1].tokens_per_step == pytest.approx(200 / 60)
+    assert all(each.identical for each in results)
+    assert loop_share(rounds) == pytest.approx(0.19)
+
+
+def test_a_differing_output_is_reported():
+    rounds = rounds_of(*["new"] * 10)
+    rounds[7] = rounds_of("new", tokens=TOKENS[:-1])[0]
+    results = results_of(rounds, Condition("exact", 0.0, 1), "path", 8)
+    assert [each.drafter for each in results if not each.identical] == ["all", "new", "requests 8 to 8"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def short_run():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "PROBE_REQUESTS", 1)
-        patch.setattr(command, "STEP_DEADLINE_S", 30.0)
+        patch.setitem(command.DRAFTER.options, "deadline_s", "30")
         patch.setattr(
             command, "SIDECAR_OPTIONS", (*command.SIDECAR_OPTIONS, "--set", "drafting.refresh_interval_s=0.001")
         )
@@ -113,33 +110,33 @@ def test_sampled_outputs_are_identical_and_run_json_has_every_figure(demo):
     out, code = demo
     run = json.loads((out / "run.json").read_text())
     assert code == 0
-    assert run["settings"]["temperature"] == 0.5
-    assert run["identical"] is True
-    for part in (run["whole"], run["kinds"]["new"]):
-        assert part["speedup"] > 0
-        assert part["tokens_per_step"] >= 1
-    assert run["loop_share"] >= 0
-    assert {"versions", "settings"} <= set(run)
-    assert len(run["requests"]) == len(run["tenths"]) == 10
-    assert {kind: part["requests"] for kind, part in run["kinds"].items()} == {
-        "new": 4,
-        "near repeat": 3,
-        "exact repeat": 3,
-    }
+    assert (run["settings"]["temperature"], run["settings"]["drafter"]) == (0.5, "ssd-remote")
+    assert {"versions", "recommendation"} <= set(run)
+    for result in run["results"]:
+        assert result["identical"] is True
+        assert result["speedup"] > 0
+        assert result["tokens_per_step"] >= 1
+    counts = {result["drafter"]: result["prompts"] for result in run["results"][:4]}
+    assert counts == {"all": 10, "new": 4, "near repeat": 3, "exact repeat": 3}
+    assert len(run["results"]) == 4 + 10
 
 
 def test_exact_repeats_are_drafted(demo):
-    run = json.loads((demo[0] / "run.json").read_text())
-    repeats = [request for request in run["requests"] if request["kind"] == "exact repeat"]
-    assert sum(r["output_tokens"] for r in repeats) > 2 * sum(r["steps"] for r in repeats)
+    [repeats] = [
+        result
+        for result in json.loads((demo[0] / "run.json").read_text())["results"]
+        if result["drafter"] == "exact repeat"
+    ]
+    assert repeats["tokens_per_step"] > 2
 
 
 def test_the_page_is_self_contained(demo):
     out, _ = demo
     page = (out / "run.html").read_text()
     assert page_faults(out / "run.html") == []
-    assert tags_of(page)["circle"] == 2 * 10  # for wide and narrow screens
-    assert "tokens/s" in page
+    assert tags_of(page)["tr"] == 2 + 4 + 10
+    assert "% of the output tokens are part of loops" in page
+    assert "| exact repeat |" in (out / "run.md").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_reported_first(model_with_prompts, tmp_path, capsys):
@@ -153,12 +150,18 @@ def test_a_folder_that_cannot_be_written_is_reported_first(model_with_prompts, t
 
 
 def test_a_lost_sidecar_is_an_error(model_with_prompts, tmp_path, capsys, monkeypatch):
-    def lose(client, progress):
-        monkeypatch.setattr(DrafterClient, "lost", "killed")
-        return DraftBatch.empty(len(progress.sequence_ids))
+    @contextmanager
+    def killed(*options):
+        with running_sidecar(*options) as sidecar:
+            monkeypatch.setattr(command, "make_workload", lambda *arguments: kill(sidecar.pid, *arguments))
+            yield sidecar
 
-    monkeypatch.setattr(DrafterClient, "draft", lose)
+    def kill(pid, *arguments):
+        os.kill(pid, signal.SIGKILL)
+        return make_workload(*arguments)
 
+    running_sidecar = command.running_sidecar
+    monkeypatch.setattr(command, "running_sidecar", killed)
     assert run_demo(model_with_prompts, tmp_path) == 2
-    assert "the sidecar was lost during the run (killed)" in capsys.readouterr().err
+    assert "no connection to the drafter at" in capsys.readouterr().err
     assert not (tmp_path / "run.json").exists()

@@ -1,18 +1,8 @@
-"""Ends of outputs, and numbers of tokens in loops."""
+"""Ends of outputs."""
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.commands.demo.outputs import (
-    LOOP_PERIOD,
-    LOOP_TOKENS,
-    MAX_LINE,
-    count_loop_tokens,
-    end_of_block,
-    find_lengths,
-)
+from engine.commands.demo.outputs import MAX_LINE, end_of_block, find_lengths
 from engine.config import EngineConfig
 from engine.engine import build_engine
 from engine.models.tokenizer import Tokenizer
@@ -60,26 +50,3 @@ def test_lengths_are_those_of_the_text_up_to_its_end(model, model_folder):
         end = end_of_block(prompt, texts[-1])
         assert length == max(1, next((n for n, text in enumerate(texts) if end is not None and len(text) >= end), 60))
     assert min(lengths) < 60
-
-
-def naive_loop_tokens(tokens):
-    looping = set()
-    for last in range(len(tokens)):
-        run = range(last - LOOP_TOKENS + 1, last + 1)
-        for period in range(1, LOOP_PERIOD + 1):
-            if run[0] >= period and all(tokens[i] == tokens[i - period] for i in run):
-                looping.update(run)
-    return len(looping)
-
-
-@given(
-    st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 4)
-)
-def test_loop_tokens_are_counted(start, period, times):
-    tokens = start + period * times
-    assert count_loop_tokens(np.array(tokens, np.uint32)) == naive_loop_tokens(tokens)
-
-
-def test_a_loop_is_counted_and_plain_text_is_not():
-    assert count_loop_tokens(np.arange(128, dtype=np.uint32)) == 0
-    assert count_loop_tokens(np.array([1, 2] * 30, np.uint32)) == 58

@@ -40,11 +40,12 @@ def test_tasks_of_a_conversation_are_in_order(chat_folder):
 def test_a_chat_model_runs_the_tasks_with_identical_outputs(chat_folder, tmp_path, capsys):
     assert run_demo(chat_folder, tmp_path) == 0
     run = json.loads((tmp_path / "run.json").read_text())
-    assert run["identical"]
-    assert sum(part["requests"] for part in run["tasks"].values()) == run["whole"]["new"] == 10
+    tasks = {result["drafter"]: result for result in run["results"] if result["part"] == "by kind of request"}
+    assert all(result["identical"] for result in run["results"])
+    assert tasks.pop("all")["prompts"] == sum(result["prompts"] for result in tasks.values()) == 10
     printed = capsys.readouterr().out
-    assert all(f"the last output of {task}:" in printed for task in run["tasks"])
-    assert all(f"<td>{task}</td>" in (tmp_path / "run.html").read_text() for task in run["tasks"])
+    assert all(f"the last output of {task}:" in printed for task in tasks)
+    assert all(f"<td>{task}</td>" in (tmp_path / "run.html").read_text() for task in tasks)
 
 
 def test_a_model_without_prompts_and_chat_template_is_refused(model_folder, tmp_path, capsys):
