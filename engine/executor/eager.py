@@ -105,6 +105,8 @@ def score_prompts(plan: StepPlan, batch: Batch, logits: Tensor) -> None:
     logits: float32 [rows, V], of `batch.logit_rows`.
     """
     bounds = batch.scored_offsets
+    if bounds[0] == bounds[-1]:
+        return
     counts, rows, tokens = {}, {}, {}
     sequences = plan.table.of(plan.all_rows)
     for index in np.flatnonzero(np.diff(bounds) * plan.still_runs).tolist():
