@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -29,7 +28,6 @@ from engine.config import ContextWindow, EngineConfig
 from engine.drafters.base import Drafter
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
-from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt, innermost, limits_of
 from engine.executor.base import Executor, InFlightStep
 from engine.executor.build import Executors, build_executors, with_kv_memory
@@ -45,13 +43,14 @@ from engine.sampling.stopping import Cut
 from engine.scheduling.commit import ENDED, FULL, UNDECIDED, Counts, commit_results
 from engine.scheduling.draft_usage import is_predicted
 from engine.scheduling.intake import Intake
-from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, FinishReason, Request, SamplingParams
-from engine.scheduling.row_results import ResultArrays, RowResults
+from engine.scheduling.result import StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.table import COMPUTED
-from engine.scheduling.times import StageTimes, Stopwatch
+from engine.scheduling.table import COMPUTED, IN_FLIGHT
+from engine.scheduling.times import Stopwatch
 from engine.scheduling.turns import Turns
 from engine.speculation.device_drafting import DeviceDrafting
 from engine.speculation.selection import DraftSelection
@@ -64,51 +63,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 COMMON_SAMPLING = SamplingParams(temperature=1.0)
 """Settings that most requests are assumed to have; their CUDA graphs are captured at start."""
-
-
-@dataclass
-class StepReport:
-    """Results and timing of one step."""
-
-    results: SequenceOf[SequenceResult] = ()
-    """One per sequence that produced tokens."""
-    finished: dict[int, Completion] = field(default_factory=dict)
-    """Completions by the ids that `Engine.add` returned."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
-    restarted: list[int] = field(default_factory=list)
-    """Requests whose output so far was dropped, because the weights changed."""
-    times: StageTimes = field(default_factory=StageTimes)
-    """Durations of the stages."""
-    is_ahead: bool = False
-    """Whether the next step was launched before the results of this one were read."""
-    is_backing_off: bool = False
-    """Whether the drafter was not called because drafting was not worthwhile recently."""
-
-    @cached_property
-    def arrays(self) -> ResultArrays:
-        """The results as arrays."""
-        return self.results.arrays if isinstance(self.results, RowResults) else ResultArrays.of(self.results)
-
-    @property
-    def tokens(self) -> dict[int, np.ndarray]:
-        """Committed tokens by the ids that `Engine.add` returned."""
-        parts = np.split(self.arrays.tokens, self.arrays.lengths.cumsum()[:-1])
-        return dict(zip(self.arrays.ids.tolist(), parts, strict=False))
-
-    @property
-    def committed(self) -> int:
-        """Number of committed tokens."""
-        if isinstance(self.results, RowResults):
-            return self.results.counts.committed
-        return len(self.arrays.tokens)
-
-    @property
-    def accepted(self) -> int:
-        """Number of accepted draft tokens, without those that a grammar forced."""
-        if isinstance(self.results, RowResults) and not self.results.chosen:
-            return self.results.counts.accepted
-        return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
 
 
 class Engine:
@@ -249,28 +203,22 @@ class Engine:
         step, last_read = self._in_flight[0], self._read_at
         is_ahead = self._can_run_ahead and self._launch(watch)
         self._in_flight.popleft()
-        if isinstance(step, GraphStep) and not step.plan.drafts_on_device:
-            values = step.read()
-            watch.lap("verify")
-            self._read_at = perf_counter()
-            report, has_filled = self._commit_rows(step.plan, values, step.choose())
-            watch.lap("commit")
-            if not self._in_flight:
-                # The device runs the next step while this one is accounted for, here and by the caller.
-                self._launch(watch)
-            if has_filled:
-                self.scheduler.register_rows(step.plan.rows)
-        else:
-            result = step.result()
-            watch.lap("verify")
-            self._read_at = perf_counter()
-            report = self._commit(result, watch)
-        seconds = self._read_at - max(step.plan.began, last_read)
+        result = step.result()
+        watch.lap("verify")
+        self._read_at = perf_counter()
+        # Its drafts were made in this time, but its results are observed after it.
+        seconds = self._read_at - max(step.plan.began, last_read) - step.plan.drafting_s
+        report = self._commit(result, watch)
+        if isinstance(step, GraphStep) and not self._in_flight and not step.plan.drafts_on_device:
+            # The device runs the next step while this one is accounted for, here and by the caller.
+            self._launch(watch)
+        if result.counts.filled:
+            self.scheduler.register_rows(step.plan.rows)
         if self._ended:
             self._finish_ended()
         report.finished, self._finished = self._finished, {}
         report.is_ahead = is_ahead
-        if report.results:
+        if report.committed:
             self._record(step.plan, report, seconds)
         watch.lap("commit")
         return report
@@ -421,7 +369,7 @@ class Engine:
         watch.lap("schedule")
         executor = self._executor_for(plan)
         is_on_graph = executor is self._graph
-        if not plan.sequences or ((self._in_flight or self._launched) and not is_on_graph):
+        if not len(plan) or ((self._in_flight or self._launched) and not is_on_graph):
             return False
         if self._in_flight and plan.needs_host:
             return False
@@ -436,9 +384,7 @@ class Engine:
             if is_drafting:
                 return False
         else:
-            self._speculation.propose(plan, by_rows=is_on_graph)
-            if not is_on_graph:
-                self._speculation.assign(plan)
+            self._speculation.propose(plan)
             watch.lap("draft")
         self._in_flight.append(executor.launch(plan))
         self._launched.append(plan)
@@ -448,14 +394,14 @@ class Engine:
 
     def _count_launched(self, plan: StepPlan, *, is_on_graph: bool) -> None:
         """Note what a launched step computes."""
-        for entry in plan.chunks:
-            # The last committed token counts as computed once the next token is known.
-            if ahead := entry.scheduled - entry.produces:
-                entry.sequence.computed += ahead
-                self.scheduler.register_pages(entry.sequence)
+        # The last committed token counts as computed once the next token is known.
+        state = self.scheduler.table.state
+        if len(plan.chunks):
+            prompts = plan.prompts()
+            state[prompts.all_rows, COMPUTED] += prompts.chunks
+            self.scheduler.register_rows(prompts.all_rows)
         if not is_on_graph:
-            for entry in plan.producing:
-                entry.sequence.in_flight += 1 + entry.max_verified
+            state[plan.rows, IN_FLIGHT] += 1 + plan.lengths
 
     def _executor_for(self, plan: StepPlan) -> Executor:
         """Return the executor for a step: the graph executor, unless a request needs the host and the device drafts."""
@@ -463,72 +409,31 @@ class Engine:
             return self._executor
         if self._graph.chain is not None and self.scheduler.needs_host:
             # The eager executor advances sequences on the host only, which outdates the state on the device.
-            if plan.sequences and not self._in_flight and not self._launched:
+            if len(plan) and not self._in_flight and not self._launched:
                 self._graph.release(self.scheduler.table)
             return self._executor
         return self._graph
 
-    def _commit_rows(
-        self, plan: StepPlan, values: np.ndarray, chosen: dict[int, SequenceResult]
-    ) -> tuple[StepReport, bool]:
-        """Commit the results of a step of the graph executor whose drafts the host made.
-
-        values, chosen: see `GraphStep.read` and `GraphStep.choose`. Also returns whether pages became full.
-        """
-        report = StepReport(is_backing_off=plan.is_backing_off)
-        state = self.scheduler.table.state
-        report.results = results = RowResults(plan, values, state[plan.rows, COMPUTED])
-        results.choose(chosen)
-        draft = plan.draft
-        results.counts = counts = Counts(*commit_results(
-            state, plan.rows, plan.admissions, values, draft.sources, draft.offsets, draft.lengths, self._end_tokens,
-            self._config.page_size, results.kept, results.outcomes,
+    def _commit(self, result: StepResult, watch: Stopwatch) -> StepReport:
+        """Commit the tokens of a step, up to the end of each output."""
+        plan, table = result.plan, self.scheduler.table
+        report = StepReport(result, is_backing_off=plan.is_backing_off)
+        result.counts = Counts(*commit_results(
+            table.state, plan.rows, plan.admissions, result.values, result.sources, plan.drafts.batch.offsets,
+            plan.lengths, self._end_tokens, self.scheduler.pages.page_size, result.lengths, result.outcomes,
         ))  # fmt: skip
-        for index in np.flatnonzero(results.outcomes >= ENDED).tolist() if counts.ending else ():
-            sequence, outcome = self.scheduler.table.of(plan.rows[index : index + 1])[0], results.outcomes[index]
-            cut = Cut(int(results.kept[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
+        for index in np.flatnonzero(result.outcomes >= ENDED).tolist() if result.counts.ending else ():
+            [sequence], outcome = table.of(plan.rows[index : index + 1]), result.outcomes[index]
+            cut = Cut(int(result.lengths[index]), FinishReason.LENGTH if outcome == FULL else FinishReason.STOP)
             if outcome == UNDECIDED:
-                cut = self._append_chosen(results, index, report)
+                cut = self._append(sequence, result, index, report)
             if cut.reason is not None:
                 self._end(sequence, cut)
-        for chunk in plan.chunks:
-            if chunk.sequence.is_running and chunk.sequence.is_scored:
-                self._end(chunk.sequence, Cut(0, FinishReason.LENGTH))
-        if self._speculation.observes_rows:
-            self._speculation.observe_rows(plan, results)
-        else:
-            self._speculation.observe(StepResult(plan, list(results)))
-        return report, counts.filled > 0
-
-    def _append_chosen(self, results: RowResults, index: int, report: StepReport) -> Cut:
-        """Commit the tokens of a sequence whose request decides where it ends."""
-        result = results.at(index)
-        cut = self._append(result) if len(result.tokens) else Cut(0, None)
-        results.add(index, len(result.tokens))
-        if cut.reason is None and result.error is not None:
-            report.refused[result.sequence_id] = str(result.error)
-            return Cut(0, FinishReason.ABORT)
-        return cut
-
-    def _commit(self, result: StepResult, watch: Stopwatch) -> StepReport:
-        """Commit the tokens of a step."""
-        plan, report = result.plan, StepReport(is_backing_off=result.plan.is_backing_off)
-        running = [each for each in result.results if each.plan.sequence.is_running]
-        # Drafters do not observe a sequence whose output could not be continued.
-        result.results = [each for each in running if each.error is None or len(each.tokens)]
-        report.results = [each for each in running if len(each.tokens)]
-        cuts: list[tuple[Sequence, Cut]] = []
-        for each in running:
-            cut = Cut(0, None)
-            if len(each.tokens):
-                each.plan.sequence.in_flight -= 1 + each.plan.max_verified
-                cut = self._append(each)
-            if each.plan.sequence.is_scored:
-                cut = Cut(0, FinishReason.LENGTH)
-            if cut.reason is None and each.error is not None:
-                cut = Cut(0, FinishReason.ABORT)
-                report.refused[each.sequence_id] = str(each.error)
-            cuts.append((each.plan.sequence, cut))
+        if plan.producers < len(plan):
+            runs = plan.still_runs[plan.producers :]
+            for sequence in table.of(plan.all_rows[plan.producers :][runs]):
+                if sequence.is_scored:
+                    self._end(sequence, Cut(0, FinishReason.LENGTH))
         watch.lap("commit")
         if self._graph is not None and self._graph.chain is not None and plan.drafts_on_device:
             self._graph.chain.observe(result)
@@ -536,9 +441,6 @@ class Engine:
         observing_s = watch.lap("draft")
         if plan.is_drafting:
             plan.drafting_s += observing_s
-        for sequence, cut in cuts:
-            if cut.reason is not None:
-                self._end(sequence, cut)
         return report
 
     def _end(self, sequence: Sequence, cut: Cut) -> None:
@@ -553,31 +455,34 @@ class Engine:
         self._ended.clear()
 
     def _record(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
-        """Update the decisions about drafting with a step. seconds: its duration, drafting included."""
+        """Update the decisions about drafting with a step. seconds: its duration, without the host's drafting."""
         if plan.drafts_on_device:
             # Without a launch, or with two, the duration is not that of one step.
             if self._device_drafting is not None and len(self._launched) == 1:
                 self._device_drafting.record(plan, self._launched[0], report.committed, seconds)
         elif self._selection is not None:
-            self._selection.record(plan, report.accepted, report.committed, seconds - plan.drafting_s)
+            self._selection.record(plan, report.accepted, report.committed, seconds)
 
-    def _append(self, result: SequenceResult) -> Cut:
-        """Commit the tokens that a step produced for a sequence, up to the end of its output."""
-        sequence = result.plan.sequence
-        cut = sequence.stopping.cut(result.tokens, sequence.room)
-        if cut.length < len(result.tokens):
-            result.tokens = result.tokens[: cut.length]
-            result.kept = result.kept[: cut.length]
-            if result.logprobs is not None:
-                result.logprobs = result.logprobs.part(0, cut.length)
-        if sequence.request.hints is not None:
-            continues = is_predicted(sequence.request.hints, sequence.output, result.plan.draft, result.plan.parents)
-            sequence.predicted_drafted += int(continues.sum())
-            sequence.predicted_accepted += int(continues[result.kept].sum())
-        sequence.commit(
-            result.tokens, drafted=result.sources, accepted=result.accepted_sources, logprobs=result.logprobs
-        )
-        self.scheduler.register_pages(sequence)
+    def _append(self, sequence: Sequence, result: StepResult, index: int, report: StepReport) -> Cut:
+        """Commit the tokens of a sequence whose request decides where it ends."""
+        tokens, cut = result.tokens_of(index), Cut(0, None)
+        if len(tokens):
+            cut = sequence.stopping.cut(tokens, sequence.room)
+            result.add(index, cut.length)
+            if (logprobs := result.logprobs.get(index)) is not None:
+                result.logprobs[index] = logprobs = logprobs.part(0, cut.length)
+            batch, drafted, path = result.plan.drafts.batch, result.draft_of(index), result.path_of(index)
+            if sequence.request.hints is not None:
+                draft = batch.tokens[drafted], batch.parents[drafted]
+                continues = is_predicted(sequence.request.hints, sequence.output, *draft)
+                sequence.predicted_drafted += int(continues.sum())
+                sequence.predicted_accepted += int(continues[path].sum())
+            sources = batch.source[drafted]
+            sequence.commit(tokens[: cut.length], drafted=sources, accepted=sources[path], logprobs=logprobs)
+            self.scheduler.register_pages(sequence)
+        if cut.reason is None and (error := result.errors.get(index)) is not None:
+            report.refused[sequence.sequence_id] = str(error)
+            return Cut(0, FinishReason.ABORT)
         return cut
 
     def _end_refused(self, report: StepReport) -> None:

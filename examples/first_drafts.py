@@ -31,7 +31,10 @@ def steps_of(engine, tokenizer, prompt, max_tokens=56):
     engine.add(Request(tokenizer.encode(prompt), SamplingParams(max_tokens=max_tokens)))
     steps = []
     while engine.has_work:
-        steps += [(each.plan.draft, each.accepted, each.tokens) for each in engine.step().results if len(each.tokens)]
+        result = engine.step().result
+        if result.lengths.any():  # The first steps may run only a part of the prompt.
+            draft = result.plan.drafts.batch.tokens[result.draft_of(0)]
+            steps.append((draft, int(result.accepted[0]), result.tokens_of(0)))
     return steps
 
 

@@ -197,10 +197,10 @@ def serve(engine: Engine, items: Sequence[Item], concurrency: int) -> Run:
                 waiting.remove(number)
                 running[engine.add(items[number].request)] = number
             report = engine.step()
-            run.steps.append((report.times, len(report.results)))
+            run.steps.append((report.times, report.produced))
             run.launched_ahead += report.is_ahead
-            run.deliveries += len(report.results)
-            run.drafted += sum(result.drafted for result in report.results)
+            run.deliveries += report.produced
+            run.drafted += len(report.arrays.drafted_sources)
             for sequence_id, completion in report.finished.items():
                 run.outputs[running.pop(sequence_id)] = completion.tokens
     run.seconds, run.peak_bytes = timer.wall_s, peak_bytes()

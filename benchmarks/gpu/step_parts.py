@@ -93,10 +93,10 @@ def verify(bench: Bench) -> Iterator[Figure]:
     wrong = FixedDrafter(path(MAX_DRAFT), bench.config.vocab_size)
     timed = time_steps(bench, {"plain": NoDrafter(), "verify": wrong}, 1, bench.scale.context)
     ratio = median(ratios(timed["verify"], timed["plain"]))
-    results = [result for report in timed["verify"].reports for result in report.results]
+    results = [report.arrays for report in timed["verify"].reports]
     details: dict[str, object] = {f"{name}_ms": round(1e3 * median(own.medians), 3) for name, own in timed.items()}
-    details["draft_tokens"] = min(result.drafted for result in results)
-    details["accepted"] = max(result.accepted for result in results)
+    details["draft_tokens"] = min(int(each.depths.min()) for each in results)
+    details["accepted"] = max(int(each.accepted.max()) for each in results)
     details["steps_a_round"] = bench.scale.steps
     yield Figure("verify of 16 draft tokens, by a plain step", ratio, "x", bench.scale.rounds, at_most(1.10), details)
 

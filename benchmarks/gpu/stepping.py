@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import MAX_DRAFT, PROMPT_STEP_TOKENS, Bench
-from engine.engine import Engine, StepReport
+from engine.engine import Engine
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DraftShape
 from ssd.types import DraftBatch, Drafter, Progress, Source, offsets_of
@@ -159,7 +160,7 @@ class Stream:
         self._count = len(requests)
         for request in requests:
             engine.add(request)
-        while len(engine.step().results) < self._count:
+        while engine.step().produced < self._count:
             pass
         for _ in range(WARM_STEPS):
             self.step()
@@ -167,8 +168,8 @@ class Stream:
     def step(self) -> StepReport:
         """Run one step. Raises RuntimeError if not every sequence produced tokens."""
         report = self._engine.step()
-        if len(report.results) != self._count:
-            raise RuntimeError(f"{len(report.results)} of {self._count} sequences produced: some ended or waited")
+        if report.produced != self._count:
+            raise RuntimeError(f"{report.produced} of {self._count} sequences produced: some ended or waited")
         return report
 
     def timed(self, steps: int) -> tuple[list[float], list[StepReport]]:

@@ -34,12 +34,13 @@ from engine.api.worker import Worker
 from engine.config import EngineConfig
 from engine.drafters.registry import build_drafter
 from engine.drafters.tokens import adapt
-from engine.engine import COMMON_SAMPLING, Engine, StepReport
+from engine.engine import COMMON_SAMPLING, Engine
 from engine.executor.build import build_executors
 from engine.executor.fixed_step import INPUT_COLUMNS, RESULT_COLUMNS, FixedStep, Kind
 from engine.executor.runner import Runner
 from engine.executor.transfer import PendingArray
 from engine.scheduling.plan import StepPlan
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request
 from engine.speculation.selection import DraftSelection
 from ssd.budget.curve import StepCurve
@@ -120,7 +121,7 @@ class KnownDurations(DraftSelection):
     def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
         """Record a step as in `DraftSelection`."""
         # The durations of an unchanged curve are computed once.
-        size = plan.tokens, plan.sequences
+        size = plan.tokens, len(plan)
         if size not in self._known:
             self._known[size] = float(self._budget.curve.seconds(*size))
         seconds = self._known[size]
@@ -166,7 +167,7 @@ class Steps:
         stages["forward"] -= self._device.seconds - before
         self.stages.append(list(stages.values()))
         self.committed += report.committed
-        self.produced += len(report.results)
+        self.produced += report.produced
         return report
 
     def figures(self, device: Device, first: int) -> dict[str, float]:

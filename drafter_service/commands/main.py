@@ -22,6 +22,7 @@ ENGINE_KERNELS = (
     "engine.executor.batch",
     "engine.sampling.candidates",
     "engine.drafters.combination.merged_tree",
+    "engine.drafters.draft_pool",
     "engine.drafters.model_based.compiled.drafting",
     "engine.drafters.model_free.recycle_tree",
     "engine.drafters.reports",

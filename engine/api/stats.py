@@ -14,7 +14,8 @@ from engine.scheduling.request import Completion, FinishReason, Request
 from engine.scheduling.table import ADMISSION, SEQUENCE_ID
 
 if TYPE_CHECKING:
-    from engine.engine import Engine, StepReport
+    from engine.engine import Engine
+    from engine.scheduling.report import StepReport
 
 
 class EngineTotals:

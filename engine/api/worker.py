@@ -36,7 +36,8 @@ from ssd.errors import UserError
 from ssd.types import offsets_of
 
 if TYPE_CHECKING:
-    from engine.engine import Engine, StepReport
+    from engine.engine import Engine
+    from engine.scheduling.report import StepReport
     from engine.scheduling.request import Completion
 
 STATS_INTERVAL_S = 0.25
@@ -174,7 +175,7 @@ class Worker:
         self._totals.step_finished(report)
         self._timer.step_finished(began, self._engine.scheduler.table.state, report)
         events: list[Event] = [RequestRestarted(self._requests[each].request_id) for each in report.restarted]
-        if report.results:
+        if len(report.arrays.ids):
             events.append(self._tokens_of(report))
         for sequence_id, completion in report.finished.items():
             submitted, times = self._end(sequence_id, completion)

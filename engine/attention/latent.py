@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 from torch import Tensor
 
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import Batch, Span
+from engine.executor.batch import Batch
 from engine.models.config import LatentConfig
 from engine.models.latent_attention import Expansion
 from engine.models.self_attention import Attend
 
 
-def is_prompt(span: Span, latent: LatentConfig) -> bool:
-    """Return whether a span's attention takes fewer operations in the expanded form than in the absorbed one.
+def are_prompts(batch: Batch, latent: LatentConfig) -> np.ndarray:
+    """Return for which sequences attention takes fewer operations in the expanded form than in the absorbed one.
 
     Expanding takes latent * (nope + value) operations for each entry and head. Each query then saves
-    2 * latent - nope - value operations for each entry and head.
+    2 * latent - nope - value operations for each entry and head. The result is bool [B].
     """
     size = latent.nope_dim + latent.value_dim
-    return span.tree is None and span.length * (2 * latent.latent_dim - size) > latent.latent_dim * size
+    are_long = batch.lengths * (2 * latent.latent_dim - size) > latent.latent_dim * size
+    return are_long & (np.diff(batch.nodes) == 0)
 
 
 class LatentPlainAttention(PlainAttention):
@@ -31,14 +29,16 @@ class LatentPlainAttention(PlainAttention):
     def begin(self, batch: Batch) -> Attend:
         """See `Attention.begin`."""
         assert self.config.latent is not None
-        prompts = [span for span in batch.spans if is_prompt(span, self.config.latent)]
-        if not prompts:
+        is_prompt = are_prompts(batch, self.config.latent)
+        if not is_prompt.any():
             return super().begin(batch)
-        others = [span for span in batch.spans if span not in prompts]
-        starts = np.cumsum([0, *(span.length for span in others)]).tolist()
-        moved = [span._replace(start=start) for span, start in zip(others, starts, strict=False)]
-        rest = super().begin(replace(batch, slots=batch.slots[_rows(others)], spans=moved)) if others else None
+        prompts, others = np.flatnonzero(is_prompt), np.flatnonzero(~is_prompt)
+        rest = super().begin(batch.take(others)) if len(others) else None
         return PromptAttend(self, batch, prompts, others, rest)
+
+    def pages_of(self, batch: Batch, index: int, end: int) -> Tensor:
+        """Return the pages of the first `end` entries of a sequence, int64."""
+        return self.on_device(batch.pages[index, : -(-end // self._page_size)].astype(np.int64))
 
     def entries(self, layer: int, pages: Tensor, first: int, end: int) -> Tensor:
         """Return the entries of a sequence from slot `first` to `end`, [end - first, latent + head_dim]."""
@@ -52,17 +52,24 @@ class PromptAttend:
         self,
         attention: LatentPlainAttention,
         batch: Batch,
-        prompts: Sequence[Span],
-        others: Sequence[Span],
+        prompts: np.ndarray,
+        others: np.ndarray,
         rest: Attend | None,
     ) -> None:
-        """prompts: spans of the batch to expand. others: those that `rest` runs, None if there are none."""
+        """prompts: int64, indices of sequences of the batch to expand. others: those that `rest` runs, None if there
+        are none.
+        """
         self._attention = attention
         self._rest = rest
-        self._rest_rows = attention.on_device(_rows(others))
-        rows = _rows(prompts)
+        self._rest_rows = attention.on_device(batch.rows_of(others))
+        rows = batch.rows_of(prompts)
         self._prompt_rows, self._slots = attention.on_device(rows), attention.on_device(batch.slots[rows])
-        self._prompts = [(span, attention.on_device(np.array(span.pages))) for span in prompts]
+        self._prompts = [self._span_of(batch, index) for index in prompts.tolist()]
+
+    def _span_of(self, batch: Batch, index: int) -> tuple[slice, int, Tensor]:
+        """Return the rows of a sequence, its number of tokens after them, and its pages."""
+        rows, end = slice(*batch.starts[index : index + 2].tolist()), int(batch.computed[index] + batch.lengths[index])
+        return rows, end, self._attention.pages_of(batch, index, end)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run the rows outside of prompts in the absorbed form."""
@@ -76,14 +83,7 @@ class PromptAttend:
         if self._rest is not None:
             others = self._rest_rows
             attended[others] = expansion.absorbed(layer, query[others], entries[others], self)
-        for span, pages in self._prompts:
-            first, end = self._attention.first_slot, span.computed + span.length
-            cached = self._attention.entries(layer, pages, first, end)
-            rows = slice(span.start, span.start + span.length)
+        for rows, end, pages in self._prompts:
+            cached = self._attention.entries(layer, pages, self._attention.first_slot, end)
             attended[rows] = expansion.expanded(query[rows], cached)
         return attended
-
-
-def _rows(spans: Sequence[Span]) -> np.ndarray:
-    """Return the rows of spans within their batch, int64."""
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(span.length) + span.start for span in spans)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.executor.batch import Batch
+from engine.speculation.draft_tree import DraftTree
 
 
 class Segment(NamedTuple):
@@ -47,16 +49,17 @@ def segments_of(batch: Batch) -> list[Segment]:
     whole context and to at least one token of its segment.
     """
     segments = []
-    for span in batch.spans:
-        if span.tree is None:
-            segments.append(Segment(span.start, span.length, span.computed, span.pages))
+    for index, (start, end) in enumerate(pairwise(batch.starts.tolist())):
+        computed, pages = int(batch.computed[index]), batch.pages[index].tolist()
+        parents = batch.parents[batch.nodes[index] : batch.nodes[index + 1]]
+        if not len(parents):
+            segments.append(Segment(start, end - start, computed, pages))
             continue
-        nodes = len(span.tree.parents)
-        before = span.length - nodes - 1
+        before = end - start - len(parents) - 1
         if before:
-            segments.append(Segment(span.start, before, span.computed, span.pages))
-        mask = with_root(span.tree.sees)
-        segments.append(Segment(span.start + before, 1 + nodes, span.computed + before, span.pages, mask))
+            segments.append(Segment(start, before, computed, pages))
+        mask = with_root(DraftTree(parents).sees)
+        segments.append(Segment(start + before, 1 + len(parents), computed + before, pages, mask))
     return segments
 
 

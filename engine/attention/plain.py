@@ -8,11 +8,7 @@ diagonal.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +20,6 @@ from engine.attention.plain_fixed import PlainFixed
 from engine.executor.batch import Batch
 from engine.models.config import ModelConfig
 from engine.models.self_attention import Attend
-from engine.speculation.draft_tree import DraftTree
 from ssd.kernels.jit import BoolBlocks, Int, LongRows, Longs, Nothing, Parents, kernel
 
 KEY_BLOCK = 128
@@ -35,23 +30,12 @@ QUERY_CLASSES = (2, 8, 32, KEY_BLOCK)
 because the CPU's matrix product rounds a single query differently."""
 
 
-NO_PARENTS = np.empty(0, np.int32)
-
-
-class QueryBlock(NamedTuple):
-    """Consecutive queries of one sequence whose contexts end in the same block of keys."""
-
-    row: int
-    """Row of the first query within the batch."""
-    length: int
-    position: int
-    """Index of the first query's keys in the sequence's cache; outside of draft trees this is its position."""
-    committed: int
-    """Number of keys before those of the draft tree."""
-    pages: list[int]
-    """The sequence's page table."""
-    tree: DraftTree | None
-    """The tree whose nodes the queries from `committed` on are; None if each attends to all keys up to its own."""
+# Columns of query blocks: consecutive queries of one sequence whose contexts end in the same block of keys.
+ROW, LENGTH, POSITION, COMMITTED, SEQUENCE, TREE, NODES = range(7)
+"""ROW: row of the first query within the batch. POSITION: index of its keys in the sequence's cache; outside of draft
+trees this is its position. COMMITTED: number of keys before those of the draft tree. SEQUENCE: index in the batch.
+TREE, NODES: offset into the batch's `parents` and number of nodes of the tree that the queries from COMMITTED on
+belong to; without one, each attends to all keys up to its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +93,9 @@ class PlainAttention(Attention):
         """See `Attention.begin`."""
         slots = self.on_device(batch.slots)
         blocks = query_blocks(batch)
-        classes: dict[tuple[int, int], list[QueryBlock]] = defaultdict(list)
-        for block in blocks:
-            query_class = bisect_left(QUERY_CLASSES, block.length)
-            classes[block.position // KEY_BLOCK + 1, query_class].append(block)
-        groups = [self._group(members, count * KEY_BLOCK) for (count, _), members in classes.items()]
+        counts, sizes = blocks[:, POSITION] // KEY_BLOCK + 1, np.searchsorted(QUERY_CLASSES, blocks[:, LENGTH])
+        kinds = counts * len(QUERY_CLASSES) + sizes
+        groups = [self._group(batch, blocks[kinds == kind]) for kind in dict.fromkeys(kinds.tolist())]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             self.store(layer, slots, key, value)
@@ -144,32 +126,30 @@ class PlainAttention(Attention):
         """See `Attention.fixed`."""
         return PlainFixed(self._keys, self._values, step, self.first_slot)
 
-    def _group(self, blocks: list[QueryBlock], key_count: int) -> Group:
-        places = np.array([block[:4] for block in blocks])
-        longest = int(places[:, 1].max())
+    def _group(self, batch: Batch, blocks: np.ndarray) -> Group:
+        """Return the group of query blocks that attend to the same number of blocks of keys."""
+        key_count = int(blocks[0, POSITION] // KEY_BLOCK + 1) * KEY_BLOCK
+        longest = int(blocks[:, LENGTH].max())
         width = longest + longest % 2
-        trees = [NO_PARENTS if block.tree is None else block.tree.parents for block in blocks]
-        parents = trees[0] if len(trees) == 1 else np.concatenate(trees)
-        offsets = np.array([0, *accumulate(map(len, trees))])
         rows = np.empty(len(blocks) * width, np.int64)
         mask = np.zeros((len(blocks), self._sharing * width, key_count), bool)
-        _fill_group(places, parents, offsets, self.first_slot, width, rows, mask)
+        _fill_group(blocks, batch.parents, self.first_slot, width, rows, mask)
         return Group(
             rows=self.on_device(rows),
-            pages=self._pages_of(blocks, key_count // self._page_size),
+            pages=self._pages_of(batch, blocks, key_count // self._page_size),
             mask=self.on_device(mask[:, None]),
         )
 
-    def _pages_of(self, blocks: list[QueryBlock], count: int) -> Tensor | slice:
-        pages = blocks[0].pages[:count]
-        if len(blocks) == 1 and pages == list(range(pages[0], pages[0] + len(pages))):
-            return slice(pages[0], pages[0] + count)
-        page_tables: list[int] = []
-        for block in blocks:
-            pages = block.pages[:count]
-            page_tables += pages
-            page_tables += [0] * (count - len(pages))
-        return self.on_device(np.array(page_tables, np.int64))
+    def _pages_of(self, batch: Batch, blocks: np.ndarray, count: int) -> Tensor | slice:
+        held = batch.pages[blocks[:, SEQUENCE], :count]
+        if len(blocks) == 1:
+            end = blocks[0, POSITION] + blocks[0, LENGTH]
+            pages = held[0, : -(-end // self._page_size)]
+            if (np.diff(pages) == 1).all():
+                return slice(int(pages[0]), int(pages[0]) + count)
+        tables = np.zeros((len(blocks), count), np.int64)
+        tables[:, : held.shape[1]] = held
+        return self.on_device(tables.ravel())
 
     def _attend_group(self, group: Group, layer: int, query: Tensor, value_dim: int) -> Tensor:
         """Return the attention of one group in a layer, query [N, heads, d] -> [B * Q, heads, value_dim]."""
@@ -204,36 +184,49 @@ class PlainAttention(Attention):
         return torch.from_numpy(array).to(self._device)
 
 
-def query_blocks(batch: Batch) -> list[QueryBlock]:
-    """Return the tokens of every sequence of a batch, split where their contexts reach the next block of keys."""
-    blocks = []
-    for span in batch.spans:
-        done, committed = 0, span.committed
-        while done < span.length:
-            position = span.computed + done
-            length = min(span.length - done, KEY_BLOCK - position % KEY_BLOCK)
-            blocks.append(QueryBlock(span.start + done, length, position, committed, span.pages, span.tree))
-            done += length
-    return blocks
+def query_blocks(batch: Batch) -> np.ndarray:
+    """Return the tokens of every sequence of a batch, split where their contexts reach the next block of keys.
 
-
-@kernel(LongRows, Parents, Longs, Int, Int, Longs, BoolBlocks, returns=Nothing)
-def _fill_group(places, parents, offsets, first_slot, width, rows, mask):
-    """Write the rows and the mask of a `Group`, whose mask has `width` queries for each head that shares keys.
-
-    places: the first four fields of each block. parents, offsets: the draft tree of each block, without nodes for none.
+    The result has a row of the columns above for each block, int64 [blocks, 7].
     """
-    for block in range(len(places)):
-        row, length, position, committed = places[block]
+    blocks = np.empty((int((batch.lengths // KEY_BLOCK + 2).sum()), NODES + 1), np.int64)
+    return blocks[: _fill_blocks(batch.starts, batch.computed, batch.nodes, blocks)]
+
+
+@kernel(Longs, Longs, Longs, LongRows, returns=Int)
+def _fill_blocks(starts, computed, nodes, blocks):
+    count = 0
+    for index in range(len(computed)):
+        length, done, size = starts[index + 1] - starts[index], 0, nodes[index + 1] - nodes[index]
+        while done < length:
+            position, block = computed[index] + done, blocks[count]
+            block[ROW], block[POSITION], block[COMMITTED] = (
+                starts[index] + done,
+                position,
+                computed[index] + length - size,
+            )
+            block[LENGTH] = min(length - done, KEY_BLOCK - position % KEY_BLOCK)
+            block[SEQUENCE], block[TREE], block[NODES] = index, nodes[index], size
+            done += block[LENGTH]
+            count += 1
+    return count
+
+
+@kernel(LongRows, Parents, Int, Int, Longs, BoolBlocks, returns=Nothing)
+def _fill_group(blocks, parents, first_slot, width, rows, mask):
+    """Write the rows and the mask of a `Group`, whose mask has `width` queries for each head that shares keys."""
+    for place in range(len(blocks)):
+        block = blocks[place]
         for query in range(width):
-            within = min(query, length - 1)
-            rows[block * width + query] = row + within
-            node = position + within - committed
-            is_node = node >= 0 and offsets[block] < offsets[block + 1]
-            keys = mask[block, query]
-            keys[first_slot : committed if is_node else position + within + 1] = True
+            within = min(query, block[LENGTH] - 1)
+            rows[place * width + query] = block[ROW] + within
+            end = block[POSITION] + within
+            node = end - block[COMMITTED]
+            is_node = node >= 0 and block[NODES] > 0
+            keys = mask[place, query]
+            keys[first_slot : block[COMMITTED] if is_node else end + 1] = True
             while is_node and node >= 0:
-                keys[committed + node] = True
-                node = parents[offsets[block] + node]
+                keys[block[COMMITTED] + node] = True
+                node = parents[block[TREE] + node]
         for head in range(width, mask.shape[1]):
-            mask[block, head] = mask[block, head - width]
+            mask[place, head] = mask[place, head - width]

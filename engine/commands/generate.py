@@ -22,11 +22,12 @@ from engine.commands.options import EngineOptions
 from engine.commands.progress import LongProgress
 from engine.commands.prompts import Prompt, load_chat, read_prompt_file
 from engine.drafters.sources import DraftCounts, sum_by_name
-from engine.engine import Engine, StepReport
+from engine.engine import Engine
 from engine.models.detokenize import Detokenizer
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.seeds import sample_seed
 from engine.scheduling.draft_usage import draft_usage
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, Request, SamplingParams
 from ssd.errors import UserError
 
@@ -226,10 +227,10 @@ class CompletionWriter:
 
     def observe(self, report: StepReport) -> None:
         """Write what a step produced."""
-        for result in report.results:
-            if self._stream is not None and result.sequence_id not in report.finished:
-                self._streamed += len(result.tokens)
-                self._print_pieces(self._stream.feed(result.tokens, result.accepted))
+        for sequence_id, tokens, accepted in report.arrays.each():
+            if self._stream is not None and sequence_id not in report.finished:
+                self._streamed += len(tokens)
+                self._print_pieces(self._stream.feed(tokens, accepted))
         self.add(report.finished)
 
     def add(self, finished: Mapping[int, Completion]) -> None:

@@ -13,14 +13,14 @@ Order of calls, all of them from the thread that runs the engine:
 
     bind(forward)            once, after the KV cache exists, if the drafter has this method
     start(sequence)          once per sequence, before its first step; not again after a preemption
-    propose(plan)            at most once per step, before the target's forward pass, for the entries of
+    propose(plan)            at most once per step, before the target's forward pass, for the sequences of
                              `plan.producing`, which excludes requests without drafts (`Request.is_drafted`); not called
                              in steps in which drafting is not worthwhile
-    observe(result)          after every step, once its tokens are committed
+    observe(result)          after every step, once its tokens are committed, with all sequences of the step
     finish(sequence, learn)  once per sequence, after `observe` of its last step, or between steps if it is cancelled
     close()                  once
 
-`propose` returns at most `entry.draft_room` tokens for each entry. Within a draft, parents precede their children. The
+`propose` returns at most `plan.rooms[i]` tokens for sequence i. Within a draft, parents precede their children. The
 engine may verify only a part of a draft; `observe` reports which. If a drafter raises, the step runs without drafts; a
 draft that breaks these rules is dropped; `engine.drafters.guard` reports the first such problem.
 
@@ -45,8 +45,8 @@ depth that it chooses from past acceptance rates.
 Extra rows in the target's batch
 --------------------------------
 
-A drafter that declares `extra_rows` may add up to `entry.extra_room` tokens to each entry: `Drafts.extra`. They run in
-the same forward pass as the draft, but are not verified; `SequenceResult.extra_tokens` has the target's most likely
+A drafter that declares `extra_rows` may add up to `plan.extra_rooms[i]` tokens to sequence i: `Drafts.extra`. They run
+in the same forward pass as the draft, but are not verified; `StepResult.extra_tokens` has the target's most likely
 token after each of them. Each extra row attends to the context, its ancestors among the extra rows and itself, and its
 position follows its depth, as in a draft tree. No other row attends to it, and its keys and values are overwritten by
 the next step, so extra rows never change outputs.
@@ -67,15 +67,12 @@ the last slot of every page, indexed by page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
-from ssd.types import DraftBatch, offsets_of
+from engine.drafters.drafts import Drafts
 
 if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
-    from collections.abc import Sequence as SequenceOf
     from pathlib import Path
 
     import torch
@@ -84,11 +81,9 @@ if TYPE_CHECKING:  # Drafters of tokens do not need PyTorch.
     from engine.config import EngineConfig
     from engine.models.config import ModelConfig
     from engine.models.decoder import Decoder
-    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan
+    from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
-
-DETERMINISTIC = -1
-"""Row of `Drafts.q` of a token that was not sampled."""
 
 
 class DraftLayers(NamedTuple):
@@ -172,54 +167,6 @@ class TargetInfo:
         return self.model.embedding.weight
 
 
-@dataclass(frozen=True, eq=False)
-class ExtraRows:
-    """Tokens that run after the drafts of B sequences without being verified, E tokens in total."""
-
-    tokens: np.ndarray
-    """uint32 [E]."""
-    parents: np.ndarray
-    """int32 [E]: index of the parent within the sequence's own extra rows, `ssd.types.ROOT` for a child of the
-    context; parents precede their children."""
-    offsets: np.ndarray
-    """uint32 [B + 1]: sequence i has the extra rows `offsets[i]` up to `offsets[i + 1]`."""
-
-    def scatter(self, indices: np.ndarray, count: int) -> ExtraRows:
-        """See `Drafts.scatter`."""
-        lengths = np.zeros(count, np.uint32)
-        lengths[indices] = np.diff(self.offsets)
-        return replace(self, offsets=offsets_of(lengths))
-
-
-@dataclass(frozen=True, eq=False)
-class Drafts:
-    """Drafts for B sequences, T tokens in total."""
-
-    batch: DraftBatch
-    """Tokens, parents, `accept_prob` and sources, one draft per entry of `StepPlan.producing`, in that order."""
-    q: Tensor | None = None
-    """float32 [R, V]: the distributions that tokens were sampled from; None if all candidates are deterministic."""
-    q_rows: np.ndarray | None = None
-    """int32 [T]: the row of `q` of each token, `DETERMINISTIC` for a token that was not sampled."""
-    extra: ExtraRows | None = None
-    """Rows that are not verified, for the same sequences; None if there are none."""
-
-    @classmethod
-    def empty(cls, sequences: int) -> Drafts:
-        """Return no draft for any of `sequences`."""
-        return cls(DraftBatch.empty(sequences))
-
-    def take(self, indices: SequenceOf[int]) -> Drafts:
-        """Return the drafts of some sequences, without extra rows."""
-        q_rows = None if self.q_rows is None else self.q_rows[self.batch.places(indices)]
-        return replace(self, batch=self.batch.take(indices), q_rows=q_rows, extra=None)
-
-    def scatter(self, indices: np.ndarray, count: int) -> Drafts:
-        """Return drafts for `count` sequences: these at ascending `indices`, int64 [B], and none for the others."""
-        extra = None if self.extra is None else self.extra.scatter(indices, count)
-        return replace(self, batch=self.batch.scatter(indices, count), extra=extra)
-
-
 class Drafter(Protocol):
     """Proposes draft tokens; see the module's docstring for the rules.
 
@@ -242,7 +189,7 @@ class Drafter(Protocol):
         return
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Return a draft for each entry of `plan.producing`, at most `entry.draft_room` tokens each."""
+        """Return a draft for each sequence of `plan.producing`, of at most `plan.rooms` tokens."""
         ...
 
     def observe(self, result: StepResult) -> None:

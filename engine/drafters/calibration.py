@@ -7,15 +7,16 @@ sequences and drafters, so each drafter learns a table from (score, depth) to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC
-from engine.drafters.draft_pool import Candidates, PoolDrafts
-from engine.scheduling.plan import SequenceResult
-from engine.scheduling.sequence import Sequence
-from ssd.kernels.jit import Bool, Bools, FloatRows, FloatsOut, Int, Longs, Nothing, kernel, outline
+from engine.drafters.drafts import DETERMINISTIC
+from engine.scheduling.table import KIND, SAMPLED
+from ssd.kernels.jit import Bool, Bools, FloatRows, Floats, FloatsOut, Longs, Nothing, Parents, Tokens, kernel, outline
+
+if TYPE_CHECKING:
+    from engine.scheduling.result import StepResult
 
 EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 """Upper bounds of the intervals of scores, finer at both ends."""
@@ -53,15 +54,25 @@ class AcceptanceTable:
         """Learn from verified tokens of a request whose parents were accepted; accepted: bool [n]."""
         _observe(self.rates, self._weights, is_sampled, scores.astype(np.float32), depths, accepted)
 
-    def observe_draft(self, is_sampled: bool, nodes: Candidates, first: int, count: int, kept: np.ndarray) -> int:
-        """Learn from those of `count` verified nodes whose parents were accepted; return the depth that was reached.
+    def learn(self, result: StepResult) -> np.ndarray:
+        """Learn from the verified draft tokens of a step whose parents were accepted; `Drafts.scores` has their scores.
 
-        nodes: with parents within the draft. first: index of the draft's first node. kept: int64 [a], the accepted ones
-        within the draft.
+        Return the depth of the deepest of these tokens in each draft, int64 [P], 0 where nothing is learned.
         """
-        part = slice(first, first + count)
-        columns = nodes.parent[part], nodes.depth[part], nodes.score[part]
-        return int(_observe_draft(self.rates, self._weights, is_sampled, *columns, kept))
+        drafts, reached = result.plan.drafts, np.zeros(len(result.lengths), np.int64)
+        if drafts.scores is None:
+            return reached
+        is_verified, batch = result.is_verified, drafts.batch
+        if drafts.q_rows is not None:
+            # Drafts that are verified by rejection may be selected by depth instead of by rank.
+            owner, is_from_q = drafts.owner, is_verified & (drafts.q_rows != DETERMINISTIC)
+            is_verified &= np.bincount(owner, is_from_q, len(reached))[owner] == 0
+        is_sampled = result.plan.table.state[result.plan.rows, KIND] & SAMPLED != 0
+        _learn(
+            self.rates, self._weights, is_sampled, batch.parents, batch.offsets, drafts.scores, result.draft_depths,
+            is_verified, result.is_accepted, reached,
+        )  # fmt: skip
+        return reached
 
 
 @outline
@@ -79,46 +90,14 @@ def _observe(rates, weights, is_sampled, scores, depths, accepted):
         _count(rates, weights, is_sampled, depths[index], scores[index], accepted[index])
 
 
-@kernel(FloatRows, FloatRows, Bool, Longs, Longs, FloatsOut, Longs, returns=Int)
-def _observe_draft(rates, weights, is_sampled, parents, depths, scores, kept):
-    reached = 0
-    is_kept = np.zeros(len(parents), np.bool_)
-    for node in kept:
-        is_kept[node] = True
-    for node in range(len(parents)):
-        if parents[node] < 0 or is_kept[parents[node]]:
-            _count(rates, weights, is_sampled, depths[node], scores[node], is_kept[node])
-            reached = max(reached, depths[node])
-    return reached
-
-
-class Calibration:
-    """The acceptance table of a drafter, and the drafts from whose results it learns."""
-
-    def __init__(self) -> None:
-        self.table = AcceptanceTable()
-        self._drafts: dict[int, tuple[Candidates, int]] = {}
-        """For each sequence, the drafts of the step in which it was last drafted, and its first node there."""
-
-    def remember(self, sequences: SequenceOf[Sequence], drafts: PoolDrafts) -> None:
-        """Keep the drafts of a step until their results are known."""
-        for sequence, start in zip(sequences, drafts.batch.offsets.tolist(), strict=False):
-            self._drafts[sequence.sequence_id] = drafts.nodes, start
-
-    def learn(self, result: SequenceResult) -> int:
-        """Learn from the result of the last draft of a sequence.
-
-        Return the depth of the deepest token whose parent was accepted, 0 if nothing is learned.
-        """
-        draft = self._drafts.pop(result.sequence_id, None)
-        # Drafts that are verified by rejection may be selected by depth instead of by rank.
-        q_rows = result.plan.q_rows
-        is_sampled_from_q = q_rows is not None and bool((q_rows != DETERMINISTIC).any())
-        if draft is None or not result.drafted or is_sampled_from_q:
-            return 0
-        is_sampled = result.plan.sequence.request.sampling.is_sampled
-        return self.table.observe_draft(is_sampled, *draft, result.drafted, result.kept)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended."""
-        self._drafts.pop(sequence.sequence_id, None)
+@kernel(
+    FloatRows, FloatRows, Bools, Parents, Tokens, Floats, Longs, Bools, Bools, Longs, returns=Nothing
+)  # fmt: skip
+def _learn(rates, weights, is_sampled, parents, offsets, scores, depths, is_verified, is_accepted, reached):
+    for index in range(len(reached)):
+        first = np.int64(offsets[index])
+        for token in range(first, np.int64(offsets[index + 1])):
+            parent = parents[token]
+            if is_verified[token] and (parent < 0 or is_accepted[first + parent]):
+                _count(rates, weights, is_sampled[index], depths[token], scores[token], is_accepted[token])
+                reached[index] = max(reached[index], depths[token])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import Attention, FixedAttention, StepShape
-from engine.executor.batch import Batch, Span, slots_and_positions
+from engine.executor.batch import NO_PARENTS, Batch, offsets, place
 from engine.executor.transfer import on_device
 from engine.models.ops import PLAIN, Ops
 from engine.models.self_attention import Attend
@@ -95,12 +96,14 @@ class DraftForward:
         return self._begin(self._target, spans)
 
     def _begin(self, attention: Attention, spans: SequenceOf[DraftSpan]) -> DraftRows:
-        rows, start = [], 0
-        for span in spans:
-            rows.append(Span(start, span.length, span.start, span.pages, span.tree))
-            start += span.length
-        slots, positions = slots_and_positions(rows, self.page_size)
-        batch = Batch(
-            NO_ROWS, positions, slots, rows, logit_rows=NO_ROWS, logit_offsets=NO_ROWS, scored_offsets=NO_ROWS
-        )
+        lengths = np.array([span.length for span in spans])
+        starts, computed = offsets(lengths), np.array([span.start for span in spans])
+        pages = np.zeros((len(spans), int((computed + lengths - 1).max()) // self.page_size + 1), np.int32)
+        for row, span in zip(pages, spans, strict=True):
+            held = span.pages[: len(row)]
+            row[: len(held)] = held
+        trees = [NO_PARENTS if span.tree is None else span.tree.parents for span in spans]
+        parents, nodes = np.concatenate(trees), offsets(np.array([len(tree) for tree in trees]))
+        positions, slots = place(starts, computed, pages, parents, nodes, self.page_size)
+        batch = Batch(NO_ROWS, positions, slots, starts, computed, pages, parents, nodes)
         return DraftRows(on_device(positions, self.device), attention.begin(batch))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.base import Drafts
+from engine.drafters.drafts import Drafts
 from ssd.kernels.jit import FloatRows, FloatsOut, Int, LongRows, Longs, kernel
 from ssd.types import ROOT, DraftBatch, offsets_of
 
@@ -126,18 +126,6 @@ def _add(integers, floats, size, owner, parent, tokens, scores, accept_prob, q_r
     return size
 
 
-class PoolDrafts(NamedTuple):
-    """Drafts of a batch, and what their drafter remembers of them."""
-
-    batch: DraftBatch
-    nodes: Candidates
-    """The drafted candidates in the order of `batch`, with parents within their drafts."""
-
-    def with_q(self, q: Tensor | None) -> Drafts:
-        """Return the drafts with the distributions that tokens were sampled from, see `Drafts.q`."""
-        return Drafts(self.batch) if q is None else Drafts(self.batch, q, self.nodes.q_row.astype(np.int32))
-
-
 def likeliest(owner: np.ndarray, path_prob: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return the rows of the likeliest candidates of each sequence, by sequence and descending probability, int64 [m].
 
@@ -173,10 +161,10 @@ def _likeliest(owner, path_prob, limits, chosen):
     return ends[-1]
 
 
-def drafts_of(nodes: Candidates, limits: np.ndarray, source: int) -> PoolDrafts:
+def drafts_of(nodes: Candidates, limits: np.ndarray, source: int, q: Tensor | None = None) -> Drafts:
     """Return the likeliest of all candidates as drafts, parents before their children.
 
-    limits: int64 [B], largest number of tokens of each draft. source: of all tokens.
+    limits: int64 [B], largest number of tokens of each draft. source: of all tokens. q: see `Drafts`.
     """
     rows = likeliest(nodes.owner, nodes.path_prob, limits)
     chosen = nodes.take(rows)
@@ -184,13 +172,11 @@ def drafts_of(nodes: Candidates, limits: np.ndarray, source: int) -> PoolDrafts:
     starts = np.cumsum(counts) - counts
     place = np.full(len(nodes.owner) + 1, ROOT)
     place[rows] = np.arange(len(rows)) - starts[chosen.owner]
-    parents = place[chosen.parent]  # `ROOT` refers to the last element.
-    chosen = chosen._replace(parent=parents)
     batch = DraftBatch(
         chosen.token.astype(np.uint32),
-        parents.astype(np.int32),
+        place[chosen.parent].astype(np.int32),  # `ROOT` refers to the last element.
         chosen.accept_prob,
         np.full(len(rows), source, np.uint8),
         offsets_of(counts),
     )
-    return PoolDrafts(batch, chosen)
+    return Drafts(batch, q, None if q is None else chosen.q_row.astype(np.int32), scores=chosen.score)

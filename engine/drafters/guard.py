@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
+from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
 from engine.drafters.tokens import TokenDrafter, innermost
+from engine.scheduling.table import MAX_DRAFT
 from ssd.errors import Failures
 from ssd.types import ROOT, DraftBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan
+    from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
 
 R = TypeVar("R")
@@ -55,7 +58,8 @@ class GuardedDrafter:
         self._has_failed = False
         """Whether a call has failed since drafts were last requested."""
         self._vocab_size = vocab_size
-        self._is_trusted = type(innermost(drafter)).__module__.split(".")[0] in TRUSTED
+        package = type(innermost(drafter)).__module__.split(".")[0]
+        self._is_trusted = isinstance(drafter, TokenDrafter) and package in TRUSTED
         self._started: set[Sequence] = set()
         """Sequences that the drafter has started and not finished."""
 
@@ -71,10 +75,22 @@ class GuardedDrafter:
         self._call(lambda: self.inner.start(sequence))
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """See `Drafter.propose`."""
+        """See `Drafter.propose`. Requests that want no drafts are left out."""
+        if isinstance(self.inner, TokenDrafter):  # It leaves them out itself.
+            return self._propose(plan)
+        wanted = np.flatnonzero(plan.table.state[plan.rows, MAX_DRAFT])
+        if len(wanted) == plan.producers:
+            return self._propose(plan)
+        return self._propose(plan.take(wanted)).scatter(wanted, plan.producers)
+
+    def _propose(self, plan: StepPlan) -> Drafts:
+        if not self._has_failed:
+            self.failures.succeeded()
+        self._has_failed = False
+        if self._is_trusted:
+            return self._call(lambda: self.inner.propose(plan)) or Drafts.empty(plan.producers)
         # Read first, in case the drafter changes the plan.
-        rooms = [entry.draft_room for entry in plan.producing]
-        extra_rooms = [entry.extra_room for entry in plan.producing]
+        rooms, extra_rooms = plan.rooms.copy(), plan.extra_rooms.copy()
 
         def propose() -> Drafts:
             drafts = self.inner.propose(plan)
@@ -82,26 +98,7 @@ class GuardedDrafter:
                 check_extra_rows(drafts.extra, extra_rooms, self._vocab_size)
             return replace(self._valid(drafts, rooms), extra=drafts.extra)
 
-        self._begin_step()
-        return self._call(propose) or Drafts.empty(len(plan.producing))
-
-    def draft(self, plan: StepPlan) -> DraftBatch:
-        """Return what a drafter of tokens proposes for the producing sequences of a plan."""
-        drafter, table, rooms = self.inner, plan.table, plan.rooms
-        assert isinstance(drafter, TokenDrafter)
-        assert table is not None
-
-        def draft() -> DraftBatch:
-            batch = drafter.draft(table, plan.rows, rooms, plan.price)
-            return batch if self._is_trusted else self._valid(Drafts(batch), rooms.tolist()).batch
-
-        self._begin_step()
-        return self._call(draft) or DraftBatch.empty(plan.producers)
-
-    def note_step(self, rows: np.ndarray, produced: np.ndarray, verified: np.ndarray) -> None:
-        """See `TokenDrafter.note_step`."""
-        assert isinstance(self.inner, TokenDrafter)
-        self.inner.note_step(rows, produced, verified)
+        return self._call(propose) or Drafts.empty(plan.producers)
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
@@ -117,11 +114,6 @@ class GuardedDrafter:
         """See `Drafter.close`."""
         self._call(lambda: self.inner.close(), is_required=True)
 
-    def _begin_step(self) -> None:
-        if not self._has_failed:
-            self.failures.succeeded()
-        self._has_failed = False
-
     def _call(self, act: Callable[[], R], *, is_required: bool = False) -> R | None:
         """Return the result of a call of the drafter; None if it fails, or if the drafter is switched off.
 
@@ -136,8 +128,9 @@ class GuardedDrafter:
             self._report(problem, 1)
             return None
 
-    def _valid(self, drafts: Drafts, rooms: list[int]) -> Drafts:
+    def _valid(self, drafts: Drafts, rooms: np.ndarray) -> Drafts:
         """Return drafts of B sequences without those that `check_drafts` refuses. Raises DraftsError if all are."""
+        drafts = replace(drafts, batch=_contiguous(drafts.batch))
         try:
             check_drafts(drafts, rooms, self._vocab_size)
         except DraftsError as problem:
@@ -150,7 +143,7 @@ class GuardedDrafter:
             return drafts.take(valid).scatter(np.array(valid), len(rooms))
         return drafts
 
-    def _is_valid(self, drafts: Drafts, rooms: list[int]) -> bool:
+    def _is_valid(self, drafts: Drafts, rooms: np.ndarray) -> bool:
         try:
             check_drafts(drafts, rooms, self._vocab_size)
         except DraftsError:
@@ -163,7 +156,7 @@ class GuardedDrafter:
             LOG.warning("the drafter failed: %s: %s; %s", type(problem).__name__, problem, end, exc_info=True)
 
 
-def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
+def check_drafts(drafts: Drafts, rooms: np.ndarray, vocab_size: int) -> None:
     """Raise DraftsError unless a step can verify these drafts; `rooms`: largest length of each."""
     batch = drafts.batch
     _check_arrays(batch, DTYPES)
@@ -174,13 +167,21 @@ def check_drafts(drafts: Drafts, rooms: list[int], vocab_size: int) -> None:
         _check_distributions(drafts, drafts.q_rows, vocab_size)
 
 
-def check_extra_rows(extra: ExtraRows, rooms: list[int], vocab_size: int) -> None:
+def check_extra_rows(extra: ExtraRows, rooms: np.ndarray, vocab_size: int) -> None:
     """Raise DraftsError unless a step can run these extra rows; `rooms`: largest number for each sequence."""
     if not isinstance(extra, ExtraRows):
         raise DraftsError(f"extra is {type(extra).__name__}, not ExtraRows")
     _check_arrays(extra, {name: DTYPES[name] for name in ("tokens", "parents", "offsets")})
     _check_trees(extra, rooms)
     _check_tokens(extra.tokens, vocab_size)
+
+
+def _contiguous(batch: DraftBatch) -> DraftBatch:
+    """Return a batch whose arrays kernels can read; drafters of third parties may return views."""
+    for name in DTYPES:
+        if isinstance(array := getattr(batch, name), np.ndarray):
+            batch = replace(batch, **{name: np.ascontiguousarray(array)})  # type: ignore[arg-type]
+    return batch
 
 
 def _check_arrays(batch: DraftBatch | ExtraRows, dtypes: Mapping[str, type[np.generic]]) -> None:
@@ -198,7 +199,7 @@ def _check_offsets(batch: DraftBatch | ExtraRows, count: int) -> None:
         raise DraftsError(f"offsets do not divide {len(batch.tokens)} tokens into {count} drafts")
 
 
-def _check_trees(batch: DraftBatch | ExtraRows, rooms: list[int]) -> None:
+def _check_trees(batch: DraftBatch | ExtraRows, rooms: np.ndarray) -> None:
     """Raise DraftsError unless offsets give a draft of allowed length to each sequence, and parents come first."""
     _check_offsets(batch, len(rooms))
     offsets = batch.offsets.astype(np.int64)

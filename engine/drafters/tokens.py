@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts
 from engine.drafters.reports import (
     COUNTS,
     NOT_STARTED,
@@ -26,16 +27,15 @@ from engine.drafters.reports import (
 )
 from engine.scheduling.table import SEQUENCE_ID
 from ssd import types
-from ssd.budget.token_budget import StepPrice
 from ssd.types import NO_LIMITS, DraftBatch, DraftLimits, Progress, offsets_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from engine.drafters.base import Drafter
-    from engine.scheduling.plan import StepPlan, StepResult
+    from engine.scheduling.plan import StepPlan
+    from engine.scheduling.result import StepResult
     from engine.scheduling.sequence import Sequence
-    from engine.scheduling.table import RequestTable
 
 UNMEASURED = 0.03
 """Minimum path probability of draft tokens in an engine that does not measure its steps, and verifies all of them."""
@@ -64,24 +64,17 @@ class TokenDrafter:
         self._reported[sequence.row] = len(request.prompt), 0, 0
 
     def propose(self, plan: StepPlan) -> Drafts:
-        """Report committed tokens and return drafts, see `draft`."""
-        assert plan.table is not None
-        return Drafts(self.draft(plan.table, plan.rows, plan.rooms, plan.price))
+        """Report committed tokens and return drafts.
 
-    def draft(
-        self, table: RequestTable[Sequence], rows: np.ndarray, rooms: np.ndarray, price: StepPrice | None
-    ) -> DraftBatch:
-        """Report the committed tokens of sequences and return a draft for each of them.
-
-        rows: int64 [B], of the sequences in the table. rooms: int64 [B], largest number of draft tokens of each.
         Sequences whose requests want no drafts, and those whose `start` failed, get empty ones.
         """
+        table, rows = plan.table, plan.rows
         self._make_room(len(table.state))
         at, addresses = np.empty((2, len(rows)), np.int64)
         ids, counts = np.empty(len(rows), np.uint64), np.empty((COUNTS, len(rows) + 1), np.uint32)
-        count, most_steps = report(table.state, self._reported, rows, rooms, at, ids, addresses, counts)
+        count, most_steps = report(table.state, self._reported, rows, plan.rooms, at, ids, addresses, counts)
         if not count:
-            return DraftBatch.empty(len(rows))
+            return Drafts.empty(len(rows))
         offsets = counts[OFFSETS, : count + 1]
         tokens = np.empty(int(offsets[-1]), np.uint32)
         copy_tokens(addresses[:count], offsets, tokens)
@@ -92,11 +85,11 @@ class TokenDrafter:
                 offsets=offsets,
                 verified=counts[OWN_VERIFIED, :count],
                 max_draft=counts[OWN_ROOM, :count],
-                min_path_prob=UNMEASURED if price is None else price.min_path_prob,
+                min_path_prob=UNMEASURED if plan.price is None else plan.price.min_path_prob,
                 steps=counts[OWN_STEPS, :count] if most_steps > 1 else None,
             )
         )
-        return batch if count == len(rows) else batch.scatter(at[:count], len(rows))
+        return Drafts(batch if count == len(rows) else batch.scatter(at[:count], len(rows)))
 
     def _make_room(self, rows: int) -> None:
         """Have a row in `_reported` for each of the table."""
@@ -119,7 +112,6 @@ class TokenDrafter:
 
         indices: of the sequence of each run within `plan.producing`, after `propose` was called for the plan.
         """
-        assert plan.table is not None
         at = np.array(indices, np.int64)
         started = self._started(plan.rows[at])
         if not len(started):
@@ -142,16 +134,9 @@ class TokenDrafter:
 
     def observe(self, result: StepResult) -> None:
         """Record how much of the last drafts was verified."""
-        rows = np.array([each.plan.sequence.row for each in result.results], np.int64)
-        produced, verified = np.array([(len(each.tokens), each.drafted) for each in result.results], np.int64).T.copy()
-        self.note_step(rows, produced, verified)
-
-    def note_step(self, rows: np.ndarray, produced: np.ndarray, verified: np.ndarray) -> None:
-        """Record a step of sequences. rows, produced, verified: int64 [B], numbers of committed and of verified draft
-        tokens.
-        """
+        rows = result.plan.rows
         self._make_room(int(rows.max(initial=-1)) + 1)
-        note_step(self._reported, rows, produced, verified)
+        note_step(self._reported, rows, result.lengths, result.verified)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `engine.drafters.base.Drafter.finish`."""

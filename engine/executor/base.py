@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 
 
 class InFlightStep(Protocol):

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
 from engine.drafters.draft_forward import DraftForward
 from engine.drafters.model_based.device_chain import DeviceChain
-from engine.executor.batch import Batch, Span
+from engine.executor.batch import NO_PARENTS, Batch
 from engine.executor.device_state import DeviceState
 from engine.executor.eager import EagerExecutor
 from engine.executor.fixed_step import FixedStep
@@ -172,22 +172,15 @@ def _measure(runner: Runner, model: ModelConfig, config: EngineConfig, pages: Pa
 
     def run(tokens: int, sequences: int) -> None:
         # All sequences write to the same pages, because their content does not matter.
-        table = list(range(pages.pages_for(tokens)))
-        spans = [Span(index * tokens, tokens, 0, table) for index in range(sequences)]
+        count = tokens * sequences
         positions = np.tile(np.arange(tokens), sequences)
-        rows = np.arange(tokens * sequences)[-MAX_LOGIT_ROWS:]
-        offsets = np.arange(0, tokens * sequences + 1, tokens)
-        runner.forward(
-            Batch(
-                tokens=rng.integers(model.vocab_size, size=tokens * sequences),
-                positions=positions,
-                slots=positions,
-                spans=spans,
-                logit_rows=rows,
-                logit_offsets=offsets,
-                scored_offsets=np.full(sequences + 1, len(rows)),
-            )
-        ).argmax(dim=-1).cpu()  # waits for the device
+        batch = Batch(
+            rng.integers(model.vocab_size, size=count), positions, positions,
+            starts=np.arange(0, count + 1, tokens), computed=np.zeros(sequences, np.int64),
+            pages=np.tile(np.arange(pages.pages_for(tokens), dtype=np.int32), (sequences, 1)),
+            parents=NO_PARENTS, nodes=np.zeros(sequences + 1, np.int64), logit_rows=np.arange(count)[-MAX_LOGIT_ROWS:],
+        )  # fmt: skip
+        runner.forward(batch).argmax(dim=-1).cpu()  # waits for the device
 
     largest = min(config.max_sequences * (1 + config.max_draft), pages.count * pages.page_size, model.max_positions)
     sizes = [size for size in SIZES if size < largest]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
 from engine.drafters.base import NO_OUTPUTS, TargetOutputs
-from engine.executor.batch import Batch, build_batch
+from engine.executor.batch import Batch, build_batch, offsets, scored
 from engine.executor.runner import Runner
-from engine.sampling.logprobs import Logprobs, compute_parts
+from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.commit import FIRST_TOKEN
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 from engine.speculation.verify import verify_drafts
 
 
@@ -27,7 +27,7 @@ class EagerExecutor:
 
     def launch(self, plan: StepPlan) -> EagerStep:
         """Launch the forward pass; on a GPU this returns before the pass has finished."""
-        batch = build_batch(plan.entries, self._page_size)
+        batch = build_batch(plan, self._page_size)
         if not self.needs.hidden_layers:
             return EagerStep(self, plan, batch, self.runner.forward(batch), None)
         return EagerStep(self, plan, batch, *self.runner.forward_with_states(batch, self.needs.hidden_layers))
@@ -48,71 +48,72 @@ class EagerStep:
 
     def result(self) -> StepResult:
         """Verify drafts, and make the keys and values of accepted tree paths contiguous."""
-        for index, logprobs in score_prompts(self._batch, self._logits, self.plan.entries).items():
-            self.plan.entries[index].sequence.prompt_logprobs.append(logprobs)
-        results = verify_drafts(self.plan, self._batch, self._logits)
-        self._compact(results)
+        plan, batch, logits, count = self.plan, self._batch, self._logits, self._executor.needs.top_k
+        score_prompts(plan, batch, logits)
+        result = empty_result(plan)
+        rows = batch.logit_offsets[-1]
+        verify_drafts(result, np.arange(plan.producers), logits[:rows])
+        if result.paths is not None:
+            self._compact(result)
         if self._states is not None:
-            add_hidden_states(results, self._batch, self._states)
-        if self._executor.needs.top_k:
-            add_top_logits(results, self._batch, self._logits, self._executor.needs.top_k)
-        if self.plan.extra_rows:
-            add_extra_tokens(results, self._batch.extra_offsets, self._logits)
-        return StepResult(self.plan, results)
+            result.hidden, result.hidden_offsets = kept_states(result, batch, self._states)
+        if count:
+            top = logits[:rows].topk(count, dim=1)
+            result.top_tokens, result.top_logits = top.indices, top.values
+        if plan.extra_rows:
+            tokens = greedy_tokens(logits[batch.scored_offsets[-1] :])
+            result.extra_tokens = tokens.cpu().numpy().astype(np.uint32)
+        return result
 
-    def _compact(self, results: list[SequenceResult]) -> None:
+    def _compact(self, result: StepResult) -> None:
         """Move keys and values of accepted tree paths directly after those of the committed tokens."""
-        batch, moves = self._batch, []
-        for start, result in zip(batch.logit_offsets.tolist(), results, strict=False):
-            if result.plan.tree is not None and len(result.kept):
-                from_rows = batch.logit_rows[start + 1 + result.kept]
-                to_rows = batch.logit_rows[start + 1 : start + 1 + len(result.kept)]
-                moved = from_rows != to_rows
-                moves.append((batch.slots[from_rows[moved]], batch.slots[to_rows[moved]]))
-        if moves:
-            sources, targets = (np.concatenate(slots) for slots in zip(*moves, strict=True))
-            if len(sources):
-                self._executor.runner.move(sources, targets)
+        batch, accepted = self._batch, result.accepted
+        assert result.paths is not None
+        is_node = np.arange(result.paths.shape[1]) < accepted[:, None]
+        first = (1 + batch.logit_offsets[:-1]).repeat(accepted)
+        sources = batch.slots[batch.logit_rows[first + result.paths[is_node]]]
+        targets = batch.slots[batch.logit_rows[first + is_node.nonzero()[1]]]
+        moved = sources != targets
+        if moved.any():
+            self._executor.runner.move(sources[moved], targets[moved])
 
 
-def add_hidden_states(results: list[SequenceResult], batch: Batch, states: Tensor) -> None:
-    """Set the hidden states of scheduled and accepted tokens in results. states: [N, layers, hidden size]."""
-    counts = [result.plan.scheduled + len(result.kept) for result in results]
-    if sum(counts) < len(states):  # Otherwise no token was rejected, and all rows are needed.
-        rows = []
-        for result, span, first in zip(results, batch.spans, batch.logit_offsets.tolist(), strict=False):
-            rows.append(np.arange(span.start, span.start + result.plan.scheduled))
-            rows.append(batch.logit_rows[first + 1 + result.kept])
-        states = states[np.concatenate(rows)]
-    for result, part in zip(results, states.split(counts), strict=True):
-        result.hidden = part
+def empty_result(plan: StepPlan) -> StepResult:
+    """Return the result of a step without any tokens, with room for those of its drafts."""
+    width = 1 + int(plan.lengths.max(initial=0))
+    paths = np.zeros((plan.producers, width), np.int64) if plan.is_tree.any() else None
+    return StepResult(plan, np.zeros((plan.producers, FIRST_TOKEN + width), np.int32), paths)
 
 
-def add_top_logits(results: list[SequenceResult], batch: Batch, logits: Tensor, count: int) -> None:
-    """Set the `count` largest logits in results. logits: float32 [rows, V], of `batch.logit_rows`."""
-    top = logits[: batch.logit_offsets[-1]].topk(count, dim=1)
-    for result, first, end in zip(results, batch.logit_offsets[:-1], batch.logit_offsets[1:], strict=True):
-        if first < end:
-            result.top_tokens, result.top_logits = top.indices[first:end], top.values[first:end]
+def kept_states(result: StepResult, batch: Batch, states: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Return `StepResult.hidden` and `hidden_offsets`. states: [N, layers, hidden size], of all tokens of a batch."""
+    plan, counts = result.plan, result.plan.scheduled.copy()
+    counts[: plan.producers] += result.accepted
+    if counts.sum() < len(states):  # Otherwise no token was rejected, and all rows are needed.
+        wanted = np.ones(len(states), np.bool_)
+        for index in range(plan.producers):
+            end = batch.starts[index] + plan.scheduled[index]
+            wanted[end : batch.starts[index + 1]] = False
+            wanted[end + result.path_of(index)] = True
+        states = states[np.flatnonzero(wanted)]
+    return states, offsets(counts)
 
 
-def add_extra_tokens(results: list[SequenceResult], bounds: np.ndarray, logits: Tensor) -> None:
-    """Set the most likely tokens after extra rows in results. bounds: int64 [sequences + 1], into rows of `logits`."""
-    tokens = greedy_tokens(logits[bounds[0] : bounds[-1]]).cpu().numpy().astype(np.uint32)
-    for result, own in zip(results, np.split(tokens, bounds[1:-1] - bounds[0]), strict=True):
-        result.extra_tokens = own
-
-
-def score_prompts(batch: Batch, logits: Tensor, entries: Sequence[SequencePlan]) -> dict[int, Logprobs]:
-    """Return the log-probabilities of prompt tokens that a step scores, by the index of their entry.
+def score_prompts(plan: StepPlan, batch: Batch, logits: Tensor) -> None:
+    """Add the log-probabilities of prompt tokens to the sequences that want them.
 
     logits: float32 [rows, V], of `batch.logit_rows`.
     """
     bounds = batch.scored_offsets
+    if bounds[0] == bounds[-1]:
+        return
     counts, rows, tokens = {}, {}, {}
-    for index, entry in enumerate(entries):
-        if scored := entry.scored:
-            counts[index] = entry.sequence.request.sampling.prompt_logprobs or 0
-            rows[index] = np.arange(bounds[index], bounds[index + 1])
-            tokens[index] = entry.sequence.tokens[scored.start + 1 : scored.stop + 1]
-    return compute_parts(logits, rows, tokens, counts)
+    sequences = plan.table.of(plan.all_rows)
+    for index in np.flatnonzero(np.diff(bounds) * plan.still_runs).tolist():
+        sequence = sequences[index]
+        positions = scored(sequence, int(plan.computed[index]), int(plan.scheduled[index]))
+        counts[index] = sequence.request.sampling.prompt_logprobs or 0
+        rows[index] = np.arange(bounds[index], bounds[index + 1])
+        tokens[index] = sequence.tokens[positions.start + 1 : positions.stop + 1]
+    for index, logprobs in compute_parts(logits, rows, tokens, counts).items():
+        sequences[index].prompt_logprobs.append(logprobs)

@@ -7,18 +7,21 @@ head, and commits what it accepts.
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
 from engine.drafters.model_based.device_chain import DeviceChain
-from engine.executor.batch import build_batch
+from engine.executor.batch import Batch, build_batch
+from engine.executor.eager import score_prompts
 from engine.executor.fixed_step import RESULT_COLUMNS, Kind, StepOutput
-from engine.executor.host_rows import Chunks, HostRows, host_indices, rows_of
+from engine.executor.host_rows import HostRows, host_indices, rows_of
 from engine.executor.kernels.dispatch import next_power_of_2
 from engine.executor.runner import Runner
 from engine.executor.shapes import SAMPLED as SAMPLED_STEP
 from engine.executor.shapes import StepGrid
 from engine.executor.transfer import PendingArray
 from engine.scheduling.commit import new_pages, write_inputs
-from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import NO_ROWS, StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
     ABSENT,
@@ -29,6 +32,8 @@ from engine.scheduling.table import (
     RequestTable,
 )
 
+Chunks = tuple[StepPlan, Batch, Tensor]
+"""Prompt tokens that ran before a step: their plan, their batch, and the logits of its `logit_rows`."""
 MIN_HOST_ROWS = 32
 """Smallest number of rows whose logits a step returns, if any are needed, so that there are few kinds of steps."""
 
@@ -73,7 +78,7 @@ class GraphExecutor:
         hosted, host_rows = host_indices(plan) if has_hosted else NO_ROWS, None
         if output is not None and len(hosted):
             # Copied, because the next step overwrites them; without the padding.
-            count = len(hosted) + int(plan.draft.lengths[hosted].sum())
+            count = len(hosted) + int(plan.lengths[hosted].sum())
             host_rows = HostRows(hosted, output.logits[:count].clone())
         return GraphStep(self, plan, None if output is None else output.results, chunks, host_rows)
 
@@ -89,7 +94,6 @@ class GraphExecutor:
         table, rows = plan.table, plan.rows
         if not plan.lacking_pages:
             return
-        assert table is not None
         known = table.state[rows, ON_DEVICE]
         missing = rows[known == ABSENT]
         if len(missing):
@@ -100,30 +104,25 @@ class GraphExecutor:
         self.grid.state.add_pages(added[:, :count])
 
     def _run_chunks(self, plan: StepPlan) -> Chunks | None:
-        """Run the scheduled prompt tokens, except the last token of producing entries."""
-        chunks = [
-            SequencePlan(entry.sequence, entry.computed, entry.scheduled - entry.produces, produces=False)
-            for entry in plan.chunks
-            if entry.scheduled > entry.produces
-        ]
-        if not chunks:
+        """Run the scheduled prompt tokens, except the last token of producing sequences."""
+        if not len(plan.chunks):
             return None
-        batch = build_batch(chunks, self.page_size)
+        prompts = plan.prompts()
+        batch = build_batch(prompts, self.page_size)
         if self.chain is None:
-            return Chunks(chunks, batch, self._runner.forward(batch))
+            return prompts, batch, self._runner.forward(batch)
         logits, hidden = self._runner.forward_with_states(batch, self.chain.head.hidden_layers)
-        self.chain.observe_chunks(chunks, hidden, drafts=plan.is_drafting)
-        return Chunks(chunks, batch, logits)
+        self.chain.observe_prompts(prompts, hidden)
+        return prompts, batch, logits
 
     def _launch_step(self, plan: StepPlan) -> StepOutput:
-        table, rows, draft = plan.table, plan.rows, plan.draft
-        assert table is not None
+        table, rows, batch = plan.table, plan.rows, plan.drafts.batch
         step = self.grid.step_for(len(rows), len(rows) + plan.verified)
         inputs, kind = step.empty_inputs(), self._kind_of(plan)
         np.subtract(plan.ends, 1, out=inputs.contexts[: len(rows)])
-        write_inputs(table.state, rows, draft.tokens, draft.offsets, draft.lengths, inputs.table)
+        write_inputs(table.state, rows, batch.tokens, batch.offsets, plan.lengths, inputs.table)
         if self.chain is None and plan.has(NEEDS_HOST):
-            host_rows = rows_of(host_indices(plan), draft.lengths)
+            host_rows = rows_of(host_indices(plan), plan.lengths)
             inputs = inputs._replace(host_rows=host_rows)
             kind = kind._replace(host_rows=next_power_of_2(max(MIN_HOST_ROWS, len(host_rows))))
         return step.run(inputs, kind)
@@ -133,8 +132,7 @@ class GraphExecutor:
         drafts = plan.is_drafting and self.chain is not None
         if not plan.has(TRUNCATES):
             return (SAMPLED_STEP if plan.has(SAMPLED) else self.grid.greedy)._replace(drafts=drafts)
-        assert plan.table is not None
-        samplings = [sequence.request.sampling for sequence in plan.table.of(plan.rows)]
+        samplings = [sequence.request.sampling for sequence in plan.producing]
         return self.grid.kind_of(samplings, self._vocab_size)._replace(drafts=drafts)
 
 
@@ -158,29 +156,16 @@ class GraphStep:
         self._chunks = chunks
         self._host_rows = host_rows
 
-    def read(self) -> np.ndarray:
-        """Wait for the results of the producing sequences, int32 [P, RESULT_COLUMNS + longest output]."""
-        return np.empty((0, RESULT_COLUMNS), np.int32) if self._results is None else self._results.read()
-
-    def choose(self) -> dict[int, SequenceResult]:
-        """Choose the tokens of sequences that need the host, and score prompts; see `HostRows.results`."""
-        if self._chunks is not None:
-            self._chunks.score()
-        return {} if self._host_rows is None else self._host_rows.results(self.plan, self._executor.page_size)
-
     def result(self) -> StepResult:
-        """See `InFlightStep.result`; for steps in which the device drafts."""
-        chain, rows = self._executor.chain, self.read()
-        assert chain is not None
-        tokens, counts = rows[:, RESULT_COLUMNS:].astype(np.uint32), iter(rows[:, :RESULT_COLUMNS].tolist())
-        drafts = tokens[:, 1 + self._executor.max_draft :]
-        results, index = [], 0
-        for entry in self.plan.entries:
-            if not entry.produces:
-                results.append(SequenceResult(entry, NO_TOKENS, NO_ROWS))
-                continue
-            produced, drafted = next(counts)
-            entry.draft, entry.sources = drafts[index, :drafted], np.full(drafted, chain.source, np.uint8)
-            results.append(SequenceResult(entry, tokens[index, :produced], np.arange(produced - 1)))
-            index += 1
-        return StepResult(self.plan, results)
+        """See `InFlightStep.result`."""
+        plan, chain, width = self.plan, self._executor.chain, RESULT_COLUMNS + 1 + self._executor.max_draft
+        values = np.empty((0, width), np.int32) if self._results is None else self._results.read()[: plan.producers]
+        if chain is not None:
+            values, tokens = np.ascontiguousarray(values[:, :width]), values[:, width:]
+            plan.drafts = chain.drafts_of(tokens)
+        result = StepResult(plan, values)
+        if self._chunks is not None:
+            score_prompts(*self._chunks)
+        if self._host_rows is not None:
+            self._host_rows.choose(result)
+        return result

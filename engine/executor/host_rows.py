@@ -2,43 +2,24 @@
 
 Their requests want log-probabilities, penalties, a bias, a grammar, or rejection sampling. The device runs their rows
 with all others and also chooses tokens, which are ignored: their state on the device is installed anew before the next
-step. Prompt tokens with log-probabilities are scored here, too.
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from engine.executor.batch import Batch, build_batch
-from engine.executor.eager import score_prompts
-from engine.scheduling.plan import NO_ROWS, SequencePlan, SequenceResult, StepPlan
+from engine.scheduling.plan import NO_ROWS, StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.table import ABSENT, KIND, NEEDS_HOST, ON_DEVICE
 from engine.speculation.verify import verify_drafts
 
 
-class Chunks(NamedTuple):
-    """Prompt tokens that ran before a step."""
-
-    entries: SequenceOf[SequencePlan]
-    batch: Batch
-    logits: Tensor
-    """float32 [M, V], of `batch.logit_rows`."""
-
-    def score(self) -> None:
-        """Add the log-probabilities of prompt tokens to the sequences that want them."""
-        if self.batch.scored_offsets[-1] > self.batch.scored_offsets[0]:
-            for index, logprobs in score_prompts(self.batch, self.logits, self.entries).items():
-                self.entries[index].sequence.prompt_logprobs.append(logprobs)
-
-
 def host_indices(plan: StepPlan) -> np.ndarray:
     """Return the indices of the producing sequences that need the host, int64."""
-    assert plan.table is not None
     return np.flatnonzero(plan.table.state[plan.rows, KIND] & NEEDS_HOST)
 
 
@@ -55,28 +36,12 @@ class HostRows(NamedTuple):
     indices: np.ndarray
     """int64 [H], in `StepPlan.rows`."""
     logits: Tensor
-    """float32 [rows or more, V]: of their last tokens and drafts."""
+    """float32 [rows, V]: of their last tokens and drafts."""
 
-    def results(self, plan: StepPlan, page_size: int) -> dict[int, SequenceResult]:
-        """Choose the tokens of the sequences that still run; return their results by index in `plan.rows`."""
-        assert plan.table is not None
-        entries = [entry_of(plan, index) for index in self.indices.tolist()]
-        own = replace(plan, chunks=entries, table=None, decoding=self.indices[:0], lengths=None, drafts=None)
-        results = verify_drafts(own, build_batch(entries, page_size), self.logits)
-        plan.table.state[plan.rows[self.indices], ON_DEVICE] = ABSENT
-        return dict(zip(self.indices.tolist(), results, strict=True))
-
-
-def entry_of(plan: StepPlan, index: int) -> SequencePlan:
-    """Return a producing sequence of a launched step with its draft, as if it ran its last token alone."""
-    if index in plan.own_entries or plan.lengths is None:
-        entry = plan.own_entries[index] if index in plan.own_entries else plan.producing[index]
-    else:
-        assert plan.table is not None
-        entry = SequencePlan(plan.table.of(plan.rows[index : index + 1])[0], 0, 1, produces=True)
-    draft = plan.draft
-    own = slice(int(draft.offsets[index]), int(draft.offsets[index]) + int(draft.lengths[index]))
-    return replace(
-        entry, computed=len(entry.sequence) - 1, scheduled=1, draft=draft.tokens[own], sources=draft.sources[own],
-        max_verified=int(draft.lengths[index]),
-    )  # fmt: skip
+    def choose(self, result: StepResult) -> None:
+        """Choose the tokens of the sequences that still run."""
+        plan, runs = result.plan, result.plan.still_runs[self.indices]
+        rows = np.flatnonzero(runs.repeat(1 + plan.lengths[self.indices]))
+        logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
+        verify_drafts(result, self.indices[runs], logits)
+        plan.table.state[plan.rows[self.indices[runs]], ON_DEVICE] = ABSENT

@@ -52,7 +52,7 @@ class Runner:
             on_device(array, self._device) for array in (batch.tokens, batch.positions, batch.logit_rows)
         )
         attend = self._attention.begin(batch)
-        with nullcontext() if self._adapters is None else self._adapters.applied_to(batch.spans):
+        with nullcontext() if self._adapters is None else self._adapters.applied_to(batch):
             hidden, states = self._model.hidden_states(tokens, positions, attend, self._ops, layers)
         return self._model.logits(hidden[rows]).float(), states
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC
+from engine.drafters.drafts import DETERMINISTIC
 from engine.executor.transfer import on_device
 from engine.sampling.candidates import NONE, choose_tokens
 from engine.sampling.noise import Stream, gumbel_noise_of, mix64, stream_seeds

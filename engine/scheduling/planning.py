@@ -20,10 +20,10 @@ from ssd.kernels.jit import Int, IntPair, IntRows, LongRows, Longs, inline, kern
 
 LACKING = -1
 """First result of `plan_decoding` if there are too few pages."""
-ROOM, ADMITTED, END_BEFORE_DRAFT = range(3)
-"""Rows of what `allocate_draft_room` plans: the largest number of draft tokens of each sequence, its ADMISSION, and an
-upper bound of the number of its tokens in the cache after the step, without the draft."""
-PLANNED = 3
+ROOM, ADMITTED, COMPUTED_BEFORE, END_BEFORE_DRAFT = range(4)
+"""Rows of what `allocate_draft_room` plans: the largest number of draft tokens of each sequence, its ADMISSION, its
+COMPUTED, and an upper bound of the number of its tokens in the cache after the step, without the draft."""
+PLANNED = 4
 
 
 @inline
@@ -102,7 +102,7 @@ def allocate_draft_room(state, tables, pool, rows, chunks, page_size, max_draft,
         longest = min(end + wanted + ahead, row[LIMIT])
         _append_pages(row, tables[index], pool, longest, max(0, _free(pool) - watermark), page_size)
         planned[ROOM, at] = max(0, min(wanted, row[PAGES] * page_size - end - needed))
-        planned[ADMITTED, at] = row[ADMISSION]
+        planned[ADMITTED, at], planned[COMPUTED_BEFORE, at] = row[ADMISSION], row[COMPUTED]
         planned[END_BEFORE_DRAFT, at] = end
         kinds |= row[KIND]
         lacking += row[PAGES] - row[ON_DEVICE]

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from math import ceil
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.page_hashes import PageHashes
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import NO_ROWS, SequencePlan, StepPlan
+from engine.scheduling.plan import NO_ROWS, StepPlan
 from engine.scheduling.planning import LACKING, PLANNED, allocate_draft_room, plan_decoding
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import (
@@ -35,6 +35,16 @@ if TYPE_CHECKING:  # tests of the scheduler need no PyTorch
 
 
 BY_ARRIVAL = attrgetter("sequence_id")
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens that a step runs."""
+
+    sequence: Sequence
+    scheduled: int
+    """Number of tokens."""
+    produces: bool
+    """Whether they are the last ones of a request with an output."""
 
 
 class Scheduler:
@@ -113,13 +123,20 @@ class Scheduler:
         chunks = self._plan_prompts(self.table.of(prompts), len(decoding))
         if len(prompts):  # They may have preempted newer sequences.
             decoding = decoding[self.table.state[decoding, ADMISSION] != 0]
-        plan = StepPlan(chunks, self.table, decoding)
+        plan = self._plan_of(decoding, chunks)
         self._allocate_draft_room(plan)
         if self._extra_rows:
-            self._allocate_extra_room(plan.entries)
-        else:
-            plan.extra_room = 0
+            plan.extra_rooms = self._allocate_extra_room(plan)
         return plan
+
+    def _plan_of(self, decoding: np.ndarray, chunks: list[Chunk]) -> StepPlan:
+        """Return the plan of sequences that run their last token, rows int64 [D], and of prompts."""
+        if not chunks:
+            return StepPlan(self.table, decoding, NO_ROWS, len(decoding))
+        chunks = sorted(chunks, key=lambda chunk: not chunk.produces)
+        rows = np.append(decoding, [chunk.sequence.row for chunk in chunks])
+        sizes = np.array([chunk.scheduled for chunk in chunks], np.int64)
+        return StepPlan(self.table, rows, sizes, len(decoding) + sum(chunk.produces for chunk in chunks))
 
     def _plan_decoding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that decode, with a page for the next token, and those with prompts to run, int64 each."""
@@ -134,10 +151,10 @@ class Scheduler:
                 return decoding[:count], others[:rest]
             self._preempt(self.running[-1])
 
-    def _plan_prompts(self, sequences: SequenceOf[Sequence], decoding: int) -> list[SequencePlan]:
+    def _plan_prompts(self, sequences: SequenceOf[Sequence], decoding: int) -> list[Chunk]:
         """Plan prompt chunks beside the tokens of `decoding` sequences."""
         left = self._config.max_step_tokens - decoding * (1 + self._config.max_draft)
-        entries: list[SequencePlan] = []
+        chunks: list[Chunk] = []
         planned_pages: set[bytes] = set()
         for sequence in sequences:
             if not sequence.is_running:
@@ -152,8 +169,8 @@ class Scheduler:
             left -= scheduled + self._config.max_draft
             planned_pages.update(map(bytes, self._hashes_after(sequence, scheduled)))
             produces = sequence.request.sampling.max_tokens > 0 and sequence.computed + scheduled == len(sequence)
-            entries.append(SequencePlan(sequence, sequence.computed, scheduled, produces))
-        return [entry for entry in entries if entry.sequence.is_running]
+            chunks.append(Chunk(sequence, scheduled, produces))
+        return [chunk for chunk in chunks if chunk.sequence.is_running]
 
     def take_admitted(self) -> list[Sequence]:
         """Return the running sequences that were admitted since the last call, also after a preemption."""
@@ -376,30 +393,35 @@ class Scheduler:
         return True
 
     def _allocate_draft_room(self, plan: StepPlan) -> None:
-        """Allocate free pages above the watermark for drafts, and set what the plan says of its producing sequences."""
-        producing = [chunk for chunk in plan.chunks if chunk.produces]
-        chunks = np.array([chunk.scheduled for chunk in producing], np.int64) if producing else NO_ROWS
-        planned = np.empty((PLANNED, len(plan.rows)), np.int64)
+        """Allocate free pages above the watermark for drafts, and set what the plan says of its sequences."""
+        planned, others = np.empty((PLANNED, plan.producers), np.int64), plan.all_rows[plan.producers :]
+        chunks = plan.chunks[: len(plan.chunks) - len(others)]
         plan.kinds, plan.lacking_pages = allocate_draft_room(
-            self.table.state, self.table.pages, self.pages.arrays, plan.rows, chunks,
-            self.pages.page_size, self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead,
+            self.table.state, self.table.pages, self.pages.arrays, plan.rows, chunks, self.pages.page_size,
+            self._config.max_draft, self._watermark, self._needed_ahead, self._draft_ahead,
             planned,
         )  # fmt: skip
-        plan.rooms, plan.admissions, plan.ends = planned
-        for chunk, room in zip(producing, plan.rooms[len(plan.decoding) :].tolist(), strict=True):
-            chunk.draft_room = room
+        plan.rooms, plan.admissions, plan.computed, plan.ends = planned
+        if len(others):
+            rest = self.table.state[others]
+            plan.admissions = np.append(plan.admissions, rest[:, ADMISSION])
+            plan.computed = np.append(plan.computed, rest[:, COMPUTED])
 
-    def _allocate_extra_room(self, entries: list[SequencePlan]) -> None:
-        """Set `extra_room`: divide the step's remaining tokens among the entries with draft room, if pages are free.
+    def _allocate_extra_room(self, plan: StepPlan) -> np.ndarray:
+        """Divide the step's remaining tokens among the sequences with draft room, if pages are free.
 
         Prompts and drafts come first. Extra rows are never committed, so they may lie beyond the maximum length.
+        Returns `StepPlan.extra_rooms`.
         """
-        drafting = [entry for entry in entries if entry.draft_room]
-        left = self._config.max_step_tokens - sum(entry.scheduled + entry.draft_room for entry in entries)
+        drafting = np.flatnonzero(plan.rooms)
+        left = self._config.max_step_tokens - plan.scheduled_tokens - int(plan.rooms.sum())
         wanted = min(self._extra_rows, left // max(1, len(drafting)))
-        for entry in drafting:
-            end = entry.sequence.end_after(entry.scheduled) + entry.draft_room
-            entry.extra_room = max(0, min(wanted, self._allocate_spare(entry.sequence, end + wanted) - end))
+        rooms = np.zeros(plan.producers, np.int64)
+        for index in drafting.tolist():
+            sequence = plan.producing[index]
+            end = sequence.end_after(int(plan.scheduled[index])) + int(plan.rooms[index])
+            rooms[index] = max(0, min(wanted, self._allocate_spare(sequence, end + wanted) - end))
+        return rooms
 
     def _allocate_spare(self, sequence: Sequence, tokens: int) -> int:
         """Allocate pages above the watermark towards `tokens` tokens; return the number of tokens that fit."""

@@ -49,8 +49,8 @@ class DeviceDrafting:
 
         tokens: number of tokens of the committed step. Steps with prompts are not counted.
         """
-        plans, sequences = (committed, launched), len(committed.producing)
-        if any(entry.scheduled > 1 or not entry.produces for plan in plans for entry in plan.entries):
+        plans, sequences = (committed, launched), committed.producers
+        if any(plan.scheduled_tokens > plan.producers for plan in plans):
             return
         duration = seconds / float(self._curve.seconds(sequences, sequences))
         if any(plan.is_drafting for plan in plans):

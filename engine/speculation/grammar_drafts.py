@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.sources import DraftSource
 from engine.sampling.grammar_state import GrammarState
-from engine.scheduling.plan import SequencePlan
-from engine.speculation.draft_tree import OwnDraft
+from engine.scheduling.sequence import Sequence
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -27,28 +25,19 @@ MAX_MASKS_S = 0.02
 """Seconds that the masks of one draft may take. Most take 10 to 100 us each, so that few drafts are cut."""
 
 
-def has_grammar_drafts(entries: SequenceOf[SequencePlan]) -> bool:
-    """Return whether one of the entries may have draft tokens that its grammar forces."""
-    return any(entry.sequence.grammar is not None and entry.draft_room > 0 for entry in entries)
+def follow_grammars(drafts: Drafts, sequences: SequenceOf[Sequence], rooms: np.ndarray) -> Drafts:
+    """Return drafts that the grammars of their sequences allow.
 
-
-def follow_grammars(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> Drafts:
-    """Return drafts that the grammars of the entries allow, and set `SequencePlan.proposed` to the drafter's own."""
-    batch, q_rows = drafts.batch, drafts.q_rows
-    parts, rows = [], []
-    for entry, (start, end) in zip(entries, pairwise(batch.offsets.tolist()), strict=True):
-        own = slice(start, end)
-        columns: Columns = batch.tokens[own], batch.parents[own], batch.accept_prob[own], batch.source[own]
-        own_rows = np.full(end - start, DETERMINISTIC, np.int32) if q_rows is None else q_rows[start:end]
-        if (grammar := entry.sequence.grammar) is not None:
-            entry.proposed = OwnDraft(columns[0], columns[1])
-            room = min(entry.draft_room, int(MAX_MASKS_S / max(grammar.mask_s, 1e-9)))
-            columns = follow_grammar(grammar, columns, room)
-            # Such requests are verified exactly, which does not need q.
-            own_rows = np.full(len(columns[0]), DETERMINISTIC, np.int32)
+    rooms: int64 [B], largest number of tokens of each draft. Such requests are verified exactly, which needs no q.
+    """
+    parts = []
+    for index, (sequence, room) in enumerate(zip(sequences, rooms.tolist(), strict=True)):
+        assert sequence.grammar is not None
+        one = drafts.batch.take([index])
+        most = min(room, int(MAX_MASKS_S / max(sequence.grammar.mask_s, 1e-9)))
+        columns = follow_grammar(sequence.grammar, (one.tokens, one.parents, one.accept_prob, one.source), most)
         parts.append(DraftBatch(*columns, offsets_of(np.array([len(columns[0])]))))
-        rows.append(own_rows)
-    return replace(drafts, batch=DraftBatch.concatenate(parts), q_rows=None if q_rows is None else np.concatenate(rows))
+    return Drafts(DraftBatch.concatenate(parts))
 
 
 @dataclass

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC
+from engine.drafters.drafts import DETERMINISTIC
 from engine.executor.transfer import on_device
 from engine.sampling.noise import Stream, gumbel_noise, stream_seeds, uniforms
 from ssd.types import ROOT

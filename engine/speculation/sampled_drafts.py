@@ -7,15 +7,11 @@ the acceptance rates by depth of earlier steps. It selects a depth, and all toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-from itertools import pairwise
-
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafts
-from engine.scheduling.plan import SequencePlan, SequenceResult
-from engine.speculation.draft_tree import DraftTree
-from ssd.types import DraftBatch, Path, offsets_of
+from engine.drafters.drafts import Drafts
+from engine.speculation.draft_tree import depths_of
+from ssd.types import DraftBatch, Path
 
 DECAY = 0.99
 """Decay per recorded draft of the counts: an effective window of about 100 drafts."""
@@ -42,37 +38,23 @@ class DepthRates:
         rates = (self._accepted / self._tried)[:length]
         return DraftBatch.from_paths([Path(np.zeros(length, np.uint32), rates.astype(np.float32))])
 
-    def record(self, result: SequenceResult) -> None:
-        """Count the accepted and rejected tokens of a draft."""
+    def record(self, verified: int, accepted: int) -> None:
+        """Count the tokens of a draft by depth: those that could have been accepted, and those that were."""
         depth = np.arange(1, len(self._tried) + 1)
-        reached = depth <= min(result.max_accepted, result.accepted + 1)
+        reached = depth <= min(verified, accepted + 1)
         self._tried = DECAY * self._tried + (1 - DECAY) + reached
-        self._accepted = DECAY * self._accepted + (1 - DECAY) * PRIOR_RATE + (reached & (depth <= result.accepted))
+        self._accepted = DECAY * self._accepted + (1 - DECAY) * PRIOR_RATE + (reached & (depth <= accepted))
 
 
-def sampled_drafts(drafts: Drafts, entries: SequenceOf[SequencePlan]) -> list[bool]:
-    """Return for each entry whether its draft has sampled tokens that rejection verifies."""
-    if drafts.q_rows is None:
-        return [False] * len(entries)
-    bounds = pairwise(drafts.batch.offsets.tolist())
-    return [
-        entry.sequence.request.sampling.uses_rejection and bool((drafts.q_rows[start:end] != DETERMINISTIC).any())
-        for entry, (start, end) in zip(entries, bounds, strict=True)
-    ]
+def hide_sampled(drafts: Drafts, is_sampled: np.ndarray, rooms: np.ndarray, rates: DepthRates) -> DraftBatch:
+    """Return the drafts for the token budget, with sampled ones, bool [B], replaced by paths of acceptance rates.
 
-
-def hide_sampled(
-    batch: DraftBatch, sampled: SequenceOf[bool], entries: SequenceOf[SequencePlan], rates: DepthRates
-) -> DraftBatch:
-    """Return the drafts for the token budget, with `sampled` ones replaced by paths of acceptance rates."""
-    parts, deepest = [], rates.deepest
-    for index, (is_sampled, entry) in enumerate(zip(sampled, entries, strict=True)):
-        own = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
-        if is_sampled:
-            parts.append(rates.path(entry.draft_room))
-            deepest = max(deepest, int(DraftTree(batch.parents[own]).depths.max()))
-            continue
-        columns = batch.tokens[own], batch.parents[own], batch.accept_prob[own], batch.source[own]
-        parts.append(DraftBatch(*columns, offsets_of(np.array([own.stop - own.start]))))
-    rates.deepest = deepest
+    rooms: int64 [B], largest number of tokens of each draft.
+    """
+    batch = drafts.batch
+    parts = [rates.path(room) if hidden else batch.take([at]) for at, (hidden, room) in enumerate(
+        zip(is_sampled.tolist(), rooms.tolist(), strict=True)
+    )]  # fmt: skip
+    depths = depths_of(batch.parents, batch.offsets)[is_sampled[drafts.owner]]
+    rates.deepest = max(rates.deepest, int(depths.max(initial=0)))
     return DraftBatch.concatenate(parts)

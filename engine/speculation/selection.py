@@ -51,13 +51,11 @@ class DraftSelection:
         If that holds only without the drafter's extra rows, removes the room for them from the plan.
         """
         sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled - sequences)
-        if rows := plan.extra_room:
+        self._budget.prepare(sequences, plan.scheduled_tokens - sequences)
+        if len(plan.extra_rooms) and (rows := int(plan.extra_rooms.sum())):
             if self._may_draft(plan, rows):
                 return True
-            for entry in plan.producing:
-                entry.extra_room = 0
-            plan.extra_room = 0
+            plan.extra_rooms = np.zeros_like(plan.extra_rooms)
         return self._may_draft(plan, 0)
 
     @property
@@ -75,13 +73,12 @@ class DraftSelection:
         usable: int64 [B], largest number of tokens of each draft.
         """
         sequences = plan.producers
-        self._budget.prepare(sequences, plan.scheduled + plan.extra_rows - sequences)
-        # Drafters of third parties may return views.
-        accept_prob, parents = np.ascontiguousarray(drafts.accept_prob), np.ascontiguousarray(drafts.parents)
+        self._budget.prepare(sequences, plan.scheduled_tokens + plan.extra_rows - sequences)
         lengths = np.empty(len(usable), np.int64)
         self._expected += select_calibrated(
-            *self._budget.arrays, accept_prob, parents, drafts.source, drafts.offsets, usable, self.calibration, lengths
-        )
+            *self._budget.arrays, drafts.accept_prob, drafts.parents, drafts.source, drafts.offsets, usable,
+            self.calibration, lengths,
+        )  # fmt: skip
         return lengths
 
     def record(self, plan: StepPlan, accepted: int, committed: int, seconds: float) -> None:
@@ -93,9 +90,9 @@ class DraftSelection:
         # Sums decay with every step, with or without drafts: old results say little about the present.
         self._expected *= DECAY
         self._accepted = DECAY * (self._accepted + accepted)
-        scheduled, sequences = plan.scheduled, plan.producers
+        scheduled, sequences = plan.scheduled_tokens, plan.producers
         verified = plan.verified + plan.extra_rows
-        self._budget.curve.record(scheduled + verified, plan.sequences, seconds)
+        self._budget.curve.record(scheduled + verified, len(plan), seconds)
         if not (plan.is_drafting or plan.is_backing_off) or not sequences:
             return
         backoff = self._backoff(sequences, has_rows=plan.extra_rows > 0)
@@ -125,7 +122,7 @@ class DraftSelection:
             self._report_loss(sequences, rows)
             return False
         if backoff.steps == 0:
-            loss = -self._budget.saved(0, plan.scheduled + rows, rows)
+            loss = -self._budget.saved(0, plan.scheduled_tokens + rows, rows)
             if self._gains:
                 loss += min(self._drafting_s) / self._budget.seconds(sequences) - mean(self._gains)
             backoff.delay_trial(loss)

@@ -10,160 +10,158 @@ p(x), which is what rejection does where q is one-hot.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from engine.drafters.base import DETERMINISTIC
-from engine.executor.batch import Batch
+from engine.drafters.drafts import DETERMINISTIC
+from engine.executor.batch import offsets
 from engine.sampling.grammar_state import GrammarError
 from engine.sampling.logprobs import compute_parts
 from engine.sampling.noise import greedy_tokens
 from engine.sampling.processors import Rows, process_logits
 from engine.sampling.sampler import RowSettings, probabilities, row_settings, sample
-from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan
-from engine.speculation.rejection import SampledDraft, Verdict, verify_by_rejection
-from ssd.types import ROOT
+from engine.scheduling.commit import FIRST_TOKEN, PRODUCED, VERIFIED
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
+from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import DraftTree, accept_exactly, depths_of
+from engine.speculation.rejection import SampledDraft, verify_by_rejection
 
 
-def verify_drafts(plan: StepPlan, batch: Batch, logits: Tensor) -> list[SequenceResult]:
-    """Return the result of each entry: accepted draft tokens and the bonus token after them.
+def verify_drafts(result: StepResult, indices: np.ndarray, logits: Tensor) -> None:
+    """Set the results of some producing sequences: accepted draft tokens and the bonus token after them.
 
-    logits: float32 [rows, V], of `batch.logit_rows`. Outputs are not cut where they end.
+    indices: int64 [n], ascending. logits: float32 [rows, V], after the last committed token and each draft token of
+    these sequences. Outputs are not cut where they end.
     """
-    entries, bounds = plan.entries, batch.logit_offsets
-    results = [SequenceResult(entry, NO_TOKENS, NO_ROWS) for entry in entries]
-    by_rejection = [index for index, entry in enumerate(entries) if uses_rejection(entry)]
-    exactly = [index for index, entry in enumerate(entries) if entry.produces and index not in by_rejection]
-    if exactly:
-        part = select_part(exactly, plan, batch, logits)
-        for index, tokens, errors in zip(exactly, target_tokens(part), part.errors, strict=True):
-            results[index] = _verify_exactly(entries[index], tokens, errors)
-    if by_rejection:
-        part = select_part(by_rejection, plan, batch, logits)
-        for index, verdict in zip(by_rejection, _rejected(part, plan.q), strict=True):
-            tokens = np.append(entries[index].draft[verdict.kept], np.uint32(verdict.token))
-            results[index] = SequenceResult(entries[index], tokens, verdict.kept)
-    _add_logprobs(results, bounds, logits)
-    return results
+    if not len(indices):
+        return
+    plan = result.plan
+    bounds = offsets(1 + plan.lengths[indices])
+    by_rejection = uses_rejection(plan)[indices]
+    result.values[indices, VERIFIED] = plan.lengths[indices]
+    for is_rejection, verify in ((False, _verify_exactly), (True, _verify_by_rejection)):
+        chosen = np.flatnonzero(by_rejection == is_rejection)
+        if len(chosen):
+            rows = np.concatenate([np.arange(*bounds[at : at + 2]) for at in chosen.tolist()])
+            own = logits if len(rows) == bounds[-1] else logits[rows]
+            verify(result, Part.of(plan, indices[chosen], own))
+    result.lengths[indices] = result.values[indices, PRODUCED]
+    _add_logprobs(result, indices, bounds, logits)
 
 
-def uses_rejection(entry: SequencePlan) -> bool:
-    """Whether the draft is verified by rejection: it has sampled tokens and its request is in that mode."""
-    request = entry.sequence.request
-    if entry.q_rows is None or request.recorded is not None or not request.sampling.uses_rejection:
-        return False
-    return bool((entry.q_rows != DETERMINISTIC).any())
-
-
-def accepted_length(draft: np.ndarray, target: np.ndarray) -> int:
-    """Return the number of leading draft tokens that equal the target's.
-
-    draft: uint32 [k]. target: uint32 [k + 1], the target's token after the context, after the context and one draft
-    token, and so on.
-    """
-    differs = np.flatnonzero(draft != target[:-1])
-    return int(differs[0]) if len(differs) else len(draft)
-
-
-def accepted_path(draft: np.ndarray, parents: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the nodes of a draft tree that equal the target's tokens, int64 [n], a path from the root.
-
-    draft: uint32 [k]. parents: int32 [k], indices within the draft, `ROOT` for a child of the context; parents precede
-    their children. target: uint32 [k + 1], the target's token after the context and after each draft token.
-    """
-    path: list[int] = []
-    at = ROOT
-    # Parents precede their children, so one pass over the nodes that equal their parents' successors finds the path.
-    for node in np.flatnonzero(draft == target[parents + 1]).tolist():
-        if parents[node] == at:
-            path.append(node)
-            at = node
-    return np.array(path, np.int64)
+def uses_rejection(plan: StepPlan) -> np.ndarray:
+    """Return which drafts have sampled tokens that rejection verifies, bool [P]."""
+    q_rows, batch = plan.drafts.q_rows, plan.drafts.batch
+    is_sampled = np.zeros(plan.producers, np.bool_)
+    if q_rows is None:
+        return is_sampled
+    for index, sequence in enumerate(plan.producing):
+        if sequence.request.sampling.uses_rejection and sequence.request.recorded is None:
+            first = int(batch.offsets[index])
+            is_sampled[index] = (q_rows[first : first + plan.lengths[index]] != DETERMINISTIC).any()
+    return is_sampled
 
 
 class Part(NamedTuple):
-    """Rows of the entries that are verified in the same mode."""
+    """Sequences that are verified in the same mode, with a row of logits after the context and each draft token."""
 
-    entries: list[SequencePlan]
-    logits: Tensor
-    """float32 [m, V]: processed; the entries' rows in order."""
-    settings: RowSettings
+    plan: StepPlan
+    indices: np.ndarray
+    """int64 [n]: indices of the sequences in the plan."""
+    sequences: SequenceOf[Sequence]
     bounds: np.ndarray
-    """int64 [entries + 1], into those rows."""
-    errors: list[dict[int, GrammarError]]
-    """For each entry: errors of rows that its grammar cannot continue, by index in the entry's rows."""
+    """int64 [n + 1]: where the rows of each sequence begin."""
+    depths: np.ndarray
+    """int64 [rows]: number of draft tokens before each row."""
+    logits: Tensor
+    """float32 [rows, V]: processed."""
+    settings: RowSettings
+    errors: list[tuple[int, dict[int, GrammarError]]]
+    """Errors of rows that a grammar cannot continue: the place of the sequence in `indices`, and the errors by index in
+    its rows."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, indices: np.ndarray, logits: Tensor) -> Part:
+        """Return the part of some sequences. logits: float32 [rows, V], of their rows."""
+        sequences = plan.table.of(plan.rows[indices])
+        bounds = offsets(1 + plan.lengths[indices])
+        depths, trees = np.zeros(int(bounds[-1]), np.int64), plan.is_tree
+        batch, all_depths = plan.drafts.batch, depths_of(plan.drafts.batch.parents, plan.drafts.batch.offsets)
+        adjusted: list[Rows] = []
+        errors: list[tuple[int, dict[int, GrammarError]]] = []
+        for place, (index, sequence) in enumerate(zip(indices.tolist(), sequences, strict=True)):
+            own = slice(int(batch.offsets[index]), int(batch.offsets[index]) + int(plan.lengths[index]))
+            depths[bounds[place] + 1 : bounds[place + 1]] = all_depths[own]
+            if sequence.request.sampling.adjusts:
+                tree = DraftTree(batch.parents[own]) if trees[index] else None
+                errors.append((place, {}))
+                rows = np.arange(bounds[place], bounds[place + 1])
+                adjusted.append(Rows(sequence, batch.tokens[own], tree, rows, errors[-1][1]))
+        samplings, counts = [sequence.request.sampling for sequence in sequences], np.diff(bounds)
+        texts = np.array([len(sequence) for sequence in sequences])
+        settings = row_settings(samplings, counts, texts.repeat(counts) + depths)
+        return cls(plan, indices, sequences, bounds, depths, process_logits(logits, adjusted), settings, errors)
 
 
-def select_part(indices: SequenceOf[int], plan: StepPlan, batch: Batch, logits: Tensor) -> Part:
-    """Return the rows of the given producing entries, with processed logits."""
-    entries = [plan.entries[index] for index in indices]
-    rows = [np.arange(batch.logit_offsets[index], batch.logit_offsets[index + 1]) for index in indices]
-    bounds = np.cumsum([0, *map(len, rows)])
-    chosen = np.concatenate(rows)
-    logits = logits[: len(chosen)] if len(chosen) == batch.logit_offsets[-1] else logits[chosen]
-    own = [
-        Rows(entry.sequence, entry.draft, entry.tree, np.arange(*pair), {})
-        for entry, pair in zip(entries, pairwise(bounds.tolist()), strict=True)
-    ]
-    samplings = [entry.sequence.request.sampling for entry in entries]
-    settings = row_settings(samplings, np.diff(bounds), batch.positions[batch.logit_rows[chosen]] + 1)
-    return Part(entries, process_logits(logits, own), settings, bounds, [each.errors or {} for each in own])
+def target_tokens(part: Part) -> np.ndarray:
+    """Return the target's token after each row, int64 [rows]; recorded tokens take precedence."""
+    is_greedy = all(sequence.request.sampling.is_plain_greedy for sequence in part.sequences)
+    chosen = greedy_tokens(part.logits) if is_greedy else sample(part.logits, part.settings)
+    tokens = chosen.cpu().numpy().astype(np.int64)
+    for place, sequence in enumerate(part.sequences):
+        if sequence.request.recorded is not None:
+            rows = np.arange(part.bounds[place], part.bounds[place + 1])
+            rest = sequence.recorded_rest
+            rows = rows[part.depths[rows] < len(rest)]
+            tokens[rows] = rest[part.depths[rows]]
+    return tokens
 
 
-def target_tokens(part: Part) -> list[np.ndarray]:
-    """Return for each entry the target's token after each of its rows, uint32; recorded tokens take precedence."""
-    is_greedy = all(entry.sequence.request.sampling.is_plain_greedy for entry in part.entries)
-    tokens = greedy_tokens(part.logits) if is_greedy else sample(part.logits, part.settings)
-    own = np.split(tokens.cpu().numpy().astype(np.uint32), part.bounds[1:-1])
-    for entry, rows in zip(part.entries, own, strict=True):
-        _replay(entry, rows)
-    return own
+def _verify_exactly(result: StepResult, part: Part) -> None:
+    """Keep the draft tokens that equal the target's, up to the first row with an error."""
+    batch, values = part.plan.drafts.batch, result.values
+    paths = np.zeros((len(values), values.shape[1] - FIRST_TOKEN), np.int64)
+    accept_exactly(
+        batch.tokens, batch.parents, batch.offsets, part.plan.lengths, part.indices, target_tokens(part), part.bounds,
+        values, paths,
+    )  # fmt: skip
+    if result.paths is not None:
+        result.paths[part.indices] = paths[part.indices]
+    for place, errors in part.errors:
+        if errors:
+            index = int(part.indices[place])
+            rows = np.append(0, 1 + paths[index])[: values[index, PRODUCED]].tolist()
+            if (end := next((at for at, row in enumerate(rows) if row in errors), None)) is not None:
+                # The target's token before this row is the last one; nothing was accepted after it.
+                values[index, PRODUCED] = end
+                result.errors[index] = errors[rows[end]]
 
 
-def _verify_exactly(entry: SequencePlan, tokens: np.ndarray, errors: dict[int, GrammarError]) -> SequenceResult:
-    """Keep the draft tokens that equal the target's, `tokens`, uint32 [k + 1], up to the first row with an error."""
-    if entry.tree is None:
-        kept = np.arange(accepted_length(entry.draft, tokens))
-    else:
-        kept = accepted_path(entry.draft, entry.tree.parents, tokens)
-    rows = np.append(0, 1 + kept)
-    for index, row in enumerate(rows.tolist() if errors else ()):
-        if row in errors:
-            # The target's token before this row is the last one; nothing was accepted after it.
-            return SequenceResult(entry, tokens[rows[:index]], kept[: max(0, index - 1)], error=errors[row])
-    return SequenceResult(entry, tokens[rows], kept)
+def _verify_by_rejection(result: StepResult, part: Part) -> None:
+    plan, batch, drafts = part.plan, part.plan.drafts.batch, []
+    assert plan.drafts.q_rows is not None
+    for index, sequence, row in zip(part.indices.tolist(), part.sequences, part.bounds.tolist(), strict=False):
+        own = slice(int(batch.offsets[index]), int(batch.offsets[index]) + int(plan.lengths[index]))
+        columns = batch.tokens[own], batch.parents[own], plan.drafts.q_rows[own]
+        drafts.append(SampledDraft(*columns, row, sequence.request.sampling.seed, len(sequence)))
+    verdicts = verify_by_rejection(drafts, probabilities(part.logits, part.settings), plan.drafts.q)
+    for index, draft, verdict in zip(part.indices.tolist(), drafts, verdicts, strict=True):
+        tokens = np.append(draft.tokens[verdict.kept], np.uint32(verdict.token))
+        result.values[index, PRODUCED] = len(tokens)
+        result.values[index, FIRST_TOKEN : FIRST_TOKEN + len(tokens)] = tokens
+        if result.paths is not None:
+            result.paths[index, : len(verdict.kept)] = verdict.kept
 
 
-def _replay(entry: SequencePlan, tokens: np.ndarray) -> None:
-    """Replace the target's tokens with recorded ones, up to the end of the record."""
-    if entry.sequence.request.recorded is None:
-        return
-    rest = entry.sequence.recorded_rest
-    depths = np.append(0, entry.draft_depths)
-    is_recorded = depths < len(rest)
-    tokens[is_recorded] = rest[depths[is_recorded]]
-
-
-def _rejected(part: Part, q: Tensor | None) -> list[Verdict]:
-    drafts = []
-    for entry, row in zip(part.entries, part.bounds.tolist(), strict=False):
-        assert entry.q_rows is not None
-        seed, position = entry.sequence.request.sampling.seed, len(entry.sequence)
-        drafts.append(SampledDraft(entry.draft, entry.parents, entry.q_rows, row, seed, position))
-    return verify_by_rejection(drafts, probabilities(part.logits, part.settings), q)
-
-
-def _add_logprobs(results: SequenceOf[SequenceResult], bounds: np.ndarray, logits: Tensor) -> None:
-    """Add the log-probabilities of the tokens for requests that need them."""
-    counts = {
-        index: count
-        for index, result in enumerate(results)
-        if len(result.tokens) and (count := result.plan.sequence.request.sampling.logprobs) is not None
-    }
-    rows = {index: bounds[index] + np.append(0, 1 + results[index].kept) for index in counts}
-    tokens = {index: results[index].tokens for index in counts}
-    for index, logprobs in compute_parts(logits, rows, tokens, counts).items():
-        results[index].logprobs = logprobs
+def _add_logprobs(result: StepResult, indices: np.ndarray, bounds: np.ndarray, logits: Tensor) -> None:
+    """Add the log-probabilities of the tokens for requests that need them. bounds: of their rows in `logits`."""
+    counts, rows, tokens = {}, {}, {}
+    for place, index in enumerate(indices.tolist()):
+        count = result.plan.producing[index].request.sampling.logprobs
+        if count is not None and result.lengths[index]:
+            rows[index] = bounds[place] + np.append(0, 1 + result.path_of(index))
+            counts[index], tokens[index] = count, result.tokens_of(index)
+    result.logprobs.update(compute_parts(logits, rows, tokens, counts))

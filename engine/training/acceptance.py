@@ -12,8 +12,9 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.drafters.base import TargetInfo
 from engine.drafters.registry import build_drafter
-from engine.engine import StepReport, build_engine
+from engine.engine import build_engine
 from engine.models.decoder import Decoder
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 
@@ -91,6 +92,4 @@ class Measurement:
 
 def _count(report: StepReport, counts: np.ndarray) -> None:
     """Add a step's drafts to `counts`, int64 [depth + 1]: the number of drafts by number of accepted tokens."""
-    for result in report.results:
-        if result.drafted:
-            counts[result.accepted] += 1
+    np.add.at(counts, report.arrays.accepted[report.arrays.depths > 0], 1)

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.rollouts.problems import STATEMENTS, Problem, Settings, read_problems
 from ssd.replay import Recording
+from tests.engine.steps import accepting
 
 HEAD = "    def add(self, left, right):\n"
 FULL = "".join(f"        value{number} = left + right\n" for number in range(STATEMENTS))
@@ -86,12 +87,8 @@ def test_two_engines_with_one_sidecar_change_nothing_but_time(command):
 
 
 def test_drafts_that_are_accepted_unverified_are_noticed(command, monkeypatch):
-    from engine.scheduling.plan import SequenceResult
-
-    def accept(entry, tokens, _errors):
-        return SequenceResult(entry, np.append(entry.draft, tokens[-1:]), np.arange(len(entry.draft)))
-
-    monkeypatch.setattr("engine.speculation.verify._verify_exactly", accept)
+    fault = accepting(lambda draft, *_: range(len(draft)))
+    monkeypatch.setattr("engine.speculation.verify.accept_exactly", fault)
     assert_all_differ(command())
 
 

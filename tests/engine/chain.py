@@ -19,6 +19,7 @@ from engine.executor.build import Executors, build_graph_executor
 from engine.executor.eager import EagerExecutor
 from engine.models.config import ModelConfig
 from engine.scheduling.pages import PagePool
+from tests.engine.steps import spans_of
 
 VOCAB = 8
 END = 0
@@ -91,13 +92,13 @@ class ChainRunner:
 
     def forward(self, batch):
         rows = [None] * len(batch.tokens)
-        for span in batch.spans:
+        for span in spans_of(batch):
             context = sum(self.held(span.pages, span.computed))
             for row in range(span.start, span.start + span.length):
                 node = span.computed + row - span.start - span.committed
-                if span.tree is not None and node >= 0:
+                if len(span.parents) and node >= 0:
                     # Row of the parent; for -1 that of the last committed token.
-                    context = rows[row - node + int(span.tree.parents[node])]
+                    context = rows[row - node + int(span.parents[node])]
                 content = stored(int(batch.tokens[row]), context)
                 self.cache[batch.slots[row]] = content
                 context += content

@@ -13,6 +13,7 @@ from engine.executor.build import Executors
 from engine.executor.eager import EagerExecutor
 from engine.scheduling.pages import PagePool
 from tests.engine import chain
+from tests.engine.steps import spans_of
 
 VOCAB = 12
 EOS = 0
@@ -40,7 +41,7 @@ class FakeRunner:
         self._cache[batch.slots] = batch.tokens
         logits = []
         for row in batch.logit_rows.tolist():
-            [span] = [span for span in batch.spans if span.start <= row < span.start + span.length]
+            [span] = [span for span in spans_of(batch) if span.start <= row < span.start + span.length]
             places = visible_places(span, row)
             assert len(places) == batch.positions[row] + 1
             slots = np.array(span.pages)[places // self._page_size] * self._page_size + places % self._page_size
@@ -53,12 +54,12 @@ class FakeRunner:
 def visible_places(span, row):
     """Indices within its sequence of the tokens that a token of the batch attends to."""
     place = span.computed + row - span.start
-    if span.tree is None or place < span.committed:
+    if not len(span.parents) or place < span.committed:
         return np.arange(place + 1)
     node, ancestors = place - span.committed, []
     while node >= 0:
         ancestors.insert(0, span.committed + node)
-        node = span.tree.parents[node]
+        node = span.parents[node]
     return np.array([*range(span.committed), *ancestors])
 
 

@@ -6,25 +6,23 @@ import numpy as np
 import torch
 
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.scheduling.page_hashes import PageHashes
-from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from tests.engine.steps import Entry, batch_of
 from tests.engine.tables import give_pages
 
 PAGE_SIZE = 16
 
 
 def sequence_of(tokens, pages, *, computed=0, scheduled=None, draft=(), tree=None, sequence_id=0):
-    """The plan of a sequence with `computed` tokens in the cache that runs `scheduled` more tokens and a draft."""
+    """The part of a sequence with `computed` tokens in the cache that runs `scheduled` more tokens and a draft."""
     sequence = Sequence(sequence_id, Request(np.asarray(tokens, np.uint32), SamplingParams()), len(tokens) + 64)
     give_pages(sequence, pages)
     sequence.computed = computed
     scheduled = len(tokens) - computed if scheduled is None else scheduled
-    produces = computed + scheduled == len(tokens)
-    return SequencePlan(sequence, computed, scheduled, produces, draft=np.asarray(draft, np.uint32), tree=tree)
+    return Entry(sequence, computed, scheduled, np.asarray(draft, np.uint32), tree)
 
 
 def new_runner(model, pages=128):
@@ -36,7 +34,7 @@ def prompt_logits(model, tokens):
     """Logits after every token, float32 [N, vocab], from one pass: all tokens but the first run as a draft."""
     pages = range(-(-len(tokens) // PAGE_SIZE))
     entry = sequence_of(tokens[:1], pages, draft=tokens[1:])
-    return new_runner(model, len(pages)).forward(build_batch([entry], PAGE_SIZE))
+    return new_runner(model, len(pages)).forward(batch_of([entry], PAGE_SIZE))
 
 
 def cached_and_fresh(model, engine, text):
@@ -47,7 +45,7 @@ def cached_and_fresh(model, engine, text):
     pool, hashes = engine.scheduler.pages, PageHashes("")
     pages = pool.find(hashes.of(np.asarray(text, np.uint32), (len(text) - 1) // PAGE_SIZE, PAGE_SIZE)).tolist()
     runner = new_runner(model, 32)
-    runner.forward(build_batch([sequence_of(text, range(32))], PAGE_SIZE))
+    runner.forward(batch_of([sequence_of(text, range(32))], PAGE_SIZE))
 
     def held(runner, page):
         return torch.stack((runner._attention._keys[:, page], runner._attention._values[:, page]))

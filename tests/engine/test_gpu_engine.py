@@ -20,7 +20,6 @@ from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.registry import build_drafter
 from engine.engine import build_engine
 from engine.executor import fixed_step
-from engine.executor.batch import build_batch
 from engine.executor.kernels.verify import verify
 from engine.executor.runner import Runner
 from engine.models.loader import load_model
@@ -34,6 +33,7 @@ from tests.engine.drafters.heads import make_head
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, differences, references
+from tests.engine.steps import batch_of
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -162,7 +162,7 @@ def text_probabilities(model, temperature):
 
     def following(prefix):
         text = np.array([*PROMPT, *prefix], np.uint32)
-        logits = runner.forward(build_batch([sequence_of(text, [0])], PAGE_SIZE))[-1]
+        logits = runner.forward(batch_of([sequence_of(text, [0])], PAGE_SIZE))[-1]
         return torch.softmax(logits.double() / temperature, dim=0).numpy()
 
     probabilities, prefixes = np.ones(1), [()]
@@ -192,7 +192,7 @@ def all_accepted(monkeypatch):
         has_next = ((row >= starts) & (row < starts + inputs.counts[:, None] - 1)).any(dim=0)
         return verify(state, slots, inputs, torch.where(has_next, inputs.tokens.roll(-1), target_tokens), width)
 
-    monkeypatch.setattr(verification, "accepted_length", lambda draft, _: len(draft))
+    monkeypatch.setattr(verification, "accept_exactly", accepting(lambda draft, *_: range(len(draft))))
     monkeypatch.setattr(fixed_step, "verify", accepting)
 
 

@@ -182,7 +182,7 @@ def test_requests_that_run_start_again_with_the_new_weights(
         engine.update_weights(new, running="restart")
         report = engine.step()
         assert report.restarted == ids[:4]
-        assert not report.results
+        assert not report.produced
         assert finished(engine, ids) == expected["new"]["greedy"]
         assert outputs(engine, GREEDY) == expected["new"]["greedy"]
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.scheduling.request import FinishReason, Request, SamplingParams
-from engine.scheduling.table import ADMISSION
 from ssd.budget.token_budget import StepPrice
 from ssd.errors import UserError
 from ssd.types import DraftBatch, Path
 from tests.engine.chain import PAGE_SIZE, VOCAB, answer, chain_engine, contents
+from tests.engine.steps import each_of
 from tests.engine.trees import batch_of_trees, random_tree
 
 
@@ -220,7 +220,7 @@ class Workload:
         # Tokens of a step in flight were counted when it was launched.
         launched = {
             *self.in_flight_tokens(),
-            *(c.sequence for step in self.engine._in_flight for c in step.plan.chunks),
+            *(s for step in self.engine._in_flight for s in scheduler.table.of(step.plan.prompts().all_rows)),
         }
         report = self.engine.step()
         scheduler.check_integrity()
@@ -242,8 +242,8 @@ class Workload:
         table, found = self.engine.scheduler.table, {}
         for step in self.engine._in_flight:
             plan = step.plan
-            is_running = table.state[plan.rows, ADMISSION] == plan.admissions
-            lengths = plan.draft.lengths[is_running].tolist()
+            is_running = plan.still_runs[: plan.producers]
+            lengths = plan.lengths[is_running].tolist()
             for sequence, length in zip(table.of(plan.rows[is_running]), lengths, strict=True):
                 found[sequence] = 1 + length
         return found
@@ -259,7 +259,7 @@ class Workload:
 
     def check_output(self, report):
         assert report.committed == sum(map(len, report.tokens.values()))
-        for result in report.results:
+        for result in each_of(report.result):
             most = self.drafter.most[result.sequence_id]
             assert most is None or result.drafted <= most
         for sequence_id, tokens in report.tokens.items():

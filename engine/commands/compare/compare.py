@@ -28,10 +28,10 @@ from engine.commands.progress import LongProgress
 from engine.commands.prompts import load_chat, read_prompt_file
 from engine.commands.reports import made_with
 from engine.config import ContextWindow, Verification
-from engine.engine import StepReport
 from engine.models.loader import load_config
 from engine.models.shipped import PROMPTS_FILE
 from engine.models.tokenizer import Tokenizer
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
 from ssd.budget.cost_profile import CostProfile
 from ssd.errors import UserError

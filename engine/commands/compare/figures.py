@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.engine import Engine, StepReport
-from engine.scheduling.plan import SequenceResult
+from engine.engine import Engine
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request
 
 T = TypeVar("T")
@@ -44,17 +44,17 @@ class Output:
         """uint32 [n]."""
         return np.concatenate(self.parts) if self.parts else np.empty(0, np.uint32)
 
-    def add(self, result: SequenceResult) -> int:
-        """Add the result of a step; return the length of the output.
+    def add(self, tokens: np.ndarray, accepted: int, depths: np.ndarray) -> int:
+        """Add the tokens of a step, uint32 [n], of which the first are accepted; return the length of the output.
 
-        The step that computes the prompt is not a verify step: most drafters cannot draft before it.
+        depths: int64 [k], of the verified draft tokens. The step that computes the prompt is not a verify step: most
+        drafters cannot draft before it.
         """
         start = sum(map(len, self.parts))
-        self.parts.append(result.tokens)
+        self.parts.append(tokens)
         if start > 0:
-            drafted = np.bincount(result.plan.draft_depths)[1:].tolist()
-            self.steps.append(Step(start, len(result.tokens), result.accepted, tuple(drafted)))
-        return start + len(result.tokens)
+            self.steps.append(Step(start, len(tokens), accepted, tuple(np.bincount(depths)[1:].tolist())))
+        return start + len(tokens)
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,12 @@ def run_group(
     while engine.scheduler.has_work:
         report = engine.step()
         observe(report)
-        for result in report.results:
-            if outputs[result.sequence_id].add(result) >= length:
-                engine.cancel(result.sequence_id)
+        if (result := report.result) is None:
+            continue
+        for index in np.flatnonzero(result.lengths).tolist():
+            sequence_id, depths = int(result.ids[index]), result.draft_depths[result.draft_of(index)]
+            if outputs[sequence_id].add(result.tokens_of(index), int(result.accepted[index]), depths) >= length:
+                engine.cancel(sequence_id)
     return list(outputs.values())
 
 

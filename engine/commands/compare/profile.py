@@ -19,10 +19,11 @@ from engine.commands.compare.rows import Row, unusable
 from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
-from engine.engine import COMMON_SAMPLING, Engine, StepReport
+from engine.engine import COMMON_SAMPLING, Engine
 from engine.executor.build import SIZES, build_executors
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Request, SamplingParams
 from ssd.budget.cost_profile import CostProfile
 

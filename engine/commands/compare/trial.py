@@ -18,9 +18,10 @@ from engine.commands.compare.results import Condition, Result
 from engine.commands.compare.rows import Row
 from engine.commands.launch import launch
 from engine.commands.options import EngineOptions
-from engine.engine import Engine, StepReport
+from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.tokenizer import Tokenizer
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, Request, SamplingParams
 from engine.scheduling.times import StageTimes
 from ssd.errors import UserError
@@ -186,7 +187,7 @@ class Trial:
 
             def observe(report: StepReport) -> None:
                 self.observe(report)
-                if report.results:
+                if report.produced:
                     times.append(report.times)
 
             requests = self.workload.requests_of(condition, spare=1 + engine.max_draft)

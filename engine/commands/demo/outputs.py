@@ -61,12 +61,12 @@ def find_lengths(
     running = set(outputs)
     while running:
         report = engine.step()
-        for result in report.results:
-            output = outputs[result.sequence_id]
-            output.extend(result.tokens)
-            if output.has_ended and result.sequence_id not in report.finished:
-                engine.cancel(result.sequence_id)
-                running.discard(result.sequence_id)
+        for sequence_id, tokens in report.tokens.items():
+            output = outputs[sequence_id]
+            output.extend(tokens)
+            if output.has_ended and sequence_id not in report.finished:
+                engine.cancel(sequence_id)
+                running.discard(sequence_id)
         running -= set(report.finished)
     return [output.length for output in outputs.values()]
 

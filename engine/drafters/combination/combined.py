@@ -16,19 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.drafters.base import Drafter, Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.combination.merged_tree import Evaluation, Mix, Tree, best_path, likeliest_nodes
 from engine.drafters.combination.skipping import SkipRule
 from engine.drafters.draft_forward import DraftForward
+from engine.drafters.drafts import Drafts
 from engine.drafters.tokens import TokenDrafter, innermost
-from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import NO_ROWS, StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
-from engine.speculation.draft_tree import OwnDraft
 from ssd.corpus.corpus import Corpus
 from ssd.types import ROOT, DraftBatch, offsets_of
 
@@ -61,8 +62,6 @@ class Merged:
     tree: Tree
     sources: np.ndarray
     """uint8 [room]: source of each node, that of the first drafter that proposed it."""
-    own: dict[int, OwnDraft] = field(default_factory=dict)
-    """The draft of each drafter, by its number."""
     found: Evaluation | None = None
     ranked: np.ndarray = field(default_factory=lambda: NO_ROWS)
     """int64 [n]: nodes of the best draft according to `found`, parents before their children."""
@@ -81,8 +80,20 @@ class Merged:
         )
         is_new = nodes >= before
         self.sources[nodes[is_new]] = batch.source[part][is_new]
-        if below == ROOT:
-            self.own[number] = OwnDraft(batch.tokens[part], batch.parents[part])
+
+
+class Proposal(NamedTuple):
+    """Drafts of a step, until its results are known."""
+
+    rows: np.ndarray
+    """int64 [B]: rows of the sequences in the table."""
+    merged: list[Merged]
+    """Their trees."""
+    own: list[Drafts]
+    """The drafts of each drafter, by its number."""
+
+
+NO_PROPOSAL = Proposal(NO_ROWS, [], [])
 
 
 class CombinedDrafter:
@@ -95,8 +106,8 @@ class CombinedDrafter:
         self.skipping = SkipRule()
         self._has_trees = has_trees
         self._mix = Mix(len(self.parts))
-        self._merged: dict[int, Merged] = {}
-        """By the id of the sequence."""
+        self._last = NO_PROPOSAL
+        """Drafts since the last results."""
 
     @property
     def skipped_steps(self) -> dict[str, int]:
@@ -142,44 +153,41 @@ class CombinedDrafter:
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        entries = plan.producing
-        merged = [Merged.empty(ROOM, len(self.parts)) for _ in entries]
-        extra: ExtraRows | None = None
-        for number, part in enumerate(self.parts):
-            if not part.runs_model:
-                drafts = self._draft(part, plan)
-                add_drafts(drafts.batch, number, merged)
-                extra = drafts.extra or extra
-        before = self._expected(entries, merged)
+        merged = [Merged.empty(ROOM, len(self.parts)) for _ in plan.producing]
+        own = [Drafts.empty(plan.producers)] * len(self.parts)
+
+        def draft(numbers: list[int]) -> None:
+            for number in numbers:
+                own[number] = self._draft(self.parts[number], plan)
+                for index, one in enumerate(merged):
+                    one.add(own[number].batch, index, number)
+
+        draft([number for number, part in enumerate(self.parts) if not part.runs_model])
+        before = self._expected(plan, merged)
         models = [number for number, part in enumerate(self.parts) if part.runs_model]
         if models and self.skipping.should_run_networks(plan, before):
             with self.skipping.timed():
-                for number in models:
-                    add_drafts(self._draft(self.parts[number], plan).batch, number, merged)
+                draft(models)
                 self._search_again(plan, merged)
-                expected = self._expected(entries, merged)
+                expected = self._expected(plan, merged)
             self.skipping.learn(expected)
-        for entry, one in zip(entries, merged, strict=True):
-            self._merged[entry.sequence.sequence_id] = one
-        return Drafts(joint_drafts(merged), extra=extra)
+        self._last = Proposal(plan.rows, merged, own)
+        return Drafts(joint_drafts(merged), extra=next((each.extra for each in own if each.extra is not None), None))
 
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        for each in result.results:
-            merged = self._merged.get(each.sequence_id)
-            if merged is not None and merged.found is not None and each.plan.produces:
-                self._mix.learn(merged.tree, merged.found, each.tokens)
-        results = [
-            replace(result, results=[self._own_result(each, number, part.drafter.needs) for each in result.results])
-            for number, part in enumerate(self.parts)
-        ]
-        for each in result.results:
-            self._merged.pop(each.sequence_id, None)
+        last, self._last = self._last, NO_PROPOSAL
+        at = result.plan.indices_of(last.rows)
+        for index, one in zip(at.tolist(), last.merged, strict=True):
+            if one.found is not None and result.lengths[index]:
+                self._mix.learn(one.tree, one.found, result.tokens_of(index))
+        count = result.plan.producers
+        own = [drafts.scatter(at, count) for drafts in last.own] or [Drafts.empty(count)] * len(self.parts)
+        results = [self._own_result(result, *pair) for pair in zip(own, self.parts, strict=True)]
         self._call_all(lambda drafter, number: drafter.observe(results[number]))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
-        self._merged.pop(sequence.sequence_id, None)
         self._call_all(lambda drafter, _: drafter.finish(sequence, learn))
 
     def close(self) -> None:
@@ -194,24 +202,23 @@ class CombinedDrafter:
 
     def _draft(self, part: Part, plan: StepPlan) -> Drafts:
         """Return the drafts of one drafter, for the requests that allow it."""
-        entries = plan.producing
-        allowed = [index for index, entry in enumerate(entries) if part.may_draft_for(entry.sequence)]
-        if len(allowed) == len(entries):
+        allowed = [index for index, sequence in enumerate(plan.producing) if part.may_draft_for(sequence)]
+        if len(allowed) == plan.producers:
             return part.drafter.propose(plan)
         if not allowed:
-            return Drafts.empty(len(entries))
-        drafts = part.drafter.propose(plan.part([entries[index] for index in allowed]))
-        return drafts.scatter(np.array(allowed, np.int64), len(entries))
+            return Drafts.empty(plan.producers)
+        at = np.array(allowed, np.int64)
+        return part.drafter.propose(plan.take(at)).scatter(at, plan.producers)
 
-    def _expected(self, entries: SequenceOf[SequencePlan], merged: SequenceOf[Merged]) -> np.ndarray:
+    def _expected(self, plan: StepPlan, merged: SequenceOf[Merged]) -> np.ndarray:
         """Evaluate the trees, and return the expected number of accepted tokens of each, float64 [B]."""
-        expected = np.zeros(len(entries))
-        for index, (entry, one) in enumerate(zip(entries, merged, strict=True)):
+        expected = np.zeros(plan.producers)
+        for index, (room, one) in enumerate(zip(plan.rooms.tolist(), merged, strict=True)):
             one.found = self._mix.evaluate(one.tree)
             if self._has_trees:
-                one.ranked = likeliest_nodes(one.found.path_prob, entry.draft_room)
+                one.ranked = likeliest_nodes(one.found.path_prob, room)
             else:
-                one.ranked = best_path(one.tree.parents[: one.tree.size], one.found.path_prob, entry.draft_room)
+                one.ranked = best_path(one.tree.parents[: one.tree.size], one.found.path_prob, room)
             expected[index] = one.found.path_prob[one.ranked].sum()
         return expected
 
@@ -225,8 +232,7 @@ class CombinedDrafter:
                 (index, end)
                 for index, path in enumerate(paths)
                 for end in range(1, len(path) + 1)
-                if merged[index].tree.probs[path[end - 1], number] < 0
-                and part.may_draft_for(plan.producing[index].sequence)
+                if merged[index].tree.probs[path[end - 1], number] < 0 and part.may_draft_for(plan.producing[index])
             ]
             if not places:
                 continue
@@ -249,24 +255,22 @@ class CombinedDrafter:
             at = int(children[prob[children].argmax()])
             path.append(at)
 
-    def _own_result(self, result: SequenceResult, number: int, needs: TargetOutputs) -> SequenceResult:
-        """Return a result as the drafter `number` would see it, if only its own draft had been verified.
+    def _own_result(self, result: StepResult, drafts: Drafts, part: Part) -> StepResult:
+        """Return the results as one of the drafters would see them, if only its own drafts had been verified.
 
         Candidates at a position whose tokens were committed have a result even if the step did not verify them.
         """
-        hidden = result.hidden
-        if hidden is not None:
-            own_layers = [self.needs.hidden_layers.index(layer) for layer in needs.hidden_layers]
-            hidden = hidden[:, own_layers] if own_layers else None
-        if needs.top_k:
-            top = [None if each is None else each[:, : needs.top_k] for each in (result.top_tokens, result.top_logits)]
-            return replace(result, hidden=hidden, top_tokens=top[0], top_logits=top[1])
-        merged = self._merged.get(result.sequence_id)
-        own = None if merged is None else merged.own.get(number)
-        if own is None or not result.plan.produces:
-            plan = replace(result.plan, draft=NO_TOKENS, tree=None)
-            return replace(result, plan=plan, kept=NO_ROWS, hidden=hidden)
-        return replace(result.of_draft(own), hidden=hidden)
+        needs = part.drafter.needs
+        if needs.top_k:  # It learns from the logits of the tokens that were verified.
+            own = result.with_drafts(result.plan.drafts, NO_ROWS)
+        else:
+            own = result.with_drafts(drafts, np.arange(result.plan.producers))
+        if result.hidden is not None:
+            layers = [self.needs.hidden_layers.index(layer) for layer in needs.hidden_layers]
+            own.hidden = result.hidden[:, layers] if layers else None
+        if result.top_tokens is not None and result.top_logits is not None:
+            own.top_tokens, own.top_logits = result.top_tokens[:, : needs.top_k], result.top_logits[:, : needs.top_k]
+        return own
 
 
 def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
@@ -279,12 +283,6 @@ def joint_needs(needs: SequenceOf[TargetOutputs]) -> TargetOutputs:
         layers=tuple(layers for each in needs for layers in each.layers),
         extra_rows=max(each.extra_rows for each in needs),
     )
-
-
-def add_drafts(batch: DraftBatch, number: int, merged: SequenceOf[Merged]) -> None:
-    """Add the drafts of the drafter `number` to the trees."""
-    for index, one in enumerate(merged):
-        one.add(batch, index, number)
 
 
 def joint_drafts(merged: SequenceOf[Merged]) -> DraftBatch:

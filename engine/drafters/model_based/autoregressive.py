@@ -7,6 +7,7 @@ were committed since the previous one. Where trees are verified, the likeliest c
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
-from engine.drafters.base import Drafter, DraftLayers, Drafts, TargetOutputs
-from engine.drafters.calibration import Calibration
+from engine.drafters.base import Drafter, DraftLayers, TargetOutputs
+from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_forward import DraftForward, DraftSpan
-from engine.drafters.draft_pool import DraftPool, PoolDrafts, drafts_of
+from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.compiled.layers import Network
 from engine.drafters.model_based.compiled.network import MAX_WEIGHTS, can_sample, compile_head
 from engine.drafters.model_based.depth import DraftDepth
@@ -29,9 +31,10 @@ from engine.drafters.model_based.slots import SlotWriter
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead
 from engine.sampling.draft_sampler import DraftSampler
-from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.table import rows_for
+from engine.scheduling.table import COMPUTED, rows_for
 from engine.speculation.draft_tree import DraftTree, straight_length
 from ssd.types import ROOT, DraftLimits
 
@@ -79,7 +82,7 @@ class AutoregressiveDrafter(Drafter):
         self._has_trees = has_trees
         self._is_coupled = is_coupled
         self._source = source
-        self._calibration = Calibration()
+        self._table = AcceptanceTable()
         self._draft_depth = DraftDepth()
         self._has_drafted = False
         """Whether it has drafted since the last result."""
@@ -119,73 +122,72 @@ class AutoregressiveDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
+        plan = result.plan
+        computed = plan.table.state[plan.all_rows, COMPUTED]
         # While nothing is drafted, missing slots are written together later.
-        self._writer.observe(result.results, fills_pages=self._has_drafted)
+        self._writer.observe(plan, computed, result.hidden, result.hidden_offsets, fills_pages=self._has_drafted)
         self._has_drafted = False
-        for each in result.results:
-            self._draft_depth.record_acceptance(self._calibration.learn(each), each.accepted)
+        for reached, accepted in zip(self._table.learn(result).tolist(), result.accepted.tolist(), strict=True):
+            self._draft_depth.record_acceptance(reached, accepted)
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
         self._writer.finish(sequence)
-        self._calibration.forget(sequence)
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        at = [index for index, entry in enumerate(plan.producing) if self._can_draft(entry)]
-        if not at:
-            return Drafts.empty(len(plan.producing))
-        entries = [plan.producing[index] for index in at]
+        at = np.flatnonzero([self._can_draft(plan, index) for index in range(plan.producers)])
+        if not len(at):
+            return Drafts.empty(plan.producers)
+        part = plan.take(at)
         self._has_drafted = True
-        if self._compiled is not None and self._can_compile(entries):
-            found, q = self._draft_compiled(self._compiled, plan, entries), None
+        if self._compiled is not None and self._can_compile(part.producing):
+            drafts = self._draft_compiled(self._compiled, part)
         else:
-            growth = self._grow(plan, entries)
+            growth = self._grow(part)
             growth.keep_slots()
-            found, q = growth.drafts(self._source), torch.cat(growth.q) if growth.q else None
-        self._calibration.remember([entry.sequence for entry in entries], found)
-        drafts = found.with_q(q)
-        return drafts if len(at) == len(plan.producing) else drafts.scatter(np.array(at), len(plan.producing))
+            drafts = growth.drafts(self._source)
+        return drafts if len(at) == plan.producers else drafts.scatter(at, plan.producers)
 
-    def _can_draft(self, entry: SequencePlan) -> bool:
+    def _can_draft(self, plan: StepPlan, index: int) -> bool:
         """Whether the slots before the last token can be written: the target has computed all other tokens."""
-        sequence = entry.sequence
+        sequence = plan.producing[index]
         slots = self._writer.of(sequence)
         # A draft is at most as deep as it has tokens.
-        depth = min(self._depth, entry.draft_room)
+        depth = min(self._depth, int(plan.rooms[index]))
         has_room = depth > 0 and len(sequence) + depth <= self.head.config.max_positions
         if not has_room or slots is None or slots.preemptions != sequence.preemptions:
             return False
-        return slots.computed == entry.computed == len(sequence) - 1
+        return bool(slots.computed == plan.computed[index] == len(sequence) - 1)
 
-    def _can_compile(self, entries: list[SequencePlan]) -> bool:
-        samplings = (entry.sequence.request.sampling for entry in entries)
+    def _can_compile(self, sequences: SequenceOf[Sequence]) -> bool:
+        samplings = (sequence.request.sampling for sequence in sequences)
         return not self._has_trees and all(can_sample(each, is_coupled=self._is_coupled) for each in samplings)
 
-    def _draft_compiled(self, compiled: CompiledDrafting, plan: StepPlan, entries: list[SequencePlan]) -> PoolDrafts:
-        output = self._writer.run_committed([entry.sequence for entry in entries])
+    def _draft_compiled(self, compiled: CompiledDrafting, plan: StepPlan) -> Drafts:
+        output = self._writer.run_committed(plan.producing)
         price = self._draft_depth.price(plan.price)
-        drafted = compiled.draft(entries, output, self._calibration.table, price, self._depth, self._source)
+        drafted = compiled.draft(plan.producing, plan.rooms, output, self._table, price, self._depth, self._source)
         if drafted.position_s is not None:
             self._draft_depth.record_forward(drafted.position_s)
         if drafted.is_stopped:
             self._draft_depth.record_stop()
         if not (self.head.state_size or self.head.shares_target_cache):
-            for index, (entry, count) in enumerate(zip(entries, drafted.run.tolist(), strict=True)):
-                slots = self._writer.of(entry.sequence)
+            for index, (sequence, count) in enumerate(zip(plan.producing, drafted.run.tolist(), strict=True)):
+                slots = self._writer.of(sequence)
                 assert slots is not None
                 slots.drafted = drafted.drafts.batch.tokens_of(index)[:count]
         return drafted.drafts
 
-    def _grow(self, plan: StepPlan, entries: list[SequencePlan]) -> Growth:
+    def _grow(self, plan: StepPlan) -> Growth:
         has_trees = self._has_trees and self._forward.runs_tree_parts
         growth = Growth(
             self.head,
             self._forward,
             self._writer,
-            self._calibration,
-            entries,
+            self._table,
+            plan,
             branches=BRANCHES if has_trees else 1,
             is_coupled=self._is_coupled or has_trees,
         )
@@ -215,23 +217,23 @@ class Growth:
         head: DraftHead,
         forward: DraftForward,
         writer: SlotWriter,
-        calibration: Calibration,
-        entries: list[SequencePlan],
+        table: AcceptanceTable,
+        plan: StepPlan,
         *,
         branches: int,
         is_coupled: bool,
     ) -> None:
-        """branches: largest number of candidates after a node, and of nodes expanded at each depth."""
+        """plan: of the sequences to draft for. branches: largest number of candidates after a node, and of nodes that
+        are expanded at each depth.
+        """
         self.pool = DraftPool()
         self.q: list[Tensor] = []
         """Distributions that tokens were sampled from, float32 [rows, V] for each depth."""
-        self._head, self._forward, self._writer, self._calibration = head, forward, writer, calibration
-        self._entries = entries
-        self._sequences = [entry.sequence for entry in entries]
+        self._head, self._forward, self._writer, self._table = head, forward, writer, table
+        self._sequences, self._rooms = plan.producing, plan.rooms
         self._sampler = DraftSampler(self._sequences, is_coupled=is_coupled)
         self._branches = branches
-        self._rooms = np.array([entry.draft_room for entry in entries])
-        self._runs = [RunNodes() for _ in entries]
+        self._runs = [RunNodes() for _ in self._sequences]
         """Nodes in the slots after the committed tokens of each sequence."""
         self._frontier = Frontier.empty()
 
@@ -247,7 +249,7 @@ class Growth:
         paths = [self.pool.path_to(each) for each in node.tolist()] if self._sampler.adjusts else None
         sampled = self._sampler.sample(logits, owner, depth - 1, self._branches, paths)
         is_sampled = self._sampler.is_sampled[owner, None]
-        accept_prob = self._calibration.table.accept_prob(is_sampled, sampled.scores, depth)
+        accept_prob = self._table.accept_prob(is_sampled, sampled.scores, depth)
         q_rows = sampled.q_rows(sum(map(len, self.q)))
         if sampled.q is not None:
             self.q.append(sampled.q)
@@ -271,9 +273,9 @@ class Growth:
         output = self._head(tokens, states, rows.positions, rows.attend, self._forward.ops)
         self._frontier = Frontier(owner, nodes, output.state, output.hidden)
 
-    def drafts(self, source: int) -> PoolDrafts:
+    def drafts(self, source: int) -> Drafts:
         """Return the likeliest candidates."""
-        return drafts_of(self.pool.nodes, self._rooms, source)
+        return drafts_of(self.pool.nodes, self._rooms, source, torch.cat(self.q) if self.q else None)
 
     def keep_slots(self) -> None:
         """Record the path of draft tokens whose slots stay valid if they are committed."""

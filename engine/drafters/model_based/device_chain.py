@@ -14,7 +14,6 @@ its outcome.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
@@ -22,12 +21,16 @@ from torch import Tensor
 
 from engine.attention.base import FixedAttention, RaggedRows, StepShape
 from engine.drafters.draft_forward import DraftForward
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.slots import RunSpan, SlotWriter
+from engine.executor.batch import offsets
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels.tensors import StepInputs
 from engine.models.heads.head import DraftHead, HeadOutput
-from engine.scheduling.plan import NO_ROWS, NO_TOKENS, SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
+from ssd.types import ROOT, DraftBatch, offsets_of
 
 Choose = Callable[[StepInputs, Tensor], Tensor]
 """Returns the tokens that greedy decoding or the requests' noise chooses after rows, int64 [N], from float32 logits
@@ -58,30 +61,25 @@ class DeviceChain:
         return FixedChain(self, state, shape)
 
     @torch.inference_mode()
-    def observe_chunks(self, chunks: SequenceOf[SequencePlan], hidden: Tensor, *, drafts: bool) -> None:
-        """Process prompt chunks that run before a step.
-
-        hidden: [N, layers, hidden size], of all their tokens. drafts: whether the step drafts.
-        """
-        parts = hidden.split([chunk.scheduled for chunk in chunks])
-        self._writer.observe(
-            [SequenceResult(chunk, NO_TOKENS, NO_ROWS, hidden=part) for chunk, part in zip(chunks, parts, strict=True)],
-            fills_pages=drafts,
-        )
+    def observe_prompts(self, prompts: StepPlan, hidden: Tensor) -> None:
+        """Process prompt tokens that run before a step. hidden: [N, layers, hidden size], of all of them."""
+        computed = prompts.computed + prompts.scheduled
+        self._writer.observe(prompts, computed, hidden, offsets(prompts.scheduled), fills_pages=prompts.is_drafting)
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan, text_of: Callable[[Sequence], Tensor]) -> None:
-        """Set the number of draft tokens of each producing entry, and write missing slots if the step drafts.
+        """Set the number of draft tokens of each producing sequence, and write missing slots if the step drafts.
 
         All tokens of the sequences but the last one are computed. text_of: returns the tokens of a sequence on the
         device, int32 [at least its length].
         """
         missing = []
-        for entry in plan.producing:
-            sequence = entry.sequence
+        plan.drafts, plan.lengths = self.drafts_of(np.zeros((plan.producers, self.depth), np.int32)), self._rooms(plan)
+        for index, sequence in enumerate(plan.producing):
             slots = self._writer.current(sequence)
             # Drafts are made at the end of the previous step.
-            entry.max_verified = self.room(entry) if plan.is_drafting and slots.follows_step else 0
+            if not (plan.is_drafting and slots.follows_step):
+                plan.lengths[index] = 0
             if plan.is_drafting and not slots.follows_step:
                 slots.keep_drafted(sequence.tokens)
                 # A step in flight is a plain one.
@@ -89,11 +87,19 @@ class DeviceChain:
             slots.follows_step = plan.is_drafting
         self._writer.fill(missing)
 
+    def drafts_of(self, tokens: np.ndarray) -> Drafts:
+        """Return the drafts of a step, given their tokens, int32 [P, depth]; shorter ones are padded."""
+        count = tokens.size
+        parents, accept_prob = np.tile(np.arange(ROOT, self.depth + ROOT, dtype=np.int32), len(tokens)), np.ones(count)
+        source, lengths = np.full(count, self.source, np.uint8), np.full(len(tokens), self.depth)
+        arrays = tokens.astype(np.uint32).ravel(), parents, accept_prob.astype(np.float32), source, offsets_of(lengths)
+        return Drafts(DraftBatch(*arrays))
+
     def observe(self, result: StepResult) -> None:
         """Process the results of a step whose tokens are committed."""
-        for each in result.results:
-            if each.plan.produces:
-                self._writer.observe_step(each.plan.sequence, is_filled=result.plan.is_drafting)
+        plan = result.plan
+        for index in np.flatnonzero(result.lengths).tolist():
+            self._writer.observe_step(plan.producing[index], is_filled=plan.is_drafting)
 
     def end(self, sequence: Sequence) -> None:
         """Let the eager executor continue a sequence; no step is in flight."""
@@ -101,10 +107,9 @@ class DeviceChain:
         if slots is not None:
             slots.follows_step = False
 
-    def room(self, entry: SequencePlan) -> int:
-        """Return the largest number of draft tokens for an entry, limited by the head's context window."""
-        longest = self.head.config.max_positions - entry.sequence.end_after(entry.scheduled)
-        return max(0, min(entry.draft_room, self.depth, longest))
+    def _rooms(self, plan: StepPlan) -> np.ndarray:
+        """Return the largest numbers of draft tokens, int64 [P], which the head's context window limits, too."""
+        return np.minimum(plan.rooms, self.head.config.max_positions - plan.ends).clip(0, self.depth)
 
 
 class FixedChain:

@@ -6,16 +6,20 @@ pass. Where trees are verified, the likeliest combinations form a tree; otherwis
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
-from engine.drafters.calibration import Calibration
+from engine.drafters.base import Drafter, TargetOutputs
+from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_pool import DraftPool, drafts_of
+from engine.drafters.drafts import Drafts
 from engine.models.heads.medusa import MedusaHeads
 from engine.sampling.draft_sampler import DraftSampler
-from engine.scheduling.plan import SequencePlan, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from ssd.types import ROOT
 
@@ -38,44 +42,41 @@ class MedusaDrafter(Drafter):
         self._source = source
         self._states: dict[int, Tensor] = {}
         """The target's state of the position before the last committed token, [1, hidden size], by sequence id."""
-        self._calibration = Calibration()
+        self._table = AcceptanceTable()
 
     @torch.inference_mode()
     def observe(self, result: StepResult) -> None:
         """See `Drafter.observe`."""
-        for each in result.results:
-            self._calibration.learn(each)
-            if each.plan.produces and each.hidden is not None:
-                row = len(each.plan.sequence) - 2 - each.plan.computed
-                self._states[each.sequence_id] = each.hidden[row : row + 1]
+        self._table.learn(result)
+        for index in np.flatnonzero(result.lengths).tolist():
+            sequence, hidden = result.plan.producing[index], result.hidden_of(index)
+            row = len(sequence) - 2 - int(result.plan.computed[index])
+            self._states[sequence.sequence_id] = hidden[row : row + 1]
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
         self._states.pop(sequence.sequence_id, None)
-        self._calibration.forget(sequence)
 
     @torch.inference_mode()
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        at = [index for index, entry in enumerate(plan.producing) if self._can_draft(entry)]
-        if not at:
-            return Drafts.empty(len(plan.producing))
-        entries = [plan.producing[index] for index in at]
-        sequences = [entry.sequence for entry in entries]
-        states = torch.cat([self._states[sequence.sequence_id] for sequence in sequences])
+        at = np.flatnonzero([self._can_draft(plan, index) for index in range(plan.producers)])
+        if not len(at):
+            return Drafts.empty(plan.producers)
+        part = plan.take(at)
+        states = torch.cat([self._states[sequence.sequence_id] for sequence in part.producing])
         logits = self.heads(self.heads.target_states(states)).float()
-        pool, q = self._grow(sequences, logits)
-        rooms = np.array([entry.draft_room for entry in entries])
-        drafts = drafts_of(pool.nodes, rooms, self._source)
-        self._calibration.remember(sequences, drafts)
-        return drafts.with_q(torch.cat(q) if q else None).scatter(np.array(at), len(plan.producing))
+        pool, q = self._grow(part.producing, logits)
+        drafts = drafts_of(pool.nodes, part.rooms, self._source, torch.cat(q) if q else None)
+        return drafts.scatter(at, plan.producers)
 
-    def _can_draft(self, entry: SequencePlan) -> bool:
+    def _can_draft(self, plan: StepPlan, index: int) -> bool:
         # After a preemption the last state is that of an earlier position, until the sequence was recomputed.
-        is_computed = entry.computed == len(entry.sequence) - 1
-        return entry.draft_room > 0 and is_computed and entry.sequence.sequence_id in self._states
+        sequence = plan.producing[index]
+        is_computed = plan.computed[index] == len(sequence) - 1
+        return plan.rooms[index] > 0 and is_computed and sequence.sequence_id in self._states
 
-    def _grow(self, sequences: list[Sequence], logits: Tensor) -> tuple[DraftPool, list[Tensor]]:
+    def _grow(self, sequences: SequenceOf[Sequence], logits: Tensor) -> tuple[DraftPool, list[Tensor]]:
         """Return candidates of all depths, and the distributions that they were sampled from.
 
         logits: float32 [B, heads, V].
@@ -89,7 +90,7 @@ class MedusaDrafter(Drafter):
             paths = _likeliest_paths(pool, owner, node, len(sequences)) if sampler.adjusts else None
             sampled = sampler.sample(logits[:, depth - 1].contiguous(), every, depth - 1, self._branches, paths)
             tokens, scores = sampled.tokens[owner], sampled.scores[owner]
-            accept_prob = self._calibration.table.accept_prob(sampler.is_sampled[owner, None], scores, depth)
+            accept_prob = self._table.accept_prob(sampler.is_sampled[owner, None], scores, depth)
             q_rows = sampled.q_rows(sum(map(len, q)))[owner]
             if sampled.q is not None:
                 q.append(sampled.q)

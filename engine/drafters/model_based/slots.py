@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.drafters.draft_forward import DraftForward, DraftSpan
 from engine.drafters.model_based.compiled.network import MAX_ROWS as MAX_COMPILED_ROWS
+from engine.executor.batch import rows_before
 from engine.executor.transfer import on_device
 from engine.models.heads.head import DraftHead, HeadOutput
-from engine.scheduling.plan import SequenceResult
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -105,17 +106,25 @@ class SlotWriter:
         """Return the slots of a sequence of which the target has computed all known tokens but the last."""
         return self._at(sequence, len(sequence) - 1)
 
-    def observe(self, results: SequenceOf[SequenceResult], *, fills_pages: bool) -> None:
-        """Store the states of computed tokens. fills_pages: whether to write all slots of pages that became full."""
-        size = self._forward.page_size
+    def observe(
+        self, plan: StepPlan, computed: np.ndarray, hidden: Tensor | None, offsets: np.ndarray, *, fills_pages: bool
+    ) -> None:
+        """Store the states of tokens that a step has computed.
+
+        computed: int64 [B], number of computed tokens of each sequence after the step. hidden, offsets: see
+        `StepResult`. fills_pages: whether to write all slots of pages that became full.
+        """
+        size, sequences = self._forward.page_size, plan.table.of(plan.all_rows)
+        if hidden is not None and self._head.state_size:
+            self._keep_states(sequences, plan.computed, hidden, offsets)
         full = []
-        self._keep_states(results)
-        for result in results:
-            sequence, slots = result.plan.sequence, self._advance(result)
-            computed = min(slots.computed, len(sequence) - 1)
-            if fills_pages and not self._head.shares_target_cache and computed // size > slots.filled // size:
+        for sequence, before, after in zip(sequences, plan.computed.tolist(), computed.tolist(), strict=True):
+            slots = self._at(sequence, before)
+            slots.computed = after
+            end = min(after, len(sequence) - 1)
+            if fills_pages and not self._head.shares_target_cache and end // size > slots.filled // size:
                 slots.keep_drafted(sequence.tokens)
-                full.append(RunSpan(sequence, slots, max(slots.filled, computed)))
+                full.append(RunSpan(sequence, slots, max(slots.filled, end)))
             self._mark_pages(sequence, slots)
         self.fill(full)
 
@@ -167,17 +176,17 @@ class SlotWriter:
             return on_device(tokens.astype(np.int64), self._forward.device)
         return torch.cat([span.text[span.slots.filled : span.end] for span in spans if span.text is not None]).long()
 
-    def _keep_states(self, results: SequenceOf[SequenceResult]) -> None:
-        """Store the target's states of the committed tokens that steps have computed."""
-        runs, hidden = [], []
-        for result in results:
-            if result.hidden is not None and self._head.state_size:
-                sequence, start = result.plan.sequence, result.plan.computed
-                # Rows after the end of an output are not committed.
-                hidden.append(result.hidden[: len(sequence) - start])
-                runs.append((sequence.pages, start, len(hidden[-1])))
-        if runs:
-            self.states[self._cache_slots(runs)] = self._head.target_states(torch.cat(hidden))
+    def _keep_states(
+        self, sequences: SequenceOf[Sequence], computed: np.ndarray, hidden: Tensor, offsets: np.ndarray
+    ) -> None:
+        """Store the target's states of the committed tokens that a step has computed."""
+        # Rows after the end of an output are not committed.
+        committed = np.array([len(sequence) for sequence in sequences]) - computed
+        counts = np.minimum(np.diff(offsets), committed)
+        runs = [(each.pages, *run) for each, *run in zip(sequences, computed.tolist(), counts.tolist(), strict=True)]
+        if counts.sum() < len(hidden):
+            hidden = hidden[on_device(rows_before(offsets[:-1] + counts, counts), hidden.device)]
+        self.states[self._cache_slots(runs)] = self._head.target_states(hidden)
 
     def _cache_slots(self, runs: SequenceOf[tuple[list[int], int, int]]) -> Tensor:
         """Return the slots in the KV cache of consecutive positions of sequences, int64 [sum of counts].
@@ -191,13 +200,6 @@ class SlotWriter:
             for position in range(first, first + count)
         ]
         return on_device(np.array(slots, np.int64), self._forward.device)
-
-    def _advance(self, result: SequenceResult) -> Slots:
-        """Return the slots of a sequence after a step; the states of its committed tokens are stored."""
-        sequence, start = result.plan.sequence, result.plan.computed
-        slots = self._at(sequence, start)
-        slots.computed = sequence.computed if result.plan.produces else start + result.plan.scheduled
-        return slots
 
     def _at(self, sequence: Sequence, computed: int) -> Slots:
         """Return the slots of a sequence of which `computed` tokens are computed.

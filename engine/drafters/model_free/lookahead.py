@@ -18,16 +18,19 @@ implementation can have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from engine.drafters.base import DETERMINISTIC, Drafter, Drafts, ExtraRows, TargetOutputs
-from engine.drafters.calibration import Calibration
-from engine.drafters.draft_pool import Candidates, PoolDrafts, drafts_of
+from engine.drafters.base import Drafter, TargetOutputs
+from engine.drafters.calibration import AcceptanceTable
+from engine.drafters.draft_pool import Candidates, drafts_of
+from engine.drafters.drafts import DETERMINISTIC, Drafts, ExtraRows
 from engine.drafters.sources import DraftSource
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.table import KIND, SAMPLED
 from engine.speculation.selection import path_prob
 from ssd.types import ROOT, DraftLimits, offsets_of
 
@@ -199,7 +202,7 @@ class LookaheadDrafter(Drafter):
         self._sizes = sizes
         self._candidates = sizes.candidates if has_trees else 1
         self._running: dict[int, Running] = {}
-        self._calibration = Calibration()
+        self._table = AcceptanceTable()
 
     def start(self, sequence: Sequence) -> None:
         """See `Drafter.start`."""
@@ -210,35 +213,37 @@ class LookaheadDrafter(Drafter):
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        drafts = self._drafts(plan.producing)
-        self._calibration.remember([entry.sequence for entry in plan.producing], drafts)
-        rows = [self._running[entry.sequence.sequence_id].window.rows(entry.extra_room) for entry in plan.producing]
+        windows = [self._running[sequence.sequence_id].window for sequence in plan.producing]
+        rows = [window.rows(room) for window, room in zip(windows, plan.extra_rooms.tolist(), strict=True)]
         tokens, parents = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-        return Drafts(drafts.batch, extra=ExtraRows(tokens, parents, offsets_of(np.array([len(t) for t, _ in rows]))))
+        extra = ExtraRows(tokens, parents, offsets_of(np.array([len(own) for own, _ in rows])))
+        return replace(self._drafts(plan), extra=extra)
 
     def observe(self, result: StepResult) -> None:
         """Move the windows, and add the n-grams of windows and committed text to the pools."""
-        for each in result.results:
-            if len(each.tokens):
-                self._calibration.learn(each)
-                self._advance(each)
+        self._table.learn(result)
+        for index in np.flatnonzero(result.lengths).tolist():
+            sequence, committed = result.plan.producing[index], result.tokens_of(index)
+            running = self._running[sequence.sequence_id]
+            running.pool.add(running.window.advance(int(committed[0]), result.extra_of(index), committed))
+            # n-grams of the text that end with a committed token.
+            running.pool.add(self._ngrams_of(sequence.tokens[-(len(committed) + self._sizes.ngram - 1) :]))
 
     def finish(self, sequence: Sequence, learn: bool) -> None:
         """See `Drafter.finish`."""
         self._running.pop(sequence.sequence_id, None)
-        self._calibration.forget(sequence)
 
-    def _drafts(self, entries: list[SequencePlan]) -> PoolDrafts:
+    def _drafts(self, plan: StepPlan) -> Drafts:
         """Return the likeliest nodes of the n-grams that begin with each sequence's last token."""
         trees = Trees()
-        for entry in entries:
-            pool = self._running[entry.sequence.sequence_id].pool
-            trees.add(pool.find(int(entry.sequence.tokens[-1]))[: self._candidates])
+        for sequence in plan.producing:
+            pool = self._running[sequence.sequence_id].pool
+            trees.add(pool.find(int(sequence.tokens[-1]))[: self._candidates])
         lengths, parents = np.array(trees.lengths), np.array(trees.parents, np.int64)
-        owner = np.arange(len(entries)).repeat(lengths)
-        is_sampled = np.array([entry.sequence.request.sampling.is_sampled for entry in entries], np.bool_)
+        owner = np.arange(plan.producers).repeat(lengths)
+        is_sampled = plan.table.state[plan.rows, KIND] & SAMPLED != 0
         depths, scores = np.array(trees.depths, np.int64), np.array(trees.scores, np.float32)
-        accept_prob = self._calibration.table.accept_prob(is_sampled[owner], scores, depths)
+        accept_prob = self._table.accept_prob(is_sampled[owner], scores, depths)
         starts = np.cumsum(lengths) - lengths
         nodes = Candidates(
             owner=owner,
@@ -250,13 +255,7 @@ class LookaheadDrafter(Drafter):
             path_prob=path_prob(accept_prob, parents, np.append(0, np.cumsum(lengths))),
             score=scores,
         )
-        return drafts_of(nodes, np.array([entry.draft_room for entry in entries]), DraftSource.LOOKAHEAD)
-
-    def _advance(self, result: SequenceResult) -> None:
-        running, text = self._running[result.sequence_id], result.plan.sequence.tokens
-        running.pool.add(running.window.advance(int(result.tokens[0]), result.extra_tokens, result.tokens))
-        # n-grams of the text that end with a committed token.
-        running.pool.add(self._ngrams_of(text[-(len(result.tokens) + self._sizes.ngram - 1) :]))
+        return drafts_of(nodes, plan.rooms, DraftSource.LOOKAHEAD)
 
     def _ngrams_of(self, text: np.ndarray) -> Iterable[tuple[int, ...]]:
         """Return all n-grams of a text, in order."""

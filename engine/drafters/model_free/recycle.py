@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
-import torch
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.calibration import EDGES, AcceptanceTable
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_free.recycle_tree import EMPTY, grow_trees
 from engine.drafters.sources import DraftSource
-from engine.scheduling.plan import SequenceResult, StepPlan, StepResult
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.result import StepResult
+from engine.scheduling.table import KIND, SAMPLED
 from ssd.types import DraftBatch, offsets_of
 
 SUCCESSORS = 8
@@ -38,12 +40,10 @@ class RecycleDrafter(Drafter):
 
     def propose(self, plan: StepPlan) -> Drafts:
         """See `Drafter.propose`."""
-        entries = plan.producing
-        last = np.array([entry.sequence.tokens[-1] for entry in entries], np.int64)
-        rooms = np.array([entry.draft_room for entry in entries], np.int64)
-        is_sampled = np.array([entry.sequence.request.sampling.is_sampled for entry in entries], np.int64)
+        last, rooms = np.array([sequence.tokens[-1] for sequence in plan.producing], np.int64), plan.rooms
+        is_sampled = (plan.table.state[plan.rows, KIND] & SAMPLED != 0).astype(np.int64)
         size = int(rooms.sum())
-        tokens, parents, lengths = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(len(entries), np.int64)
+        tokens, parents, lengths = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(len(rooms), np.int64)
         accept_prob = np.empty(size, np.float32)
         total = grow_trees(
             last, rooms, is_sampled, self._successors, self._scores, EDGES.astype(np.float32), self._table.rates,
@@ -58,22 +58,19 @@ class RecycleDrafter(Drafter):
 
         The table keeps nothing of requests that may not be learned, because drafts of other requests come from it.
         """
-        producing = [each for each in result.results if len(each.tokens)]
+        sequences, produced = result.plan.producing, np.flatnonzero(result.lengths).tolist()
         for is_sampled in (False, True):
-            own = [each for each in producing if each.plan.sequence.request.sampling.is_sampled == is_sampled]
+            own = [index for index in produced if sequences[index].request.sampling.is_sampled == is_sampled]
             if own:
-                self._calibrate(is_sampled, own)
-        if remembered := [each for each in producing if each.plan.sequence.request.learn]:
-            self._update(remembered)
+                self._calibrate(is_sampled, result, own)
+        if remembered := [index for index in produced if sequences[index].request.learn]:
+            self._update(result, remembered)
 
-    def _calibrate(self, is_sampled: bool, results: SequenceOf[SequenceResult]) -> None:
+    def _calibrate(self, is_sampled: bool, result: StepResult, indices: SequenceOf[int]) -> None:
         """Compare the successors of each token before a committed one with it, whether they were drafted or not."""
-        counts = [len(each.tokens) for each in results]
-        before = np.concatenate(
-            [each.plan.sequence.tokens[-1 - count : -1] for each, count in zip(results, counts, strict=True)]
-        )
-        committed = np.concatenate([each.tokens for each in results])
-        depths = np.concatenate([np.arange(1, count + 1) for count in counts])
+        texts = [result.plan.producing[index].tokens[-1 - result.lengths[index] :] for index in indices]
+        before, committed = (np.concatenate([text[part] for text in texts]) for part in (slice(-1), slice(1, None)))
+        depths = np.concatenate([np.arange(1, len(text)) for text in texts])
         successors = self._successors[before]
         exists = successors != EMPTY
         self._table.observe(
@@ -83,27 +80,23 @@ class RecycleDrafter(Drafter):
             (successors == committed[:, None])[exists],
         )
 
-    def _update(self, results: SequenceOf[SequenceResult]) -> None:
+    def _update(self, result: StepResult, indices: SequenceOf[int]) -> None:
         """Store the most likely successors of the last committed token and of all draft tokens of each sequence."""
-        tokens = np.concatenate([_verified_tokens(each) for each in results])
-        top_tokens = torch.cat([each.top_tokens for each in results if each.top_tokens is not None]).cpu().numpy()
-        top_logits = torch.cat([each.top_logits for each in results if each.top_logits is not None]).cpu().numpy()
+        assert result.top_tokens is not None
+        assert result.top_logits is not None
+        bounds = np.append(0, np.cumsum(1 + result.verified))
+        rows = np.concatenate([np.arange(bounds[index], bounds[index + 1]) for index in indices])
+        top_tokens, top_logits = (top.cpu().numpy()[rows] for top in (result.top_tokens, result.top_logits))
+        drafted, accepted = result.plan.drafts.batch.tokens, result.is_accepted
+        tokens, is_accepted = list[np.ndarray](), list[np.ndarray]()
+        for index in indices:
+            # The last token that was committed before, then the draft.
+            last, own = result.plan.producing[index].tokens[-1 - result.lengths[index]], result.draft_of(index)
+            tokens.append(np.append(last, drafted[own]))
+            is_accepted.append(np.append(True, accepted[own]))
         scores = np.exp(top_logits - top_logits[:, :1])
         scores /= scores.sum(axis=1, keepdims=True)
         # If a token occurs several times, its last row remains.
-        order = np.argsort(np.concatenate([_is_accepted(each) for each in results]), kind="stable")
-        self._successors[tokens[order]] = top_tokens[order]
-        self._scores[tokens[order]] = scores[order]
-
-
-def _verified_tokens(result: SequenceResult) -> np.ndarray:
-    """Return the tokens whose successors the target computed: the last committed one and the draft, uint32 [1 + k]."""
-    return np.append(result.plan.sequence.tokens[-1 - len(result.tokens)], result.plan.draft)
-
-
-def _is_accepted(result: SequenceResult) -> np.ndarray:
-    """Return which of the verified tokens are part of the text, bool [1 + k]."""
-    is_accepted = np.zeros(1 + result.drafted, np.bool_)
-    is_accepted[0] = True
-    is_accepted[1 + result.kept] = True
-    return is_accepted
+        order = np.argsort(np.concatenate(is_accepted), kind="stable")
+        learned = np.concatenate(tokens)[order]
+        self._successors[learned], self._scores[learned] = top_tokens[order], scores[order]

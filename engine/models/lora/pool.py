@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -23,7 +23,7 @@ from engine.models.lora.linear import LoraLinear, Part, RowGroups, StepRows
 from ssd.errors import UserError
 
 if TYPE_CHECKING:
-    from engine.executor.batch import Span
+    from engine.executor.batch import Batch
 
 LOG = logging.getLogger(__name__)
 Loading = Future[dict[str, Update]]
@@ -94,12 +94,12 @@ class AdapterPool:
         """Count one running sequence of an adapter less."""
         self._users[name] -= 1
 
-    def applied_to(self, spans: Sequence[Span]) -> AbstractContextManager[None]:
-        """Return a context in which the model runs a batch of spans, each with its adapter, which must be in memory."""
-        if not any(span.adapter for span in spans):
+    def applied_to(self, batch: Batch) -> AbstractContextManager[None]:
+        """Return a context in which the model runs a batch, each sequence with its adapter, which must be in memory."""
+        if not any(batch.adapters):
             return self._step.set_to(None)
-        slots = [-1 if span.adapter is None else self._slots[span.adapter] for span in spans]
-        rows = np.repeat(slots, [span.length for span in spans])
+        slots = [-1 if name is None else self._slots[name] for name in batch.adapters]
+        rows = np.repeat(slots, batch.lengths)
         return self._step.set_to(RowGroups.of(rows, self._device))
 
     def close(self) -> None:

@@ -13,15 +13,35 @@ import numpy as np
 
 from engine.config import ContextWindow
 from engine.drafters.sources import DraftCounts
-from engine.engine import StepReport
-from engine.scheduling.plan import SequencePlan, SequenceResult
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, FinishReason
+from engine.scheduling.result import ResultArrays
 from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
 from ssd.errors import Failures, UserError
 from ssd.types import Source
 
 PAGES, PAGE_SIZE = 64, 16
 SOURCES = np.array([Source.CORPUS, Source.LOCAL], np.uint8)
+
+
+def results_of(results):
+    """Arrays of results: id, tokens, parents and sources of the draft, and its accepted nodes, of each sequence."""
+    depths = []
+    for _, _, parents, _, _ in results:
+        own = []
+        for parent in parents:
+            own.append(1 + (own[parent] if parent >= 0 else 0))
+        depths.append(max(own, default=0))
+    return ResultArrays(
+        np.array([each[0] for each in results], np.int64),
+        np.array([len(each[1]) for each in results], np.int64),
+        np.array([token for each in results for token in each[1]], np.uint32),
+        np.array([len(each[4]) for each in results], np.int64),
+        np.array(depths, np.int64),
+        np.array([source for each in results for source in each[3]], np.uint8),
+        np.array([each[3][node] for each in results for node in each[4]], np.uint8),
+        {},
+    )
 
 
 class FakeEngine:
@@ -72,15 +92,12 @@ class FakeEngine:
         self.steps += 1
         if self.fail_after is not None and self.steps > self.fail_after:
             raise RuntimeError("on purpose")
-        report = StepReport([])
+        report, produced = StepReport(), []
         for sequence_id, (request, out) in list(self.requests.items()):
             first = int(request.prompt[0]) + len(out)
             new = list(range(first, first + min(2, request.sampling.max_tokens - len(out))))
             out += new
-            tokens = np.array(new, np.uint32)
-            sequence = SimpleNamespace(sequence_id=sequence_id)
-            plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(2, np.uint32), sources=SOURCES)
-            report.results.append(SequenceResult(plan, tokens, np.array([0])))
+            produced.append((sequence_id, new))
             if len(out) == request.sampling.max_tokens:
                 output = np.array(out, np.uint32)
                 reason = FinishReason.STOP if request.sampling.stop_token_ids else FinishReason.LENGTH
@@ -88,6 +105,7 @@ class FakeEngine:
                     output, reason, len(out) // 2, len(out), 1, by_source={"corpus": DraftCounts(1, 1)}
                 )
                 del self.requests[sequence_id]
+        report.arrays = results_of([(sequence_id, new, [-1, 0], SOURCES, [0]) for sequence_id, new in produced])
         return report
 
     def close(self):

@@ -12,11 +12,10 @@ from engine.api import stats
 from engine.api.messages import RequestTimes
 from engine.api.stats import EngineTotals, RequestTimer
 from engine.drafters.sources import SOURCE_NAMES, DraftSource
-from engine.engine import StepReport
-from engine.scheduling.plan import NO_ROWS, SequencePlan, SequenceResult
+from engine.scheduling.report import StepReport
 from engine.scheduling.request import Completion, FinishReason, Request
 from engine.scheduling.table import ADMISSION, COLUMNS, SEQUENCE_ID
-from tests.engine.api.fake_engine import FakeEngine
+from tests.engine.api.fake_engine import FakeEngine, results_of
 
 
 @st.composite
@@ -25,25 +24,29 @@ def results(draw):
     sources = np.array(draw(st.lists(st.sampled_from([*DraftSource, 77]), max_size=2)), np.uint8)
     kept = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(sources), max_size=len(sources))))
     tokens = np.zeros(len(kept) + draw(st.integers(0, 1)), np.uint32)
-    sequence = SimpleNamespace(sequence_id=draw(st.integers(0, 3)))
-    plan = SequencePlan(sequence, 9, 1, True, draft=np.zeros(len(sources), np.uint32), sources=sources)
-    return SequenceResult(plan, tokens, kept)
+    return draw(st.integers(0, 3)), tokens, [*range(-1, len(sources) - 1)], sources, kept
+
+
+def report_of(step, **settings):
+    report = StepReport(**settings)
+    report.arrays = results_of(step)
+    return report
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result.sequence_id), max_size=6))
+@given(st.lists(st.lists(results(), max_size=5, unique_by=lambda result: result[0]), max_size=6))
 def test_totals_equal_counting_token_by_token(steps):
     totals = EngineTotals(FakeEngine())
     for _ in range(4):
         totals.request_started(Request(np.zeros(10, np.uint32)))
     drafted, accepted, sizes, drafts = Counter(), Counter(), [], []
     for step in steps:
-        totals.step_finished(StepReport(step, is_backing_off=len(step) % 2 == 1))
-        for result in step:
-            sizes.append(len(result.tokens))
-            drafts.append((len(result.sources), len(result.kept)))
-            drafted.update(result.sources.tolist())
-            accepted.update(result.sources[node] for node in result.kept)
+        totals.step_finished(report_of(step, is_backing_off=len(step) % 2 == 1))
+        for _, tokens, _, sources, kept in step:
+            sizes.append(len(tokens))
+            drafts.append((len(sources), len(kept)))
+            drafted.update(sources.tolist())
+            accepted.update(sources[node] for node in kept)
     snapshot = totals.snapshot()
     for shown, counted in ((snapshot.drafted_by_source, drafted), (snapshot.accepted_by_source, accepted)):
         by_code = [counted[source] + counted[77] * (source is DraftSource.OTHER) for source in DraftSource]
@@ -80,8 +83,6 @@ def clock(monkeypatch):
 
 def step(clock, timer, began, ended, running=(), produced=()):
     clock.now = ended
-    plans = [SequencePlan(SimpleNamespace(sequence_id=number), 9, 1, True) for number in produced]
-    results = [SequenceResult(plan, np.zeros(1, np.uint32), NO_ROWS) for plan in plans]
     state = np.zeros((4, COLUMNS), np.int64)
     for number in set(running) - set(clock.admissions):
         clock.last += 1
@@ -89,7 +90,7 @@ def step(clock, timer, began, ended, running=(), produced=()):
     clock.admissions = {number: clock.admissions[number] for number in running}
     for row, number in enumerate(running):
         state[row, [SEQUENCE_ID, ADMISSION]] = number, clock.admissions[number]
-    timer.step_finished(began, state, StepReport(results))
+    timer.step_finished(began, state, report_of([(number, [0], [], [], []) for number in produced]))
 
 
 def test_phases_of_requests(clock):

@@ -13,7 +13,6 @@ from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.engine import build_engine
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.fused import FusedOps
@@ -29,6 +28,7 @@ from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import FAMILIES
+from tests.engine.steps import batch_of
 from tests.engine.trees import RandomTrees, random_tree
 
 PAGES = 64
@@ -64,7 +64,7 @@ def random_batches(rng, kinds):
             sequence = sequence_of(tokens, pages[index].tolist(), computed=computed[index], draft=draft)
             sequence.tree = tree
             sequences.append(sequence)
-        yield build_batch(sequences, PAGE_SIZE), moves(rng, sequences)
+        yield batch_of(sequences, PAGE_SIZE), moves(rng, sequences)
         computed += [sequence.scheduled for sequence in sequences]
 
 
@@ -131,7 +131,7 @@ def compare_after_moves(library, seed):
     steps = [(0, 30, 0), (30, 1, 10), (31 + 4, 1, 0)]
     for computed, scheduled, drafted in steps:
         sequence = sequence_of(np.zeros(computed + scheduled), pages, computed=computed, draft=np.zeros(drafted))
-        batch = build_batch([sequence], PAGE_SIZE)
+        batch = batch_of([sequence], PAGE_SIZE)
         attends = tested.begin(batch), plain.begin(batch)
         for layer in range(config.num_layers):
             parts = torch.randn(len(batch.tokens), 8, 64, generator=generator).to(library.device, library.dtype)
@@ -179,7 +179,7 @@ def test_logits_of_every_family(library, tmp_path, shape):
         for runner in runners:
             sequence = sequence_of(text[:end], range(8), computed=computed, draft=draft if drafted else ())
             sequence.tree = DraftTree(np.array(parents, np.int32)) if drafted else None
-            logits.append(runner.forward(build_batch([sequence], PAGE_SIZE)))
+            logits.append(runner.forward(batch_of([sequence], PAGE_SIZE)))
         got, expected = logits
         assert torch.cosine_similarity(got, expected, dim=-1).min() > 1 - library.tolerance / 10
         assert (got - expected).abs().max() < 5 * library.tolerance * expected.abs().max()
@@ -219,7 +219,7 @@ def is_tie(model, library, prompt, mine, other):
     text = np.array([*prompt, *other[:same]], np.uint32)
     attention = FlashInferAttention(model.config, PAGES, PAGE_SIZE, library.dtype, library.device)
     runner = Runner(model, attention, library.device, FusedOps())
-    logits = runner.forward(build_batch([sequence_of(text, range(PAGES))], PAGE_SIZE))[-1]
+    logits = runner.forward(batch_of([sequence_of(text, range(PAGES))], PAGE_SIZE))[-1]
     best = logits.topk(2)
     ulp = 2.0 ** (torch.floor(torch.log2(best.values[0].abs())) - 7)
     return {mine[same], other[same]} == set(best.indices.tolist()) and best.values[0] - best.values[1] <= 2 * ulp

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from engine.attention.backend import choose_backend, make_attention
-from engine.attention.latent import is_prompt
+from engine.attention.latent import are_prompts
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import Span, build_batch
 from engine.executor.runner import Runner
 from engine.models import latent_attention
 from engine.models.config import LatentConfig
@@ -19,6 +18,7 @@ from tests.engine.conftest import make_folder
 from tests.engine.executor.kernels.test_sample import Memory
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import DEEPSEEK, TOKENS, transformers_logits
+from tests.engine.steps import batch_of
 
 YARN = {
     "rope_type": "yarn",
@@ -51,7 +51,7 @@ def new_runner(model, *, expands):
 
 
 def step(runner, *entries):
-    return runner.forward(build_batch(entries, PAGE_SIZE))
+    return runner.forward(batch_of(entries, PAGE_SIZE))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,8 @@ def test_the_cache_has_one_latent_and_one_key_per_token(case):
 def test_long_spans_are_expanded(case):
     """At the sizes of DeepSeek-V3 from 171 rows on; 15 for those here."""
     latent = case[0].config.latent
-    assert [length for length in (1, 14, 15, 200) if is_prompt(Span(0, length, 0, []), latent)] == [15, 200]
+    parts = [sequence_of(np.zeros(length), range(32)) for length in (1, 14, 15, 200)]
+    assert are_prompts(batch_of(parts, PAGE_SIZE), latent).tolist() == [False, False, True, True]
 
 
 def test_memory_of_the_expanded_form_is_bounded(monkeypatch):

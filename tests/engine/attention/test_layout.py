@@ -12,9 +12,9 @@ from engine.attention.layout import (
     rows_of,
     segments_of,
 )
-from engine.executor.batch import build_batch
 from engine.speculation.draft_tree import DraftTree
 from tests.engine.forward import sequence_of
+from tests.engine.steps import batch_of, spans_of
 from tests.engine.trees import random_tree
 
 PAGE_SIZES = st.sampled_from([1, 4, 16])
@@ -44,11 +44,11 @@ def batches(draw, page_size):
             sees.append(set(range(end)) | ancestors)
         sequence.tree = DraftTree(np.array(parents, np.int32)) if is_tree else None
         sequences.append(sequence)
-    return build_batch(sequences, page_size), sees
+    return batch_of(sequences, page_size), sees
 
 
 def span_at(batch, row):
-    return next(span for span in batch.spans if span.start <= row < span.start + span.length)
+    return next(span for span in spans_of(batch) if span.start <= row < span.start + span.length)
 
 
 def slots_of(pages, places, page_size):
@@ -68,7 +68,7 @@ def test_segments_cover_a_batch_with_the_right_masks(data, page_size):
         assert own.any(axis=1).all()
         for seen in own:
             assert set(range(segment.context)) | set(segment.context + np.flatnonzero(seen)) == sees[row]
-            assert segment.pages is span_at(batch, row).pages
+            assert segment.pages == span_at(batch, row).pages
             row += 1
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from engine.commands.prompts import read_texts
 from engine.config import EngineConfig
 from engine.engine import build_engine
-from engine.executor.batch import build_batch
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.models.shipped import SHIPPED_MODEL
@@ -25,6 +24,7 @@ from ssd.config import DrafterConfig
 from ssd.drafter import SuffixDrafter
 from tests.engine.conftest import VOCAB
 from tests.engine.forward import PAGE_SIZE, cached_and_fresh, new_runner, prompt_logits, sequence_of
+from tests.engine.steps import batch_of
 from tests.engine.trees import RandomTrees, random_tree
 
 TEXT = np.random.default_rng(0).integers(1, VOCAB, 300).astype(np.uint32)
@@ -66,10 +66,10 @@ def test_logits_of_a_tree_equal_those_of_its_paths(model, data):
     pages = rng.permutation(32)
     runner = new_runner(model, 33)
     if computed:
-        runner.forward(build_batch([sequence_of(TEXT[:computed], pages)], PAGE_SIZE))
+        runner.forward(batch_of([sequence_of(TEXT[:computed], pages)], PAGE_SIZE))
     sequence = sequence_of(TEXT[:length], pages, computed=computed, draft=tokens)
     sequence.tree = DraftTree(np.array(parents, np.int32))
-    logits = runner.forward(build_batch([sequence, sequence_of(TEXT[:3], [32])], PAGE_SIZE))
+    logits = runner.forward(batch_of([sequence, sequence_of(TEXT[:3], [32])], PAGE_SIZE))
     for node in range(-1, len(tokens)):
         path = [tokens[at] for at in path_to(node, parents)]
         expected = prompt_logits(model, np.array([*TEXT[:length], *path], np.uint32))[-1]
@@ -121,16 +121,16 @@ def test_log_probabilities_in_a_tree_differ_by_rounding_from_those_of_tokens_dec
         tokens, parents = random_tree(rng, text[length:], 20, vocab)
         runner = new_runner(shipped, 20)
         tree = sequence_of(text[:length], pages, draft=tokens, tree=DraftTree(np.array(parents, np.int32)))
-        found = runner.forward(build_batch([tree], PAGE_SIZE)).log_softmax(-1)
+        found = runner.forward(batch_of([tree], PAGE_SIZE)).log_softmax(-1)
         for node in range(len(tokens)):
             path = path_to(node, parents)
             runner = new_runner(shipped, 20)
-            runner.forward(build_batch([sequence_of(text[:length], pages)], PAGE_SIZE))
+            runner.forward(batch_of([sequence_of(text[:length], pages)], PAGE_SIZE))
             committed = text[:length]
             for at in path:
                 committed = np.append(committed, np.uint32(tokens[at]))
                 alone = sequence_of(committed, pages, computed=len(committed) - 1)
-                expected = runner.forward(build_batch([alone], PAGE_SIZE)).log_softmax(-1)[0]
+                expected = runner.forward(batch_of([alone], PAGE_SIZE)).log_softmax(-1)[0]
             is_path = path == list(range(node + 1))
             kinds.add(is_path)
             difference = float((found[node + 1] - expected).abs().max())

@@ -1,13 +1,22 @@
 """The table of acceptance rates against one on dictionaries, and what a drafter's calibration learns from results."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.drafters.calibration import DEPTHS, EDGES, MAX_WEIGHT, PRIOR_WEIGHT, AcceptanceTable
-from engine.drafters.draft_pool import Candidates
-from ssd.types import ROOT
+from engine.drafters.drafts import DETERMINISTIC, Drafts
+from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.result import StepResult
+from engine.scheduling.sequence import Sequence
+from engine.speculation.draft_tree import depths_of
+from ssd.types import ROOT, offsets_of
+from tests.engine.steps import Entry, plan_of
+from tests.engine.trees import batch_of_trees
+from tests.strategies import array
 
 SCORES = st.one_of(st.floats(0, 1, width=32), st.sampled_from(EDGES.astype(np.float32).tolist()))
 OBSERVED = st.lists(st.tuples(st.booleans(), SCORES, st.integers(1, DEPTHS + 2), st.booleans()), max_size=30)
@@ -70,20 +79,29 @@ def drafts(draw):
     return parents, [draw(SCORES) for _ in parents], kept
 
 
-@given(drafts(), st.booleans(), st.integers(0, 3))
-def test_tokens_whose_parents_were_accepted_are_learned_from(draft, is_sampled, first):
-    parents, scores, kept = draft
-    depths = []
-    for parent in parents:
-        depths.append(1 + (depths[parent] if parent != ROOT else 0))
-    table, naive, reached = AcceptanceTable(), Naive(), 0
-    for node, parent in enumerate(parents):
-        if parent == ROOT or parent in kept:
-            naive.observe(is_sampled, scores[node], depths[node], node in kept)
-            reached = max(reached, depths[node])
-    before, behind = [0] * first, [0]
-    integers = {name: np.array(before + column + behind) for name, column in (("parent", parents), ("depth", depths))}
-    score = np.array(before + scores + behind, np.float32)
-    nodes = Candidates(None, token=None, q_row=None, accept_prob=None, path_prob=None, score=score, **integers)
-    assert table.observe_draft(is_sampled, nodes, first, len(parents), np.array(kept, np.int64)) == reached
-    assert_same(table, naive, [(is_sampled, *row) for row in zip(scores, depths, strict=True)])
+@given(st.lists(st.tuples(drafts(), st.booleans()), min_size=1, max_size=3), st.booleans())
+def test_tokens_whose_parents_were_accepted_are_learned_from(drafted, has_q):
+    """If one of a draft's tokens was sampled from q, the draft was verified by rejection, and nothing is learned."""
+    submitted = [(np.zeros(len(parents), int), parents) for (parents, *_), _ in drafted]
+    scores = np.concatenate([scores for (_, scores, _), _ in drafted]).astype(np.float32)
+    table, naive, reached = AcceptanceTable(), Naive(), []
+    values, paths = np.zeros((len(drafted), 12), np.int32), np.zeros((len(drafted), 10), np.int64)
+    first_row = np.full(len(scores), DETERMINISTIC, np.int32)
+    for index, ((parents, own, kept), is_sampled) in enumerate(drafted):
+        values[index, :2], paths[index, : len(kept)], depths = (1 + len(kept), len(parents)), kept, []
+        reached.append(0)
+        for node, parent in enumerate(parents):
+            depths.append(1 + (depths[parent] if parent != ROOT else 0))
+            if (parent == ROOT or parent in kept) and not (has_q and index == 0):
+                naive.observe(is_sampled, own[node], depths[node], node in kept)
+                reached[-1] = max(reached[-1], depths[node])
+    first_row[0] = 0
+    drafts = Drafts(batch_of_trees(submitted), q_rows=first_row if has_q else None, scores=scores)
+    requests = [Request(array([1]), SamplingParams(temperature=float(is_sampled))) for _, is_sampled in drafted]
+    parts = [Entry(Sequence(0, request, 99), 0, 1) for request in requests]
+    result = StepResult(replace(plan_of(parts), drafts=drafts), values, paths)
+    result.lengths[:] = values[:, 0]
+    assert table.learn(result).tolist() == reached
+    for (parents, own, _), is_sampled in drafted:
+        depths = depths_of(np.array(parents, np.int32), offsets_of(np.array([len(parents)])))
+        assert_same(table, naive, [(is_sampled, *row) for row in zip(own, depths.tolist(), strict=True)])

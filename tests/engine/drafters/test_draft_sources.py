@@ -12,6 +12,7 @@ from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from tests.engine.conftest import VOCAB
+from tests.engine.steps import each_of
 from tests.engine.trees import RandomTrees, random_tree
 
 ASKED = [
@@ -47,7 +48,7 @@ def test_results_have_the_source_of_each_token(model, shape):
 
     def observe(report):
         nonlocal kept_elsewhere
-        for result in report.results:
+        for result in each_of(report.result):
             draft = drafter.drafts[result.sequence_id][: result.drafted]
             drafted.update((result.sequence_id, token % 2) for token in draft)
             accepted.update((result.sequence_id, token % 2) for token in draft[result.kept])

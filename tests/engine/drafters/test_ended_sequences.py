@@ -50,7 +50,7 @@ def test_nothing_is_held(model, model_folder, draft_folders, corpus_file, kind, 
         for _ in range(3):
             engine.step()
         if not is_verified:
-            engine._speculation.propose(engine.scheduler.plan(), by_rows=False)
+            engine._speculation.propose(engine.scheduler.plan())
         speculation = engine._speculation
         assert held(speculation.drafter)
         for sequence_id in ids:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.base import ExtraRows, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import ExtraRows
 from engine.drafters.tokens import TokenDrafter
 from engine.engine import build_engine
-from engine.executor.batch import build_batch
 from engine.models.loader import load_model
 from engine.models.packed import pack
 from engine.scheduling.request import Request, SamplingParams
@@ -21,6 +21,7 @@ from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.none import NoDrafter
 from tests.engine.chain import VOCAB, chain_engine, contents, scores
 from tests.engine.forward import new_runner, prompt_logits, sequence_of
+from tests.engine.steps import batch_of, each_of
 from tests.engine.trees import batch_of_trees, random_tree
 from tests.engine.workload import Workload
 
@@ -43,21 +44,20 @@ class WithExtraRows:
         self.inner.start(sequence)
 
     def propose(self, plan):
-        trees = [random_tree(self.rng, [], entry.extra_room, self.vocab) for entry in plan.producing]
-        for entry in plan.producing:
-            self.texts[entry.sequence.sequence_id] = entry.sequence.tokens.tolist()
-            self.seen[f"{entry.extra_room} rows"] += 1
+        trees = [random_tree(self.rng, [], room, self.vocab) for room in plan.extra_rooms.tolist()]
+        for sequence, room in zip(plan.producing, plan.extra_rooms.tolist(), strict=True):
+            self.texts[sequence.sequence_id] = sequence.tokens.tolist()
+            self.seen[f"{room} rows"] += 1
         rows = batch_of_trees(trees)
         return replace(self.inner.propose(plan), extra=ExtraRows(rows.tokens, rows.parents, rows.offsets))
 
     def observe(self, result):
         self.inner.observe(result)
-        for each in result.results:
-            assert len(each.extra_tokens) == len(each.plan.extra)
-            if not len(each.extra_tokens):
-                continue
-            paths = []
-            for token, parent in zip(each.plan.extra.tolist(), each.plan.extra_tree.parents.tolist(), strict=True):
+        extra = result.plan.drafts.extra
+        assert len(result.extra_tokens) == (0 if extra is None else len(extra.tokens))
+        for index, each in enumerate(each_of(result) if extra is not None else ()):
+            own, paths = slice(*extra.offsets[index : index + 2].tolist()), []
+            for token, parent in zip(extra.tokens[own].tolist(), extra.parents[own].tolist(), strict=True):
                 paths.append([*(paths[parent] if parent >= 0 else []), token])
             for path, token in zip(paths, each.extra_tokens.tolist(), strict=True):
                 assert token == self.expect([*self.texts[each.sequence_id], *path])
@@ -128,7 +128,7 @@ def test_logits_of_a_path_are_bitwise_the_same_with_extra_rows(model_folder):
             if extra:
                 entry.extra = text[:extra]
                 entry.extra_tree = DraftTree(np.arange(-1, extra - 1, dtype=np.int32) // 2)
-            logits.append(new_runner(model, 32).forward(build_batch([entry], 16))[:5])
+            logits.append(new_runner(model, 32).forward(batch_of([entry], 16))[:5])
         assert torch.equal(*logits)
 
 
@@ -139,7 +139,8 @@ def rooms_of(config, pages, submitted, extra_rows=ROWS):
     for request in submitted:
         engine.add(request)
     engine.step()
-    return [(entry.draft_room, entry.extra_room) for entry in engine.scheduler.plan().entries]
+    plan = engine.scheduler.plan()
+    return list(zip(plan.rooms.tolist(), plan.extra_rooms.tolist(), strict=True))
 
 
 def chain_requests(count, max_tokens=6, **given):

@@ -2,16 +2,19 @@
 
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from engine.drafters.base import Drafts, ExtraRows, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts, ExtraRows
 from engine.drafters.guard import DraftsError, GuardedDrafter, check_drafts, check_extra_rows
+from engine.scheduling.sequence import UNLIMITED
+from engine.scheduling.table import MAX_DRAFT, RequestTable
 from ssd.errors import MAX_FAILURES
 from ssd.types import DraftBatch
+from tests.engine.steps import counted_plan
 
 VOCAB = 10
 
@@ -27,8 +30,8 @@ def batch_of(tokens=(1, 2, 3), parents=(-1, 0, -1), lengths=(2, 1), accept_prob=
 
 
 def test_valid_drafts_pass():
-    check_drafts(Drafts(batch_of()), [2, 1], VOCAB)
-    check_drafts(Drafts.empty(3), [0, 0, 0], VOCAB)
+    check_drafts(Drafts(batch_of()), np.array([2, 1]), VOCAB)
+    check_drafts(Drafts.empty(3), np.array([0, 0, 0]), VOCAB)
 
 
 def extra_of(batch):
@@ -36,13 +39,13 @@ def extra_of(batch):
 
 
 def test_valid_extra_rows_pass():
-    check_extra_rows(extra_of(batch_of()), [2, 1], VOCAB)
-    check_extra_rows(extra_of(DraftBatch.empty(2)), [0, 0], VOCAB)
+    check_extra_rows(extra_of(batch_of()), np.array([2, 1]), VOCAB)
+    check_extra_rows(extra_of(DraftBatch.empty(2)), np.array([0, 0]), VOCAB)
 
 
 def test_extra_rows_of_another_type_are_refused():
     with pytest.raises(DraftsError, match="extra is list, not ExtraRows"):
-        check_extra_rows([], [2, 1], VOCAB)
+        check_extra_rows([], np.array([2, 1]), VOCAB)
 
 
 FAULTS = {
@@ -65,10 +68,10 @@ FAULTS = {
 def test_invalid_drafts_are_refused(fault):
     batch, message = FAULTS[fault]
     with pytest.raises(DraftsError, match=message):
-        check_drafts(Drafts(batch), [2, 1], VOCAB)
+        check_drafts(Drafts(batch), np.array([2, 1]), VOCAB)
     if "probability" not in message:
         with pytest.raises(DraftsError, match=message):
-            check_extra_rows(extra_of(batch), [2, 1], VOCAB)
+            check_extra_rows(extra_of(batch), np.array([2, 1]), VOCAB)
 
 
 UNIFORM = torch.full((2, VOCAB), 1 / VOCAB)
@@ -90,14 +93,14 @@ DISTRIBUTIONS = {
 
 
 def test_valid_sampled_drafts_pass():
-    check_drafts(Drafts(batch_of(), UNIFORM, np.array([0, 1, -1], np.int32)), [2, 1], VOCAB)
+    check_drafts(Drafts(batch_of(), UNIFORM, np.array([0, 1, -1], np.int32)), np.array([2, 1]), VOCAB)
 
 
 @pytest.mark.parametrize("fault", DISTRIBUTIONS)
 def test_invalid_distributions_are_refused(fault):
     q, rows, message = DISTRIBUTIONS[fault]
     with pytest.raises(DraftsError, match=message):
-        check_drafts(Drafts(batch_of(), q, np.array(rows, np.int32)), [2, 1], VOCAB)
+        check_drafts(Drafts(batch_of(), q, np.array(rows, np.int32)), np.array([2, 1]), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +117,10 @@ def test_sampled_siblings_must_be_different_tokens_of_one_distribution(tokens, r
     siblings = batch_of(tokens=(*tokens, 1), parents=(-1, -1, -1, -1), lengths=(3, 1), accept_prob=(1, 1, 1, 1))
     drafts = Drafts(siblings, UNIFORM, np.array([*rows, 1], np.int32))
     if message is None:
-        check_drafts(drafts, [3, 1], VOCAB)
+        check_drafts(drafts, np.array([3, 1]), VOCAB)
     else:
         with pytest.raises(DraftsError, match=message):
-            check_drafts(drafts, [3, 1], VOCAB)
+            check_drafts(drafts, np.array([3, 1]), VOCAB)
 
 
 class Faulty:
@@ -130,8 +133,11 @@ class Faulty:
         return fail
 
 
-class Plan:
-    producing = (SimpleNamespace(draft_room=1, extra_room=0),) * 2
+def plan_of(count, extra_room=0):
+    plan = counted_plan(count, room=1, extra_rooms=np.full(count, extra_room))
+    plan.table = RequestTable(count, 1)
+    plan.table.state[:, MAX_DRAFT] = UNLIMITED
+    return plan
 
 
 def test_exceptions_are_contained_and_reported_once(caplog):
@@ -139,7 +145,7 @@ def test_exceptions_are_contained_and_reported_once(caplog):
     assert guarded.needs.top_k == 3
     with caplog.at_level(logging.WARNING):
         guarded.start(None)
-        assert len(guarded.propose(Plan).batch) == 2
+        assert len(guarded.propose(plan_of(2)).batch) == 2
         guarded.observe(None)
         guarded.finish(None, learn=True)
         guarded.close()
@@ -166,7 +172,7 @@ def test_a_drafter_that_fails_again_and_again_is_switched_off(caplog):
     guarded = GuardedDrafter(Failing(), VOCAB)
     with caplog.at_level(logging.WARNING):
         for _ in range(300):
-            assert len(guarded.propose(Plan).batch) == 2
+            assert len(guarded.propose(plan_of(2)).batch) == 2
     assert guarded.inner.calls == 100 + MAX_FAILURES
     assert guarded.failures.count == 98 + MAX_FAILURES
     assert guarded.failures.is_off
@@ -191,7 +197,7 @@ def test_a_drafter_that_is_switched_off_finishes_what_it_has_started(caplog):
     guarded = GuardedDrafter(Failing(), VOCAB)
     guarded.start("early")
     for _ in range(MAX_FAILURES):
-        guarded.propose(Plan)
+        guarded.propose(plan_of(2))
     assert guarded.failures.is_off
     guarded.start("late")
     count = guarded.failures.count
@@ -219,15 +225,12 @@ def one_token_each(tokens):
     return batch_of(tokens, [-1] * 3, [1] * 3, [0.5] * 3)
 
 
-THREE = SimpleNamespace(producing=(SimpleNamespace(draft_room=1, extra_room=1),) * 3)
-
-
 def test_an_invalid_draft_is_dropped_alone(caplog):
     extra = extra_of(batch_of((7,), (-1,), (0, 1, 0), (1,)))
     drafts = Drafts(one_token_each((1, VOCAB, 3)), UNIFORM, np.array([0, 1, 1], np.int32), extra)
     guarded = GuardedDrafter(Partly(propose=drafts), VOCAB)
     with caplog.at_level(logging.WARNING):
-        kept = guarded.propose(THREE)
+        kept = guarded.propose(plan_of(3, 1))
     assert [kept.batch.tokens_of(at).tolist() for at in range(3)] == [[1], [], [3]]
     assert (kept.q_rows.tolist(), kept.q is UNIFORM, kept.extra is extra) == ([0, 1], True, True)
     assert guarded.failures.count == 1
@@ -247,6 +250,6 @@ def test_an_invalid_draft_is_dropped_alone(caplog):
 )
 def test_nothing_is_drafted_from_a_batch_without_a_valid_draft(faulty, caplog):
     guarded = GuardedDrafter(Partly(propose=Drafts(replace(one_token_each((1, 2, 3)), **faulty))), VOCAB)
-    assert len(guarded.propose(THREE).batch.tokens) == 0
+    assert len(guarded.propose(plan_of(3, 1)).batch.tokens) == 0
     assert guarded.failures.count == 1
     caplog.clear()

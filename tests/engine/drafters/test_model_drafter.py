@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafters.base import Drafts, TargetInfo, TargetOutputs
+from engine.drafters.base import TargetInfo, TargetOutputs
+from engine.drafters.drafts import Drafts
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
 from engine.scheduling.request import Request, SamplingParams
@@ -16,6 +17,7 @@ from ssd.baselines.none import NoDrafter
 from ssd.config import DrafterConfig
 from ssd.types import DraftBatch, Path
 from tests.engine.drafters.toy import ToyDrafter, naive_logits
+from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=48, max_draft=6, page_size=16, kv_memory_mib=1)
 
@@ -108,20 +110,18 @@ class Recycler:
         pass
 
     def propose(self, plan):
-        paths = [Path(np.ones(min(2, entry.draft_room), np.uint32), np.ones(min(2, entry.draft_room), np.float32))
-                 for entry in plan.producing]  # fmt: skip
+        sizes = np.minimum(2, plan.rooms)
+        paths = [Path(np.ones(size, np.uint32), np.ones(size, np.float32)) for size in sizes]
         return Drafts(DraftBatch.from_paths(paths))
 
     def observe(self, result):
-        for each in result.results:
-            if each.plan.produces:
-                assert each.top_tokens.shape == each.top_logits.shape == (1 + each.drafted, 3)
-                own = int(each.tokens[each.accepted]) if len(each.tokens) > each.accepted else None
-                rows = np.append(0, 1 + each.kept)
-                assert own in (None, int(each.top_tokens[rows[-1], 0]))
-                self.seen += 1 + each.drafted
-            else:
-                assert each.top_tokens is None
+        assert len(result.top_tokens) == result.plan.producers + result.plan.verified
+        for each in each_of(result):
+            assert each.top_tokens.shape == each.top_logits.shape == (1 + each.drafted, 3)
+            own = int(each.tokens[each.accepted]) if len(each.tokens) > each.accepted else None
+            rows = np.append(0, 1 + each.kept)
+            assert own in (None, int(each.top_tokens[rows[-1], 0]))
+            self.seen += 1 + each.drafted
 
     def finish(self, sequence, learn):
         pass

@@ -27,10 +27,12 @@ from engine.speculation import verify
 from engine.training.networks import new_draft_model, new_eagle, new_eagle3, new_medusa, new_mtp
 from engine.training.windows import Windows
 from ssd.config import DrafterConfig
+from tests import naive
 from tests.engine.drafters.snapshots import saved_snapshot
 from tests.engine.drafters.toy import attend_densely
 from tests.engine.sampled_outputs import TEMPERATURE, VOCAB, fits, new_target, sampled_requests
 from tests.engine.speculation.test_distribution import residual_is_p
+from tests.engine.steps import accepting
 
 CONFIG = EngineConfig(max_sequences=250, max_step_tokens=4000, max_draft=6, kv_memory_mib=16)
 DEPTH = 3
@@ -149,15 +151,14 @@ def test_planted_faults_of_rejection_are_caught(target, folders, monkeypatch, fa
 
 def accepts_one_more(monkeypatch):
     """Planted fault: the first wrong token of a path is accepted."""
-    length = verify.accepted_length
-    monkeypatch.setattr(verify, "accepted_length", lambda draft, own: min(len(draft), length(draft, own) + 1))
+    fault = accepting(lambda draft, _, own: range(min(len(draft), naive.accepted_length(draft, own) + 1)))
+    monkeypatch.setattr(verify, "accept_exactly", fault)
 
 
 def accepts_any_branch(monkeypatch):
     """Planted fault: nodes of a tree are accepted although their parents are not."""
-    monkeypatch.setattr(
-        verify, "accepted_path", lambda draft, parents, own: np.flatnonzero(draft == own[parents + 1])[: len(draft)]
-    )
+    fault = accepting(lambda draft, parents, own: np.flatnonzero(draft == own[parents + 1]))
+    monkeypatch.setattr(verify, "accept_exactly", fault)
 
 
 @pytest.mark.parametrize(("fault", "shape"), [(accepts_one_more, "path"), (accepts_any_branch, "tree")])

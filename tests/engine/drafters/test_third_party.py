@@ -17,7 +17,8 @@ from tests.engine.test_core import outputs, requests
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=128, max_draft=6)
 SOURCE = '''
 import numpy as np
-from engine.drafters.base import Drafts, TargetOutputs
+from engine.drafters.base import TargetOutputs
+from engine.drafters.drafts import Drafts
 from ssd.types import DraftBatch, offsets_of
 
 NEEDS = {
@@ -50,8 +51,8 @@ class Repeater:
         self.calls += 1
         if self.fault == "raises":
             raise RuntimeError("no idea")
-        sizes = [min(2, entry.draft_room) for entry in plan.producing]
-        last = [int(entry.sequence.tokens[-1]) for entry in plan.producing]
+        sizes = np.minimum(2, plan.rooms)
+        last = [int(sequence.tokens[-1]) for sequence in plan.producing]
         tokens = np.repeat(np.array(last, np.uint32), sizes)
         parents = np.concatenate([np.arange(-1, size - 1) for size in sizes]).astype(np.int32)
         if self.fault == "cycle":

@@ -6,13 +6,14 @@ import pytest
 from engine.drafters.by_adapter import AdapterDrafters
 from engine.drafters.reports import NOT_STARTED
 from engine.drafters.tokens import TokenDrafter, adapt, innermost
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.result import StepResult
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.table import RequestTable
 from ssd.baselines.ngram import NgramDrafter
 from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Path
+from tests.engine.steps import plan_of_rows
 
 PROMPT = np.array([5, 6, 7], np.uint32)
 TABLE = RequestTable(300, 1)
@@ -52,18 +53,19 @@ def new_sequence(sequence_id=0, **settings):
 
 
 def plan_of(*sequences, room=4):
-    return StepPlan([SequencePlan(each, each.computed, 1, produces=True, draft_room=room) for each in sequences], TABLE)
+    return plan_of_rows(TABLE, sequences, room)
 
 
 def run_step(drafter, plan, tokens, drafted=0, kept=0):
     """Commit `tokens` to every sequence of a plan, and pass the results to the drafter."""
-    results = []
-    for entry in plan.entries:
-        entry.draft = np.ones(drafted, np.uint32)
+    for sequence in plan.producing:
         for token in tokens:
-            append(entry.sequence, token)
-        results.append(SequenceResult(entry, np.array(tokens, np.uint32), np.arange(kept)))
-    drafter.observe(StepResult(plan, results))
+            append(sequence, token)
+    values = np.zeros((plan.producers, 2 + len(tokens)), np.int32)
+    values[:, :2], values[:, 2:] = (1 + kept, drafted), tokens
+    result = StepResult(plan, values)
+    result.lengths[:] = len(tokens)
+    drafter.observe(result)
 
 
 def append(sequence, token):

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.drafters.base import DETERMINISTIC, DraftLayers, Drafts, TargetOutputs
+from engine.drafters.base import DraftLayers, TargetOutputs
 from engine.drafters.draft_forward import DraftSpan
+from engine.drafters.drafts import DETERMINISTIC, Drafts
 from engine.models.decoder import Layer
 from engine.models.ops import PLAIN
 from engine.models.self_attention import RMSNorm
@@ -52,9 +53,9 @@ class ToyDrafter(nn.Module):
     @torch.inference_mode()
     def observe(self, result):
         spans, pairs, tokens = [], [], []
-        for each in result.results:
-            sequence, start = each.plan.sequence, each.plan.computed
-            hidden = each.hidden[: len(sequence) - start, 0]
+        for index, sequence in enumerate(result.plan.table.of(result.plan.all_rows)):
+            start = int(result.plan.computed[index])
+            hidden = result.hidden_of(index)[: len(sequence) - start, 0]
             pairs += [self.state_before(sequence, start)[None], hidden[:-1]]
             tokens.append(sequence.tokens[start : start + len(hidden)])
             spans.append(DraftSpan(sequence.pages, start, len(hidden)))
@@ -89,12 +90,13 @@ class ToyDrafter(nn.Module):
 
     @torch.inference_mode()
     def propose(self, plan):
-        entries = [entry for entry in plan.producing if entry.scheduled == 1 and entry.draft_room >= self.width]
-        if not entries:
-            return Drafts.empty(len(plan.producing))
-        sequences = [entry.sequence for entry in entries]
-        depth = min(self.depth, *(entry.draft_room // self.width for entry in entries), self.depth)
-        paths = [np.empty(0, np.uint32) for _ in entries]
+        at = np.flatnonzero((plan.scheduled[: plan.producers] == 1) & (plan.rooms >= self.width))
+        if not len(at):
+            return Drafts.empty(plan.producers)
+        part = plan.take(at)
+        sequences = part.producing
+        depth = min(self.depth, int(part.rooms.min()) // self.width)
+        paths = [np.empty(0, np.uint32) for _ in sequences]
         states = torch.stack([self.state_before(each, len(each) - 1) for each in sequences])
         tokens = torch.tensor([int(each.tokens[-1]) for each in sequences])
         candidates, distributions, all_logits, has_q = [], [], [], None
@@ -121,9 +123,9 @@ class ToyDrafter(nn.Module):
             (each.tokens.copy(), path, [logits[index] for logits in all_logits])
             for index, (each, path) in enumerate(zip(sequences, paths, strict=True))
         ]
-        return self.drafts(plan, entries, torch.stack(candidates, 1), distributions, has_q)
+        return self.drafts(torch.stack(candidates, 1), distributions, has_q).scatter(at, plan.producers)
 
-    def drafts(self, plan, entries, candidates, q, has_q):
+    def drafts(self, candidates, q, has_q):
         """candidates: [n, depth, width]. q: depth distributions [n, V], or none."""
         count, depth, width = candidates.shape
         size = depth * width
@@ -131,13 +133,12 @@ class ToyDrafter(nn.Module):
         rows = np.arange(depth)[None, :, None] * count + np.arange(count)[:, None, None] + np.zeros((1, 1, width), int)
         rows[~has_q] = DETERMINISTIC
         rows[:, :, list(self.ranked)] = DETERMINISTIC
-        lengths = np.array([size if entry in entries else 0 for entry in plan.producing])
         batch = DraftBatch(
             candidates.flatten().numpy().astype(np.uint32),
             np.tile(own_parents, count),
             np.full(count * size, 0.5, np.float32),
             np.zeros(count * size, np.uint8),
-            offsets_of(lengths),
+            offsets_of(np.full(count, size)),
         )
         return Drafts(batch, torch.cat(q) if q else None, rows.reshape(-1).astype(np.int32))
 

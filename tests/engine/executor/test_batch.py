@@ -1,13 +1,11 @@
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
-from engine.executor.batch import build_batch
-from engine.scheduling.plan import SequencePlan
+from engine.executor.batch import scored
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from engine.speculation.draft_tree import DraftTree
+from tests.engine.steps import Entry, batch_of, spans_of
 from tests.engine.tables import give_pages
 
 
@@ -19,7 +17,7 @@ def random_entry(rng, page_size):
     if sampling.prompt_logprobs is None:
         sequence.computed = int(rng.integers(0, len(prompt)))
     scheduled = int(rng.integers(1, len(prompt) - sequence.computed + 1))
-    entry = SequencePlan(sequence, sequence.computed, scheduled, sequence.computed + scheduled == len(prompt))
+    entry = Entry(sequence, sequence.computed, scheduled)
     if entry.produces:
         entry.draft = rng.integers(0, 1000, rng.integers(0, 7)).astype(np.uint32)
         if len(entry.draft) and rng.random() < 0.5:
@@ -50,8 +48,8 @@ def ancestors(entry):
 
 def naive_batch(entries, page_size):
     """Build the arrays token by token."""
-    tokens, positions, slots, rows, offsets, scored, scored_counts = [], [], [], [], [0], [], [0]
-    extra, extra_counts = [], [0]
+    tokens, positions, slots, rows, offsets, scored_rows, scored_counts = [], [], [], [], [0], [], [0]
+    extra = []
     for entry in entries:
         start, sequence = len(tokens), entry.sequence
         new = sequence.tokens[entry.computed :][: entry.scheduled].tolist() + entry.draft.tolist()
@@ -64,19 +62,18 @@ def naive_batch(entries, page_size):
         positions += [*range(entry.computed, end), *(end - 1 + len(path) for path in ancestors(entry))]
         if entry.produces:
             rows += range(verified - len(entry.draft) - 1, verified)
-        offsets.append(len(rows))
-        scored += [start + position - entry.computed for position in entry.scored]
-        scored_counts.append(len(scored))
+            offsets.append(len(rows))
+        positions_scored = scored(sequence, entry.computed, entry.scheduled)
+        scored_rows += [start + position - entry.computed for position in positions_scored]
+        scored_counts.append(len(scored_rows))
         extra += range(verified, len(tokens))
-        extra_counts.append(len(extra))
     return {
         "tokens": tokens,
         "positions": positions,
         "slots": slots,
-        "logit_rows": rows + scored + extra,
+        "logit_rows": rows + scored_rows + extra,
         "logit_offsets": offsets,
         "scored_offsets": [len(rows) + count for count in scored_counts],
-        "extra_offsets": [len(rows) + len(scored) + count for count in extra_counts],
     }
 
 
@@ -85,18 +82,24 @@ def test_build_batch_equals_a_loop_over_tokens(seed):
     rng = np.random.default_rng(seed)
     page_size = int(rng.integers(1, 20))
     entries = [random_entry(rng, page_size) for _ in range(rng.integers(1, 8))]
-    batch = build_batch(entries, page_size)
+    entries.sort(key=lambda entry: not entry.produces)
+    batch = batch_of(entries, page_size)
     expected = naive_batch(entries, page_size)
     assert {name: getattr(batch, name).tolist() for name in expected} == expected
     assert all(getattr(batch, name).dtype == np.int64 for name in expected)
-    assert {field.name for field in fields(batch)} == {*expected, "spans"}
-    assert [span.computed + span.length for span in batch.spans] == [
-        each.computed + each.scheduled + len(each.draft) + len(each.extra) for each in entries
-    ]
-    for span, entry in zip(batch.spans, entries, strict=True):
-        if not len(entry.extra):
-            assert span.tree is entry.tree
-            continue
-        assert span.tree.parents.dtype == np.int32
-        assert [np.flatnonzero(row).tolist() for row in span.tree.sees] == ancestors(entry)
-    assert [span.pages for span in batch.spans] == [entry.sequence.pages for entry in entries]
+    assert batch.adapters == [None] * len(entries)
+    for span, entry in zip(spans_of(batch), entries, strict=True):
+        assert span.computed == entry.computed
+        assert span.length == entry.scheduled + len(entry.draft) + len(entry.extra)
+        needed = -(-(span.computed + span.length) // page_size)
+        assert span.pages[:needed] == entry.sequence.pages[:needed]
+        is_path = not len(entry.extra) and (entry.tree is None or ancestors(entry)[-1] == [*range(len(entry.draft))])
+        nodes = [] if is_path else ancestors(entry)
+        assert [np.flatnonzero(row).tolist() for row in DraftTree(span.parents).sees] == nodes
+    chosen = np.flatnonzero(rng.random(len(entries)) < 0.5)
+    part = batch.take(chosen)
+    assert part.tokens.tolist() == batch.tokens[batch.rows_of(chosen)].tolist()
+    for own, index in zip(spans_of(part), chosen.tolist(), strict=True):
+        whole = list(spans_of(batch))[index]
+        assert (own.length, own.computed, own.pages) == (whole.length, whole.computed, whole.pages)
+        assert own.parents.tolist() == whole.parents.tolist()

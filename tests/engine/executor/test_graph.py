@@ -9,7 +9,6 @@ import torch
 from engine.attention.base import StepShape
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.fixed_step import INPUT_COLUMNS, FixedStep, Kind
 from engine.executor.kernels.inputs import build_inputs
@@ -26,6 +25,7 @@ from engine.scheduling.request import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.flashinfer_twin import TWIN
 from tests.engine.forward import PAGE_SIZE, sequence_of
+from tests.engine.steps import batch_of
 from tests.engine.tables import give_pages, install
 
 PAGES, LONGEST, MAX_DRAFT = 40, 200, 6
@@ -70,7 +70,7 @@ def fill(runner, sequences):
     """Compute the keys and values that the sequences have in the cache."""
     for one in sequences:
         if one.computed:
-            runner.forward(build_batch([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
+            runner.forward(batch_of([sequence_of(one.sequence.tokens[:-1], one.sequence.pages)], PAGE_SIZE))
 
 
 def state_of(sequences, *, slots=8, device=CPU):
@@ -114,7 +114,7 @@ def test_padded_steps_give_the_logits_of_ragged_steps(wide_folder, backend, seed
     runner = runner_of(model, backend, monkeypatch)
     sequences = decoding(rng, int(rng.integers(1, 6)))
     fill(runner, sequences)
-    expected = runner.forward(build_batch(sequences, PAGE_SIZE))
+    expected = runner.forward(batch_of(sequences, PAGE_SIZE))
     # The padded step overwrites what the ragged step wrote.
     state = state_of(sequences, device=torch.device(device))
     atol = 0.05 * expected.abs().max().item() if is_rounded else 2e-4
@@ -157,7 +157,7 @@ def test_a_step_verifies_and_commits(model, monkeypatch):
     draft = []
     for _ in range(4):
         trial = sequence_of(sequences[0].sequence.tokens, range(30, 38), draft=draft)
-        draft.append(int(runner.forward(build_batch([trial], PAGE_SIZE))[-1].argmax()))
+        draft.append(int(runner.forward(batch_of([trial], PAGE_SIZE))[-1].argmax()))
     fill(runner, sequences)
     sequences[0].draft = np.array(draft, np.uint32)
     sequences[1].draft = np.full(4, 299, np.uint32)

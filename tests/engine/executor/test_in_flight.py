@@ -137,9 +137,9 @@ def run_and_log(drafter, selection=None, *, in_flight=1, **fields):
     """Run one request; return the order of launches and reads, and the completion."""
     config = EngineConfig(max_sequences=1, max_draft=4, max_step_tokens=64)
     engine = chain_engine(config, 40, drafter, selection, in_flight=in_flight)
-    events, launch, commit = [], engine._graph.launch, engine._commit_rows
+    events, launch, commit = [], engine._graph.launch, engine._commit
     engine._graph.launch = lambda plan: (events.append("launch"), launch(plan))[1]
-    engine._commit_rows = lambda *arguments: (events.append("read"), commit(*arguments))[1]
+    engine._commit = lambda *arguments: (events.append("read"), commit(*arguments))[1]
     [completion] = engine.generate([Request(PROMPT, SamplingParams(max_tokens=TOKENS), **fields)])
     assert completion.tokens.tolist() == answer(PROMPT, TOKENS)
     assert engine.drafter_failures.count == 0
@@ -216,3 +216,16 @@ def test_steps_of_a_pause_are_launched_ahead_and_drafting_resumes():
     whole = [*["launch", "read"] * 4, *paused]
     assert events[: 2 * len(whole)] == whole * 2
     assert completion.accepted == completion.drafted > 0
+
+
+def test_a_request_that_needs_the_host_can_be_cancelled_while_its_step_is_in_flight():
+    engine = chain_engine(EngineConfig(max_sequences=2, max_draft=4, max_step_tokens=64), 40, NoDrafter(), in_flight=1)
+    cancelled = engine.add(Request(PROMPT, SamplingParams(max_tokens=TOKENS, logprobs=1)))
+    other = engine.add(Request(PROMPT, SamplingParams(max_tokens=TOKENS)))
+    engine.step()
+    assert engine._in_flight
+    assert engine.cancel(cancelled) is not None
+    finished = {}
+    while engine.has_work:
+        finished |= engine.step().finished
+    assert finished[other].tokens.tolist() == answer(PROMPT, TOKENS)

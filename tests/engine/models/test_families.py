@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 from engine.attention.plain import PlainAttention
 from engine.config import EngineConfig
 from engine.engine import build_engine
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -23,6 +22,7 @@ from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.damage import edit_json
 from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
+from tests.engine.steps import batch_of
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -104,7 +104,7 @@ def test_bfloat16_logits_have_the_same_direction(tmp_path, shape):
     expected = transformers_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
     model = pack(load_model(tmp_path, dtype=torch.bfloat16))
     runner = Runner(model, PlainAttention(model.config, 32, PAGE_SIZE, torch.bfloat16, "cpu"))
-    logits = runner.forward(build_batch([sequence_of(TOKENS[:1], range(32), draft=TOKENS[1:])], PAGE_SIZE))
+    logits = runner.forward(batch_of([sequence_of(TOKENS[:1], range(32), draft=TOKENS[1:])], PAGE_SIZE))
     similarity = torch.cosine_similarity(logits, expected, dim=-1)
     # Where two experts have nearly equal scores, rounding decides which one runs.
     assert similarity.quantile(0.0 if model.config.experts is None else 0.05) > 0.99
@@ -123,11 +123,11 @@ def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype):
 
     tokens = TOKENS.numpy()
     sequence = sequence_of(tokens[:250], range(32), draft=tokens[250:260])
-    within_draft = runner().forward(build_batch([sequence], PAGE_SIZE))
+    within_draft = runner().forward(batch_of([sequence], PAGE_SIZE))
     one_by_one = runner()
     for length in range(250, 261):
         computed = 0 if length == 250 else length - 1
-        step = build_batch([sequence_of(tokens[:length], range(32), computed=computed)], PAGE_SIZE)
+        step = batch_of([sequence_of(tokens[:length], range(32), computed=computed)], PAGE_SIZE)
         assert torch.equal(one_by_one.forward(step)[0], within_draft[length - 250])
 
 

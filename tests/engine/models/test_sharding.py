@@ -9,7 +9,6 @@ import torch
 
 from engine.attention.latent import LatentPlainAttention
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.division import Shard, check_division
 from engine.models.loader import load_config, load_model
@@ -19,6 +18,7 @@ from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS, transformers_logits
+from tests.engine.steps import batch_of
 
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, 150)
 SHAPES = {
@@ -66,7 +66,7 @@ def divided_logits(folder, count, attention, tokens=TOKENS):
         model = pack(load_shard(folder, Shard(rank, count)))
         model.connect(load_config(folder), ThreadGroup(Shard(rank, count), slots, barrier))
         runner = Runner(model, attention(model.part, 16, PAGE_SIZE, torch.float32, "cpu"))
-        return runner.forward(build_batch([sequence_of(tokens[:1], range(16), draft=tokens[1:])], PAGE_SIZE))
+        return runner.forward(batch_of([sequence_of(tokens[:1], range(16), draft=tokens[1:])], PAGE_SIZE))
 
     with ThreadPoolExecutor(count) as pool:
         return next(pool.map(run, range(count)))

@@ -20,6 +20,7 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.config import DrafterConfig
 from tests.engine.drafters.toy import attend_densely
 from tests.engine.models.heads import published, twins
+from tests.engine.steps import each_of
 
 PROMPTS = 20
 DEPTH = 4
@@ -50,11 +51,11 @@ def first_drafts(target, kind, prompts):
     found = {}
 
     def observe(report):
-        for result in report.results:
+        for result in each_of(report.result):
             if result.drafted and result.sequence_id not in found:
-                sequence = result.plan.sequence
+                sequence = result.sequence
                 text = sequence.tokens[: len(sequence) - len(result.tokens)].tolist()
-                found[result.sequence_id] = text, result.plan.draft.tolist()
+                found[result.sequence_id] = text, result.draft.tolist()
 
     requests = [Request(prompt, SamplingParams(max_tokens=DEPTH + 2, ignore_eos=True)) for prompt in prompts]
     build_engine(target, config, drafter).generate(requests, observe)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from engine.sampling.processors import NOT_NEEDED, Rows, process_logits
 from engine.sampling.stopping import Stopping
 from engine.sampling.token_counts import TokenCounts
-from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
 from tests.engine import naive_sampling as naive
+from tests.engine.steps import Entry
 from tests.strategies import array
 
 VOCAB = 9
@@ -39,7 +39,7 @@ def plans(draw):
         if sequence.token_counts is not None:
             sequence.token_counts.along(rejected)
         sequence.commit(array(draw(st.lists(token, min_size=1, max_size=4))))
-    return SequencePlan(sequence, 0, 1, True, draft=array(draw(st.lists(token, max_size=5))))
+    return Entry(sequence, 0, 1, array(draw(st.lists(token, max_size=5))))
 
 
 @given(st.lists(plans(), min_size=1, max_size=4), st.integers(0, 1000), st.booleans())

@@ -93,7 +93,8 @@ def allocate_draft_room(requests, scheduled, pool, size, max_draft, watermark, n
         end = min(one.limit, one.computed + count + one.in_flight)
         useful = missing(one, min(one.limit, end + wanted + ahead), size)
         one.pages += pool.take(max(0, min(useful, pool.free_count - watermark)))
-        planned.append([max(0, min(wanted, len(one.pages) * size - needed - end)), one.admission, end])
+        room = max(0, min(wanted, len(one.pages) * size - needed - end))
+        planned.append([room, one.admission, one.computed, end])
         kinds |= one.kind
         lacking += len(one.pages) - one.on_device
     return planned, kinds, lacking

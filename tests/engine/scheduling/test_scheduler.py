@@ -71,9 +71,9 @@ def test_drafts_do_not_cause_preemptions():
 def test_drafts_leave_the_watermark_free():
     engine = engine_of(pages=10, watermark=0.5, max_draft=16, max_sequences=1)
     engine.add(Request(text(4 * PAGE_SIZE), SamplingParams(max_tokens=20)))
-    [entry] = engine.scheduler.plan().entries
+    plan = engine.scheduler.plan()
     assert engine.scheduler.pages.free_count == 5
-    assert entry.draft_room == PAGE_SIZE  # four pages were wanted, and six were free
+    assert plan.rooms.tolist() == [PAGE_SIZE]  # four pages were wanted, and six were free
 
 
 def test_pages_that_a_running_prompt_needs_are_reserved():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.speculation.device_drafting import DRAFTING_RUNS, DeviceDrafting
 from tests.curves import curve_of
+from tests.engine.steps import counted_plan
 
 PLAIN_S = 0.005
 
@@ -32,9 +32,7 @@ class Device:
             # A draft that the step before made is verified.
             accepts = is_drafting and len(self.drafted) > 1 and self.drafted[-2]
             tokens = self._sequences + (int(self._rng.poisson(accepted, self._sequences).sum()) if accepts else 0)
-            plan = StepPlan(
-                [SequencePlan(None, 9, 1, produces=True) for _ in range(self._sequences)], is_drafting=is_drafting
-            )
+            plan = counted_plan(self._sequences, is_drafting=is_drafting)
             self._in_flight.append((plan, tokens))
             committed = self._in_flight.pop(0)
             seconds = step_s if is_drafting else PLAIN_S
@@ -106,14 +104,14 @@ def test_a_wrong_measurement_is_corrected(factor, accepted, drafts):
 def test_one_slow_step_does_not_change_the_duration_of_plain_steps():
     device = Device()
     device.run(4, step_s=PLAIN_S, accepted=0)
-    device.drafting.record(*[StepPlan([SequencePlan(None, 9, 1, produces=True)])] * 2, 1, 100.0)
+    device.drafting.record(*[counted_plan()] * 2, 1, 100.0)
     device.run(3000, step_s=1.5 * PLAIN_S, accepted=0)
     assert device.speed > 0.97
 
 
 def test_steps_with_prompts_are_not_counted():
     device = Device()
-    prompt = StepPlan([SequencePlan(None, 0, 64, produces=False)], is_drafting=True)
+    prompt = counted_plan(0, prompt_tokens=64, is_drafting=True)
     for _ in range(50):
         device.drafting.record(prompt, prompt, 0, 100.0)
     device.run(100, step_s=1.5 * PLAIN_S, accepted=2)

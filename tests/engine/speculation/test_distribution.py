@@ -107,8 +107,8 @@ class ByOwnProbability:
 class BoastfulDrafter(ToyDrafter):
     """Sets accept_prob to a sampled token's own probability, which verification must not depend on."""
 
-    def drafts(self, plan, entries, candidates, q, has_q):
-        drafts = super().drafts(plan, entries, candidates, q, has_q)
+    def drafts(self, candidates, q, has_q):
+        drafts = super().drafts(candidates, q, has_q)
         own = drafts.q[drafts.q_rows.clip(0), drafts.batch.tokens.astype(np.int64)].numpy()
         return replace(drafts, batch=replace(drafts.batch, accept_prob=own))
 
@@ -170,7 +170,7 @@ def test_outputs_have_the_targets_distribution_with_the_token_budget(target, exp
 
 
 def budget_sees_tokens(monkeypatch):
-    monkeypatch.setattr(speculation_module, "sampled_drafts", lambda _drafts, entries: [False] * len(entries))
+    monkeypatch.setattr(speculation_module, "uses_rejection", lambda plan: np.zeros(plan.producers, np.bool_))
 
 
 def residual_is_p(monkeypatch):

@@ -15,9 +15,8 @@ from engine.engine import Engine, build_engine
 from engine.executor.build import Executors
 from engine.models.tokenizer import Tokenizer
 from engine.sampling.grammar_state import GrammarCompiler
-from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.scheduling.request import Request, SamplingParams
-from engine.speculation.draft_tree import OwnDraft
+from engine.scheduling.table import HAS_GRAMMAR
 from engine.speculation.grammar_drafts import follow_grammar
 from engine.speculation.selection import DraftSelection, path_prob
 from ssd.baselines.none import NoDrafter
@@ -28,6 +27,7 @@ from tests.curves import line
 from tests.engine.conftest import VOCAB
 from tests.engine.drafters.kinds import EMBEDDED
 from tests.engine.sampling.test_grammar_state import GRAMMARS, SCHEMA, walk
+from tests.engine.steps import counted_plan
 from tests.engine.trees import RandomTrees, random_tree
 from tests.strategies import array
 
@@ -120,7 +120,7 @@ def test_batches_with_a_grammar_run_without_steps_in_flight(model, model_folder,
     seen = []
 
     def observe(report):
-        has_grammar = any(each.plan.sequence.grammar is not None for each in report.results)
+        has_grammar = report.result is not None and report.result.plan.has(HAS_GRAMMAR)
         seen.append((has_grammar, report.is_ahead))
 
     compare(plain, engine.generate(requests(), observe))
@@ -146,7 +146,7 @@ def test_forced_tokens_are_drafted_while_the_drafter_is_not_asked(model, compile
     engine = Engine(model.config, CONFIG, executors, UselessDrafter(), selection=selection, grammars=compiler)
     reports = []
     compare(plain, engine.generate(requests(), reports.append))
-    drafted = [sum(each.drafted for each in report.results) for report in reports if report.is_backing_off]
+    drafted = [len(report.arrays.drafted_sources) for report in reports if report.is_backing_off]
     assert sum(drafted) > 20
     assert selection.calibration == 1
 
@@ -207,21 +207,13 @@ def test_the_budget_knows_that_forced_tokens_are_accepted():
     """Drafts of the drafter were rejected, so its tokens are not verified; forced ones are."""
     selection = DraftSelection(line(0.5))
     selection._expected = 100.0
-    plan = StepPlan([SequencePlan(None, 9, 1, produces=True, draft_room=3)])
+    plan = counted_plan(room=3)
     path = Path(array([1, 2, 3]), np.array([1, 1, 0.9], np.float32))
     batch = DraftBatch.from_paths([path])
     assert selection.select(plan, batch, np.array([3])).tolist() == [0]
     batch.source[:2] = DraftSource.GRAMMAR
     assert selection.select(plan, batch, np.array([3])).tolist() == [2]
     assert selection._expected == 100
-
-
-def test_drafters_get_results_of_their_own_drafts():
-    own = OwnDraft(array([4, 5, 6, 7]), np.array([-1, 0, 1, 2], np.int32))
-    assert own.until(2).tokens.tolist() == [4, 5]
-    tree = OwnDraft(array([4, 5, 6, 7]), np.array([-1, -1, 0, 1], np.int32))
-    assert tree.until(1).tokens.tolist() == [4, 5]
-    assert tree.kept(array([5, 7, 9])).tolist() == [1, 3]
 
 
 def test_an_engine_without_a_tokenizer_refuses_grammars(model):

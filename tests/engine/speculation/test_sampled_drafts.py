@@ -1,10 +1,8 @@
 """Sampled drafts as the token budget sees them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from engine.scheduling.plan import SequencePlan
+from engine.drafters.drafts import Drafts
 from engine.speculation.sampled_drafts import PRIOR_RATE, DepthRates, hide_sampled
 from ssd.types import DraftBatch, Path
 
@@ -14,8 +12,7 @@ def drafts_of(*lengths):
 
 
 def shown(rates, lengths, sampled, rooms):
-    entries = [SequencePlan(None, 9, 1, produces=True, draft_room=room) for room in rooms]
-    return hide_sampled(drafts_of(*lengths), sampled, entries, rates)
+    return hide_sampled(Drafts(drafts_of(*lengths)), np.array(sampled), np.array(rooms), rates)
 
 
 def test_sampled_drafts_are_as_deep_as_the_deepest_before_and_the_room():
@@ -33,6 +30,6 @@ def test_rates_are_fractions_of_the_tokens_whose_parent_was_accepted():
     rates = DepthRates(4)
     rates.deepest = 4
     for accepted in (1, 3) * 400:
-        rates.record(SimpleNamespace(max_accepted=3, accepted=accepted))
+        rates.record(3, accepted)
     # One of two second tokens is accepted, and a third token only after a second. No fourth one was verified.
     np.testing.assert_allclose(rates.path(4).accept_prob, [1, 0.5, 1, PRIOR_RATE], atol=0.02)

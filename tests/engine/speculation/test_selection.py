@@ -7,22 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.plan import SequencePlan, StepPlan
 from engine.speculation.selection import DraftSelection, path_prob
 from ssd.types import DraftBatch, DraftLimits, Path
 from tests.curves import curve_of, line
+from tests.engine.steps import counted_plan as plan_of
 
 PATHS = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=3)
 CHEAP = line(0.005)
-
-
-def plan_of(sequences=1, *, verified=0, room=16, extra_room=0, prompt_tokens=0, **settings):
-    """A step of sequences that verify `verified` tokens each."""
-    rooms = {"draft_room": room, "extra_room": extra_room, "max_verified": verified}
-    entries = [SequencePlan(None, 9, 1, produces=True, **rooms) for _ in range(sequences)]
-    if prompt_tokens:
-        entries.append(SequencePlan(None, 0, prompt_tokens, produces=False))
-    return StepPlan(entries, **settings)
 
 
 def drafts_of(*paths):
@@ -114,9 +105,9 @@ def test_the_time_of_extra_rows_counts_as_drafting(extra_rows, pays):
     selection = DraftSelection(line(0.01, 0.99))
     for _ in range(100):
         selection.record(plan_of(is_drafting=True, extra_rows=extra_rows), 1, 2, 1.0)
-    plan = plan_of(extra_room=extra_rows)
+    plan = plan_of(extra_rooms=np.array([extra_rows]))
     assert selection.admits(plan), "drafts without extra rows are still tried"
-    assert plan.producing[0].extra_room == (extra_rows if pays else 0)
+    assert plan.extra_rooms[0] == (extra_rows if pays else 0)
 
 
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 6), (2, 3), (16, 3)])
@@ -178,9 +169,9 @@ def test_extra_rows_that_cannot_pay_are_not_tried_and_this_is_said_once(depth, p
     # The rows take half as long as a step without drafts, and verifying a token of each sequence half as long, too.
     selection = DraftSelection(line(0.25, 0.5), DraftLimits(depth=depth), (said := []).append)
     for _ in range(3):
-        plan = plan_of(2, extra_room=1)
+        plan = plan_of(2, extra_rooms=np.array([1, 1]))
         assert selection.admits(plan), "drafts without extra rows may pay"
-        assert plan.producing[0].extra_room == (1 if pays else 0)
+        assert plan.extra_rooms[0] == (1 if pays else 0)
     assert said == ([] if pays else [said[0]])
     assert pays or ("with 2 requests at once" in said[0] and "(1 for each request)" in said[0])
 
@@ -198,9 +189,9 @@ def test_extra_rows_that_may_pay_are_tried_when_the_trial_takes_a_small_part_of_
     """A step with the rows takes 3 times as long as one without, so a trial of 3 steps loses 6 steps."""
     selection, rows = DraftSelection(line(0.05, 0.9)), []
     for _ in range(900):
-        plan = plan_of(2, extra_room=20)
+        plan = plan_of(2, extra_rooms=np.array([20, 20]))
         assert selection.admits(plan), "drafts without extra rows cost nothing"
-        rows.append(2 * plan.producing[0].extra_room)
+        rows.append(2 * plan.extra_rooms[0])
         selection.record(plan_of(2, is_drafting=True, extra_rows=rows[-1]), 0, 2, 1.0 + 0.05 * rows[-1])
     assert 390 < rows.index(40) < 410
     assert rows.count(40) == 3

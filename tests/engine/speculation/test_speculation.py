@@ -16,6 +16,7 @@ from ssd.errors import UserError
 from ssd.types import NO_LIMITS, DraftBatch, Path
 from tests.engine.chain import VOCAB, answer, chain_engine
 from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=6, max_draft=4, max_step_tokens=64)
 TOKENS = 24
@@ -73,7 +74,7 @@ def test_each_request_is_drafted_for_as_it_asks(in_flight):
     drafter, completions, reports = run(requests, in_flight=in_flight)
     longest = [0] * len(requests)
     for report in reports:
-        for result in report.results:
+        for result in each_of(report.result):
             longest[result.sequence_id] = max(longest[result.sequence_id], result.drafted)
     assert longest == [4, 0, 2, 0, 4]
     assert [completion.drafted > 0 for completion in completions] == [most > 0 for most in longest]
@@ -100,11 +101,11 @@ class Backoff:
         return len(self.plans) % 2 == 0
 
     def price(self, plan):
-        assert len(plan.producing) == 2  # All producing sequences, drafted for or not, as each yields a token.
+        assert plan.producers == 2  # All producing sequences, drafted for or not, as each yields a token.
         return StepPrice(100.0, 0.03)
 
     def select(self, plan, drafts, usable):
-        assert len(plan.producing) == len(drafts) == len(usable) == 2
+        assert plan.producers == len(drafts) == len(usable) == 2
         return usable
 
     def record(self, plan, accepted, committed, seconds):
@@ -115,9 +116,7 @@ def test_steps_in_which_drafting_does_not_pay_are_reported():
     selection = Backoff()
     _, _, reports = run(asked_for({"max_draft": 1}, {"drafters": NONE})[:2], selection=selection)
     # The last step of a request has no room for a draft.
-    drafting = [
-        any(result.sequence_id == 0 for result in report.results) and 0 not in report.finished for report in reports
-    ]
+    drafting = [0 in report.tokens and 0 not in report.finished for report in reports]
     assert [report.is_backing_off for report in reports] == [
         index % 2 == 1 and is_drafting for index, is_drafting in enumerate(drafting)
     ]

@@ -1,30 +1,58 @@
+"""The kernel that accepts drafts equals a naive twin, and so does the one that finds paths of committed tokens."""
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.verify import accepted_length, accepted_path
+from engine.speculation.draft_tree import accept_exactly, find_paths
 from tests import naive
+from tests.engine.steps import accepting
+from tests.engine.trees import batch_of_trees
+
+WIDTH = 12
 
 
-@given(st.lists(st.integers(0, 2), max_size=10), st.data())
-def test_the_longest_right_prefix_is_accepted(draft, data):
-    chosen = data.draw(st.lists(st.integers(0, 2), min_size=len(draft) + 1, max_size=len(draft) + 1))
-    accepted = accepted_length(np.array(draft, np.uint32), np.array(chosen, np.uint32))
-    assert accepted == naive.accepted_length(draft, chosen)
+@st.composite
+def drafts(draw):
+    """Trees of few different tokens, so that they are often right, and the numbers of verified tokens."""
+    trees = []
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.integers(0, 10))
+        parents = [draw(st.integers(-1, node - 1)) for node in range(size)]
+        trees.append((draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)), parents))
+    return batch_of_trees(trees), np.array([draw(st.integers(0, len(tokens))) for tokens, _ in trees])
 
 
-@given(st.integers(0, 10), st.data())
-def test_the_accepted_path_of_a_tree_equals_the_targets_tokens(size, data):
-    parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
-    draft = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    chosen = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))
-    path = accepted_path(np.array(draft, np.uint32), np.array(parents, np.int32), np.array(chosen, np.uint32))
-    assert path.tolist() == naive.accepted_path(draft, parents, chosen)
+@given(drafts(), st.data())
+def test_drafts_are_accepted_as_by_the_naive_twin(drafted, data):
+    batch, lengths = drafted
+    indices = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))))
+    bounds = np.append(0, np.cumsum(1 + lengths[indices]))
+    size = int(bounds[-1])
+    targets = np.array(data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)), np.int64)
+    results = []
+    for accept in (accept_exactly, accepting(lambda *draft: naive.accepted_path(*map(list, draft)))):
+        results.append((np.zeros((len(batch), 2 + WIDTH), np.int32), np.zeros((len(batch), WIDTH), np.int64)))
+        accept(batch.tokens, batch.parents, batch.offsets, lengths, indices, targets, bounds, *results[-1])
+    assert [array.tolist() for array in results[0]] == [array.tolist() for array in results[1]]
 
 
-@given(st.lists(st.integers(0, 2), max_size=10), st.data())
-def test_a_tree_without_branches_is_a_path(draft, data):
-    chosen = data.draw(st.lists(st.integers(0, 2), min_size=len(draft) + 1, max_size=len(draft) + 1))
-    tokens, target = np.array(draft, np.uint32), np.array(chosen, np.uint32)
-    path = accepted_path(tokens, np.arange(-1, len(draft) - 1, dtype=np.int32), target)
-    assert path.tolist() == list(range(accepted_length(tokens, target)))
+@given(drafts(), st.data())
+def test_paths_of_committed_tokens_are_those_of_the_naive_twin(drafted, data):
+    batch, _ = drafted
+    row = st.lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH)
+    committed = np.array([data.draw(row) for _ in batch.offsets])
+    lengths = np.array([data.draw(st.integers(0, WIDTH)) for _ in range(len(batch))])
+    verified, accepted, paths = np.empty(len(batch), int), np.empty(len(batch), int), np.zeros((len(batch), WIDTH), int)
+    arrays = batch.tokens, batch.parents, batch.offsets, committed.astype(np.uint32), lengths, np.arange(len(batch))
+    find_paths(*arrays, verified, accepted, paths)
+    for index, length in enumerate(lengths.tolist()):
+        tokens, parents = batch.tokens_of(index).tolist(), batch.parents_of(index).tolist()
+        depths = []
+        for parent in parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        known = next((node for node, depth in enumerate(depths) if depth > length), len(tokens))
+        # After a node at some depth, the committed token at this depth follows.
+        after = [committed[index, depth] if depth < length else -1 for depth in (0, *depths)]
+        path = naive.accepted_path(tokens[:known], parents[:known], after)
+        assert (verified[index], paths[index, : accepted[index]].tolist()) == (known, path)

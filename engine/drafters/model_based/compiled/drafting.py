@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from engine.attention.plain import PlainAttention
-from engine.drafters.base import DETERMINISTIC
 from engine.drafters.calibration import AcceptanceTable
 from engine.drafters.draft_forward import DraftSpan
-from engine.drafters.draft_pool import Candidates, PoolDrafts
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.compiled.layers import HIDDEN, Cache, Network
 from engine.drafters.model_based.compiled.paths import PathSettings, PathTokens, draft_paths, run_rows
 from engine.drafters.model_based.depth import DepthPrice
 from engine.models.heads.head import HeadOutput
-from engine.scheduling.plan import SequencePlan
+from engine.scheduling.sequence import Sequence
 from ssd.types import ROOT, DraftBatch, offsets_of
 
 
 class Drafted(NamedTuple):
     """Paths of a step."""
 
-    drafts: PoolDrafts
+    drafts: Drafts
     run: np.ndarray
     """int64 [B]: number of tokens of each path whose keys and values are stored."""
     position_s: float | None
@@ -61,20 +60,24 @@ class CompiledDrafting:
 
     def draft(
         self,
-        entries: SequenceOf[SequencePlan],
+        sequences: SequenceOf[Sequence],
+        rooms: np.ndarray,
         output: HeadOutput,
         table: AcceptanceTable,
         price: DepthPrice,
         depth: int,
         source: int,
     ) -> Drafted:
-        """Draft paths of at most `depth` tokens after the last committed tokens, whose output is given."""
-        sequences, count = [entry.sequence for entry in entries], len(entries)
+        """Draft paths of at most `depth` tokens after the last committed tokens, whose output is given.
+
+        rooms: int64 [B], largest number of draft tokens of each sequence.
+        """
+        count = len(sequences)
         pages, starts = _page_tables([sequence.pages for sequence in sequences])
         samplings = [sequence.request.sampling for sequence in sequences]
         settings = PathSettings(
             np.array([len(sequence) for sequence in sequences]),
-            np.array([entry.draft_room for entry in entries]),
+            np.ascontiguousarray(rooms),
             np.array([each.temperature if each.is_sampled else 0.0 for each in samplings], np.float64),
             np.array([each.seed for each in samplings], np.int64),
             table.rates,
@@ -109,22 +112,15 @@ def _page_tables(tables: SequenceOf[list[int]]) -> tuple[np.ndarray, np.ndarray]
     return np.array([page for table in tables for page in table], np.int64), np.cumsum(sizes) - sizes
 
 
-def _drafts_of(paths: PathTokens, source: int) -> PoolDrafts:
+def _drafts_of(paths: PathTokens, source: int) -> Drafts:
     """Return the paths as drafts; source: the `DraftSource` of all tokens."""
     is_drafted = np.arange(paths.tokens.shape[1]) < paths.counts[:, None]
-    owner, place = is_drafted.nonzero()
-    path_prob = np.cumprod(np.where(is_drafted, paths.accept_prob, 1), axis=1, dtype=np.float32)
-    tokens, accept_prob = paths.tokens[is_drafted], paths.accept_prob[is_drafted]
-    parents = place + ROOT
-    nodes = Candidates(
-        owner, parents, tokens, place + 1, np.full(len(owner), DETERMINISTIC), accept_prob, path_prob[is_drafted],
-        paths.scores[is_drafted],
-    )  # fmt: skip
+    places = is_drafted.nonzero()[1]
     batch = DraftBatch(
-        tokens.astype(np.uint32),
-        parents.astype(np.int32),
-        accept_prob,
-        np.full(len(owner), source, np.uint8),
+        paths.tokens[is_drafted].astype(np.uint32),
+        (places + ROOT).astype(np.int32),
+        paths.accept_prob[is_drafted],
+        np.full(len(places), source, np.uint8),
         offsets_of(paths.counts),
     )
-    return PoolDrafts(batch, nodes)
+    return Drafts(batch, scores=paths.scores[is_drafted])

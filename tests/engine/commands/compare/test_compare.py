@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.speculation import verify
 from ssd.budget.cost_profile import CostProfile
 from tests.browser import page_faults
+from tests.engine.steps import accepting
 from tests.markup import tags_of
 
 FIELDS = {
@@ -129,7 +130,7 @@ def test_only_the_columns_that_are_shown_are_explained(compare, tmp_path):
 
 
 def test_outputs_that_differ_are_reported(compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "accepted_length", lambda draft, target: len(draft))
+    monkeypatch.setattr(verify, "accept_exactly", accepting(lambda draft, *_: range(len(draft))))
     monkeypatch.setattr("engine.commands.compare.results.MIN_PROMPTS", 1)
     code, out, _ = compare(tmp_path, "--requests", 1, "--temperature", 0, drafter="mtp")
     assert code == 1

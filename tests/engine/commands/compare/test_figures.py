@@ -22,6 +22,7 @@ from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
 from ssd.types import DraftBatch, Path
 from tests.engine.drafters.toy import ToyDrafter
+from tests.engine.steps import each_of
 
 PROMPT = np.arange(1, 20, dtype=np.uint32)
 LENGTH = 24
@@ -88,12 +89,12 @@ def test_figures_equal_those_counted_from_step_reports(model, temperature):
     figures = Figures.of(outputs, LENGTH, has_loops=False)
     done, tokens, steps, drafted, accepted = {}, 0, 0, 0, 0
     for report in reports:
-        for result in report.results:
+        for result in each_of(report.result):
             before = done.get(result.sequence_id, 0)
             done[result.sequence_id] = before + len(result.tokens)
             if before > 0:
                 tokens, steps = tokens + len(result.tokens), steps + 1
-                drafted, accepted = drafted + len(result.plan.draft), accepted + len(result.kept)
+                drafted, accepted = drafted + result.drafted, accepted + len(result.kept)
     assert drafted > 3 * steps  # trees
     assert accepted > 0
     assert figures.tokens_per_step == pytest.approx(tokens / steps)

@@ -5,16 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.drafters.base import Drafter, Drafts, TargetOutputs
+from engine.drafters.base import Drafter, TargetOutputs
 from engine.drafters.combination.combined import CombinedDrafter, Part
+from engine.drafters.drafts import Drafts
 from engine.drafters.model_based.autoregressive import AutoregressiveDrafter
 from engine.drafters.model_based.medusa import MedusaDrafter
 from engine.drafters.sources import DraftSource
 from engine.drafters.tokens import adapt
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import SequencePlan, SequenceResult, StepPlan, StepResult
 from engine.scheduling.request import Request
+from engine.scheduling.result import StepResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from ssd.baselines.ngram import NgramDrafter
@@ -24,6 +25,7 @@ from ssd.drafter import SuffixDrafter
 from ssd.types import DraftBatch, Path
 from tests.engine.drafters.heads import make_head
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
+from tests.engine.steps import Entry, counted_plan, plan_of
 
 
 def make_part(kind, model, has_trees):
@@ -50,8 +52,7 @@ def run(model, config, submitted, kinds, pages=None):
     sources = np.zeros(256, int)
 
     def observe(report):
-        for result in report.results:
-            sources[:] += np.bincount(result.sources, minlength=256)
+        sources[:] += np.bincount(report.arrays.drafted_sources, minlength=256)
 
     completions = engine.generate(submitted, observe)
     engine.scheduler.check_integrity()
@@ -171,7 +172,7 @@ def test_a_faulty_drafter_keeps_no_call_from_the_others():
     sequence = Sequence(0, Request(np.array([1], np.uint32)), 9)
     calls = {
         "start": (sequence,),
-        "observe": (StepResult(StepPlan([]), []),),
+        "observe": (StepResult(counted_plan(0), np.zeros((0, 3), np.int32)),),
         "finish": (sequence, True),
         "close": (),
     }
@@ -193,9 +194,10 @@ class OneToken(Drafter):
 def test_a_draft_is_learned_from_once():
     """Steps without drafts may follow it."""
     combined = CombinedDrafter([Part(kind, OneToken(), False) for kind in "ab"], has_trees=False)
-    entry = SequencePlan(Sequence(0, Request(np.array([1], np.uint32)), 9), 0, 1, produces=True, draft_room=4)
-    plan = StepPlan([entry])
-    result = StepResult(plan, [SequenceResult(entry, np.array([5, 6], np.uint32), np.array([0]))])
+    plan = plan_of([Entry(Sequence(0, Request(np.array([1], np.uint32)), 9), 0, 1)])
+    plan.rooms = np.array([4])
+    result = StepResult(plan, np.array([[2, 1, 5, 6]], np.int32))
+    result.lengths[:] = 2
     before = combined._mix.weights.copy()
     combined.propose(plan)
     combined.observe(result)

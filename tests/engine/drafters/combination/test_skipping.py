@@ -10,13 +10,13 @@ from engine.drafters.combination.combined import CombinedDrafter
 from engine.drafters.combination.skipping import FIRST_GAIN, MAX_SKIPPED, MIN_SKIPPED, SkipRule
 from engine.engine import build_engine
 from engine.scheduling.pages import PagePool
-from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from ssd.baselines.none import NoDrafter
 from ssd.budget.backoff import MAX_LOSS
 from ssd.budget.token_budget import StepPrice
 from tests.engine.drafters.combination.test_combined import make_part
 from tests.engine.drafters.model_based.test_autoregressive import CONFIG, TOLERANCE, Recorder, requests, tokens_of
+from tests.engine.steps import counted_plan
 
 
 class Steps:
@@ -25,7 +25,7 @@ class Steps:
     def __init__(self, monkeypatch, *, rate, model_s, gain):
         """rate: tokens per second; None: it is not known."""
         self.rule, self.gain = SkipRule(), gain
-        self.plan = StepPlan([], price=None if rate is None else StepPrice(rate, 0.03))
+        self.plan = counted_plan(0, price=None if rate is None else StepPrice(rate, 0.03))
         self.now, self.model_s = 0.0, model_s
         monkeypatch.setattr(skipping, "perf_counter", lambda: self.now)
 

@@ -1,6 +1,7 @@
 """Drafters that run a network once per position, with random weights: outputs, and drafts against the naive twin."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -177,8 +178,9 @@ def of_the_same_position(monkeypatch):
     """Planted fault: pair token t with the hidden state of t instead of t - 1."""
     keep = SlotWriter._keep_states
 
-    def shifted(writer, results):
-        keep(writer, [replace(each, hidden=each.hidden.roll(-1, dims=0)) for each in results])
+    def shifted(writer, sequences, computed, hidden, offsets):
+        parts = [hidden[first:end].roll(-1, dims=0) for first, end in pairwise(offsets.tolist())]
+        keep(writer, sequences, computed, torch.cat(parts), offsets)
 
     monkeypatch.setattr(SlotWriter, "_keep_states", shifted)
 

@@ -61,13 +61,12 @@ class Recorder:
         """Text, draft tokens, their scores, and the request's settings."""
         draft = CompiledDrafting.draft
 
-        def recorded(drafting, entries, *inputs):
-            drafted = draft(drafting, entries, *inputs)
-            batch, nodes = drafted.drafts
-            for index, entry in enumerate(entries):
-                scores = nodes.score[batch.offsets[index] : batch.offsets[index + 1]]
-                tokens = entry.sequence.tokens.copy()
-                self.calls.append((tokens, batch.tokens_of(index), scores, entry.sequence.request.sampling))
+        def recorded(drafting, sequences, *inputs):
+            drafted = draft(drafting, sequences, *inputs)
+            batch, scores = drafted.drafts.batch, drafted.drafts.scores
+            for index, sequence in enumerate(sequences):
+                own = scores[batch.offsets[index] : batch.offsets[index + 1]]
+                self.calls.append((sequence.tokens.copy(), batch.tokens_of(index), own, sequence.request.sampling))
             return drafted
 
         monkeypatch.setattr(CompiledDrafting, "draft", recorded)

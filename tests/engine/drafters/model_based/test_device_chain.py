@@ -31,6 +31,7 @@ from tests.engine.chain import AtRandom
 from tests.engine.drafters.heads import HEADS, make_head, naive_logits
 from tests.engine.drafters.model_based.test_autoregressive import TOLERANCE, tokens_of
 from tests.engine.drafters.model_based.test_autoregressive import Recorder as EagerRecorder
+from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=64, max_draft=6, page_size=16, kv_memory_mib=1, in_flight=1)
 KINDS = [kind for kind in HEADS if kind != "self"]
@@ -49,10 +50,10 @@ class Recorder:
 
         def recording(step):
             found = result(step)
-            for each in found.results:
-                if each.drafted and each.plan.sequence.is_running:
-                    sequence = each.plan.sequence
-                    self.drafts.append((sequence.tokens.copy(), each.plan.draft, sequence.request.sampling))
+            plan = found.plan
+            for index in np.flatnonzero((found.verified > 0) & plan.still_runs[: plan.producers]).tolist():
+                [sequence], draft = plan.table.of(plan.rows[[index]]), plan.drafts.batch.tokens[found.draft_of(index)]
+                self.drafts.append((sequence.tokens.copy(), draft, sequence.request.sampling))
             return found
 
         monkeypatch.setattr(GraphStep, "result", recording)
@@ -99,7 +100,7 @@ class Switching:
 
     def record(self, committed, launched, tokens, seconds):
         assert seconds > 0
-        assert tokens <= sum(1 + entry.max_verified for entry in committed.producing)
+        assert tokens <= committed.producers + committed.verified
 
 
 def engine_of(model, kind, in_flight, *, config=CONFIG, depth=DEPTH, pages=None, drafting=None):
@@ -311,7 +312,7 @@ def test_requests_choose_the_length_of_their_drafts(model, plain, in_flight):
     result = engine._speculation.observe
 
     def observe(found):
-        for each in found.results:
+        for each in each_of(found):
             lengths.setdefault(each.sequence_id, set()).add(each.drafted)
         result(found)
 

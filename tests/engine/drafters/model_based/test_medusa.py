@@ -90,9 +90,7 @@ def test_a_state_of_another_position_is_caught(model, monkeypatch):
     observe = MedusaDrafter.observe
 
     def shifted(drafter, result):
-        for each in result.results:
-            if each.hidden is not None:
-                each.hidden = each.hidden.roll(1, dims=0)
+        result.hidden = result.hidden.roll(1, dims=0)
         observe(drafter, result)
 
     monkeypatch.setattr(MedusaDrafter, "observe", shifted)

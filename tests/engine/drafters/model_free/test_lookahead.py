@@ -19,6 +19,7 @@ from engine.speculation.draft_tree import DraftTree
 from ssd.baselines.none import NoDrafter
 from tests.curves import line
 from tests.engine.forward import prompt_logits
+from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=12, draft_shape="tree")
 SIZES = LookaheadSizes(window=4, ngram=4, candidates=3)
@@ -146,7 +147,7 @@ def test_outputs_equal_those_without_drafts(model, shape, max_step_tokens, verif
     sources, extra = set(), set()
 
     def observe(report):
-        for each in report.results:
+        for each in each_of(report.result):
             sources.update(each.sources.tolist())
             extra.add(len(each.extra_tokens))
 
@@ -165,10 +166,9 @@ def test_drafts_are_those_of_the_naive_twin(model):
     engine = build_engine(model, CONFIG, drafter)
 
     def observe(report):
-        for each in report.results:
-            plan = each.plan
-            nodes = list(zip(plan.draft.tolist(), plan.draft_depths.tolist(), strict=True))
-            drafted.append((nodes, plan.draft_room, each.tokens.tolist()))
+        for each in each_of(report.result):
+            nodes = list(zip(each.draft.tolist(), each.draft_depths.tolist(), strict=True))
+            drafted.append((nodes, each.room, each.tokens.tolist()))
 
     engine.generate([submitted], observe)
 
@@ -198,7 +198,7 @@ def test_rows_that_cannot_pay_are_left_out(model, monkeypatch, slope, pays):
     submitted, said, extra = requests(8), [], set()
 
     def observe(report):
-        extra.update(len(each.extra_tokens) for each in report.results)
+        extra.update(len(each.extra_tokens) for each in each_of(report.result))
 
     drafter = LookaheadDrafter(SIZES, has_trees=True)
     engine = build_engine(model, CONFIG, drafter, has_budget=True, warn=said.append)
@@ -222,7 +222,7 @@ def test_a_combination_runs_the_branch(model, temperature, order):
     sources, extra = set(), set()
 
     def observe(report):
-        for each in report.results:
+        for each in each_of(report.result):
             sources.update(each.sources.tolist())
             extra.add(len(each.extra_tokens))
 

@@ -16,6 +16,7 @@ from engine.drafters.sources import DraftSource
 from engine.engine import build_engine
 from engine.scheduling.request import Request, SamplingParams
 from ssd.baselines.none import NoDrafter
+from tests.engine.steps import each_of
 
 CONFIG = EngineConfig(max_sequences=4, max_step_tokens=256, max_draft=9, draft_shape="tree")
 
@@ -85,10 +86,8 @@ class NaiveTable:
 
     def observe(self, result):
         learned = ([], [])
-        for each in result.results:
-            if len(each.tokens) == 0:
-                continue
-            request, text = each.plan.sequence.request, each.plan.sequence.tokens.tolist()
+        for each in each_of(result):
+            request, text = each.sequence.request, each.sequence.tokens.tolist()
             first = len(text) - len(each.tokens)
             for depth, position in enumerate(range(first, len(text)), start=1):
                 for token, score in self.rows.get(text[position - 1], ()):
@@ -97,14 +96,13 @@ class NaiveTable:
             if each:
                 self.table.observe(bool(is_sampled), *(np.array(column) for column in zip(*each, strict=True)))
         for wanted in (False, True):
-            for each in result.results:
-                if len(each.tokens):
-                    self.update(each, wanted)
+            for each in each_of(result):
+                self.update(each, wanted)
 
     def update(self, each, wanted):
         """Store the rows of rejected or of accepted tokens."""
-        text = each.plan.sequence.tokens
-        inputs = [int(text[-len(each.tokens) - 1]), *each.plan.draft.tolist()]
+        text = each.sequence.tokens
+        inputs = [int(text[-len(each.tokens) - 1]), *each.draft.tolist()]
         accepted = {0, *(1 + each.kept).tolist()}
         for row, token in enumerate(inputs):
             if (row in accepted) == wanted:
@@ -153,7 +151,7 @@ def test_tables_equal_those_of_a_loop_and_outputs_those_without_drafts(model, sh
     drafter = Checked(model.config.vocab_size, has_trees=shape == "tree")
     sources = set()
     completions = build_engine(model, config, drafter).generate(
-        submitted, lambda report: sources.update(s for each in report.results for s in each.sources.tolist())
+        submitted, lambda report: sources.update(report.arrays.drafted_sources.tolist())
     )
     assert [each.tokens.tolist() for each in completions] == [each.tokens.tolist() for each in plain]
     assert sum(each.accepted for each in completions) > 2

@@ -105,7 +105,7 @@ def test_the_outputs_in_the_corpus_are_drafted_and_nothing_is_learned(model, tmp
         steps = []
         for request, tokens in zip(submitted, plain, strict=True):
             [completion] = engine.generate(
-                [request], lambda report: sources.update(s for each in report.results for s in each.sources.tolist())
+                [request], lambda report: sources.update(report.arrays.drafted_sources.tolist())
             )
             assert completion.tokens.tolist() == tokens
             steps.append(completion.steps)

@@ -7,9 +7,9 @@ import torch
 
 from engine.executor.device_state import NOT_RECORDED, DeviceState
 from engine.executor.kernels.tensors import Drafts
-from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request, SamplingParams
 from engine.scheduling.sequence import Sequence
+from tests.engine.steps import Entry
 from tests.engine.tables import install
 
 VOCAB = 3
@@ -36,7 +36,7 @@ def random_entries(sequences, rng, max_draft):
     for sequence in sequences:
         size = int(rng.integers(0, min(max_draft, sequence.room - 1) + 1))
         draft = rng.integers(0, VOCAB, size).astype(np.uint32)
-        entries.append(SequencePlan(sequence, sequence.computed, 1, True, draft=draft))
+        entries.append(Entry(sequence, sequence.computed, 1, draft))
     return entries
 
 

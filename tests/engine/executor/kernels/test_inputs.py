@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import inputs as inputs_module
 from engine.executor.kernels.inputs import build_inputs
@@ -18,6 +17,7 @@ from tests.engine.executor.kernels.device_steps import (
     random_entries,
     state_of,
 )
+from tests.engine.steps import batch_of, spans_of
 from tests.engine.tables import give_pages
 
 SCRATCH = PAGES * PAGE_SIZE
@@ -42,11 +42,11 @@ def random_step(seed, device):
 
 def matches(entries, slots, inputs):
     """Whether inputs are those of `build_batch`, and padding elsewhere."""
-    batch = build_batch(entries, PAGE_SIZE)
+    batch = batch_of(entries, PAGE_SIZE)
     tokens, positions, cache_slots, request_slots, starts, contexts, counts = (part.tolist() for part in inputs)
     good = contexts == [entry.computed for entry in entries]
     good &= counts == np.diff(batch.logit_offsets).tolist()
-    for index, span in enumerate(batch.spans):
+    for index, span in enumerate(spans_of(batch)):
         own = slice(span.start, span.start + span.length)
         rows = slice(starts[index], starts[index + 1])
         pad = starts[index + 1] - starts[index] - span.length

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.executor.batch import build_batch
 from engine.executor.kernels import sample
 from engine.executor.kernels.inputs import build_inputs
 from engine.executor.kernels.sample import sample_tokens, sampled_tokens
@@ -18,12 +17,12 @@ from engine.sampling import noise, truncation
 from engine.sampling.noise import greedy_tokens, gumbel_noise, sample_tokens_on_device
 from engine.sampling.noise import sample_tokens as sample_by_host
 from engine.sampling.truncation import WORKSPACE_BYTES, Limits, Truncation, truncate
-from engine.scheduling.plan import StepPlan
 from engine.scheduling.request import GREEDY_BELOW, Request, SamplingParams
 from engine.scheduling.sequence import Sequence
-from engine.speculation.verify import select_part, target_tokens
+from engine.speculation.verify import Part, target_tokens
 from tests.engine.executor.kernels.device_steps import PAGE_SIZE, padded_drafts, random_entries, state_of
 from tests.engine.executor.kernels.implementations import INTERPRETED, on, require_interpreter
+from tests.engine.steps import plan_of
 from tests.engine.tables import give_pages
 
 CASES = 40
@@ -242,24 +241,23 @@ def random_step(seed, device):
         give_pages(sequences[-1], range(8))
         sequences[-1].computed = len(prompt) - 1
     entries = random_entries(sequences, rng, 4)
-    batch = build_batch(entries, PAGE_SIZE)
     state, slots = state_of(sequences, device)
     drafts = padded_drafts(entries, 4, device, rng=rng)
     starts = torch.arange(len(entries) + 1, dtype=torch.int32, device=device) * 5
     inputs = build_inputs(state, slots, drafts, starts, int(starts[-1]) + 1, PAGE_SIZE)
-    return entries, batch, state, inputs, rng
+    return entries, state, inputs, rng
 
 
 def step_agrees(module, seed, device="cpu"):
-    entries, batch, state, inputs, rng = random_step(seed, device)
+    entries, state, inputs, rng = random_step(seed, device)
     logits = torch.from_numpy(rng.normal(0, 3, (len(inputs.tokens), VOCAB)).astype(np.float32)).to(device)
     sampled = module.sampled_tokens(state, inputs, logits, samples=True, max_ranked=VOCAB)
     tokens = module.replayed(state, inputs, sampled)
     firsts, counts = inputs.starts[:-1, None], inputs.counts[:, None]
     row = torch.arange(len(logits), device=device)
     counted = ((row >= firsts) & (row < firsts + counts)).any(dim=0)
-    expected = target_tokens(select_part(range(len(entries)), StepPlan(entries), batch, logits[counted]))
-    return tokens[counted].tolist() == np.concatenate(expected).tolist()
+    part = Part.of(plan_of(entries), np.arange(len(entries)), logits[counted])
+    return tokens[counted].tolist() == target_tokens(part).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)

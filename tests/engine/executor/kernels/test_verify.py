@@ -7,11 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.executor.batch import build_batch
 from engine.executor.device_state import DeviceState
 from engine.executor.kernels import verify as verify_module
 from engine.executor.kernels.inputs import build_inputs
-from engine.speculation.verify import accepted_length
 from tests import naive
 from tests.engine.executor.kernels.device_steps import (
     PAGE_SIZE,
@@ -22,12 +20,14 @@ from tests.engine.executor.kernels.device_steps import (
     same_state,
     state_of,
 )
+from tests.engine.steps import batch_of
 from tests.engine.tables import give_pages
+from tests.naive import accepted_length
 
 
 def commit_on_host(entries, target):
     """Commit a step as the eager executor and the engine do; return the tokens that each sequence produced."""
-    produced, bounds = [], build_batch(entries, PAGE_SIZE).logit_offsets
+    produced, bounds = [], batch_of(entries, PAGE_SIZE).logit_offsets
     for entry, start in zip(entries, bounds.tolist(), strict=False):
         own = target[start : start + 1 + len(entry.draft)]
         accepted = accepted_length(entry.draft, own)

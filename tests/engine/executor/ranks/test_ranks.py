@@ -11,7 +11,6 @@ from engine.commands.launch import launch, load
 from engine.commands.options import EngineOptions
 from engine.config import EngineConfig
 from engine.drafters.kinds import DEFAULT_ADDRESS
-from engine.executor.batch import build_batch
 from engine.executor.ranks.load import check_ranks
 from engine.executor.ranks.messages import Cache
 from engine.executor.ranks.runner import open_runner
@@ -22,6 +21,7 @@ from ssd.errors import UserError
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.sampling.test_grammar_state import GRAMMARS
+from tests.engine.steps import batch_of
 
 PATTERN = np.random.default_rng(2).integers(1, VOCAB, 12).astype(np.uint32)
 """Prompts repeat it, so that drafters find something to draft."""
@@ -107,7 +107,7 @@ def test_logits_equal_those_of_one_process(divided, folder):
     cache = Cache("plain", 9, PAGE_SIZE)
     runners = [open_runner(model, cache) for model in (whole, divided)]
     for plan in plans:
-        expected, got = (runner.forward(build_batch([plan], PAGE_SIZE)) for runner in runners)
+        expected, got = (runner.forward(batch_of([plan], PAGE_SIZE)) for runner in runners)
         assert got.shape == expected.shape
         if len(expected):
             assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -117,9 +117,9 @@ def test_a_token_alone_and_in_a_draft_has_the_same_logits(divided):
     """Sums over ranks are in the same order for any number of tokens."""
     runner = open_runner(divided, Cache("plain", 9, PAGE_SIZE))
     text = np.resize(PATTERN, 40)
-    whole = runner.forward(build_batch([sequence_of(text[:1], range(8), draft=text[1:])], PAGE_SIZE))
+    whole = runner.forward(batch_of([sequence_of(text[:1], range(8), draft=text[1:])], PAGE_SIZE))
     for length in (1, 2, 30):
-        alone = runner.forward(build_batch([sequence_of(text[:length], range(8), computed=length - 1)], PAGE_SIZE))
+        alone = runner.forward(batch_of([sequence_of(text[:length], range(8), computed=length - 1)], PAGE_SIZE))
         assert (alone[0] == whole[length - 1]).all()
 
 

@@ -6,20 +6,19 @@ import torch
 from safetensors.torch import save_file
 
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.loader import load_config, load_model
 from engine.models.lora.format import check_adapters
 from engine.models.lora.linear import LARGEST_BATCHED
 from engine.models.lora.pool import AdapterPool
 from engine.models.packed import pack
-from engine.scheduling.plan import SequencePlan
 from engine.scheduling.request import Request
 from engine.scheduling.sequence import Sequence
 from tests.engine.conftest import VOCAB, make_folder
 from tests.engine.lora_folders import KINDS, LATENT_KINDS, merged_model, write_adapter
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, QWEN3_EXPERTS
+from tests.engine.steps import Entry, batch_of
 from tests.engine.tables import give_pages
 
 PAGE_SIZE, PAGES = 16, 4
@@ -46,14 +45,14 @@ def entries(lengths, names):
         prompt = rng.integers(0, VOCAB, length).astype(np.uint32)
         sequence = Sequence(index, Request(prompt, adapter=name), length + 1)
         give_pages(sequence, range(index * PAGES, (index + 1) * PAGES))
-        found.append(SequencePlan(sequence, 0, length, produces=True))
+        found.append(Entry(sequence, 0, length))
     return found
 
 
 def run(model, plans, pool=None):
     """Logits after each prompt."""
     attention = PlainAttention(model.config, 64, PAGE_SIZE, torch.float32, "cpu")
-    return Runner(model, attention, adapters=pool).forward(build_batch(plans, PAGE_SIZE))
+    return Runner(model, attention, adapters=pool).forward(batch_of(plans, PAGE_SIZE))
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])

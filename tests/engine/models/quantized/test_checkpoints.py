@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import save_file
 
 from engine.attention.plain import PlainAttention
-from engine.executor.batch import build_batch
 from engine.executor.runner import Runner
 from engine.models.loader import load_model
 from engine.models.packed import pack
@@ -16,6 +15,7 @@ from tests.engine.forward import PAGE_SIZE, prompt_logits, sequence_of
 from tests.engine.models.quantized.formats import FORMATS, quantize_folder
 from tests.engine.models.test_families import DEEPSEEK, transformers_logits
 from tests.engine.models.test_sharding import divided_logits
+from tests.engine.steps import batch_of
 
 TOKENS = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(1))
 MODELS = {
@@ -87,7 +87,7 @@ def test_rounding_does_not_depend_on_the_step(tmp_path, family, dtype, form):
 
     def forward(runner, *, start, count):
         entry = sequence_of(tokens[: start + 1], range(8), computed=start, draft=tokens[start + 1 : start + count])
-        return runner.forward(build_batch([entry], PAGE_SIZE))
+        return runner.forward(batch_of([entry], PAGE_SIZE))
 
     runner = Runner(model, PlainAttention(model.config, 8, PAGE_SIZE, dtype, "cpu"))
     together = forward(runner, start=0, count=100)

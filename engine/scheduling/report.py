@@ -1,0 +1,60 @@
+"""What a step of the engine reports to its caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from engine.drafters.sources import DraftSource
+from engine.scheduling.request import Completion
+from engine.scheduling.result import NO_RESULTS, ResultArrays, StepResult
+from engine.scheduling.times import StageTimes
+
+
+@dataclass
+class StepReport:
+    """Results and timing of one step."""
+
+    result: StepResult | None = None
+    """Results of the step; None if none was run."""
+    finished: dict[int, Completion] = field(default_factory=dict)
+    """Completions by the ids that `Engine.add` returned."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Reasons why requests in `finished` were aborted: an adapter cannot be read, or a grammar cannot continue."""
+    restarted: list[int] = field(default_factory=list)
+    """Requests whose output so far was dropped, because the weights changed."""
+    times: StageTimes = field(default_factory=StageTimes)
+    """Durations of the stages."""
+    is_ahead: bool = False
+    """Whether the next step was launched before the results of this one were read."""
+    is_backing_off: bool = False
+    """Whether the drafter was not called because drafting was not worthwhile recently."""
+
+    @cached_property
+    def arrays(self) -> ResultArrays:
+        """The results of the sequences that produced tokens."""
+        return NO_RESULTS if self.result is None else self.result.arrays
+
+    @property
+    def tokens(self) -> dict[int, np.ndarray]:
+        """Committed tokens by the ids that `Engine.add` returned."""
+        return {sequence_id: tokens for sequence_id, tokens, _ in self.arrays.each()}
+
+    @property
+    def produced(self) -> int:
+        """Number of sequences that produced tokens."""
+        return 0 if self.result is None else self.result.counts.producing
+
+    @property
+    def committed(self) -> int:
+        """Number of committed tokens."""
+        return 0 if self.result is None else self.result.counts.committed
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted draft tokens, without those that a grammar forced."""
+        if self.result is not None and not len(self.result.plan.constrained):
+            return self.result.counts.accepted
+        return int(np.count_nonzero(self.arrays.accepted_sources != DraftSource.GRAMMAR))
