@@ -353,7 +353,7 @@ class Engine:
         step = self._in_flight[0]
         # After a step with the host's drafts, the next one nearly always has some, too.
         has_drafts = step.plan.is_drafting and not step.plan.drafts_on_device
-        return self._may_run_ahead and isinstance(step, GraphStep) and not has_drafts
+        return isinstance(step, GraphStep) and not has_drafts and self._may_run_ahead
 
     def _launch(self, watch: Stopwatch) -> bool:
         """Plan and launch a step; return whether one was launched.

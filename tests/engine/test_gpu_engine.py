@@ -186,14 +186,14 @@ def follow_the_probabilities(texts, probabilities):
 def all_accepted(monkeypatch):
     """Accept all draft tokens."""
 
-    def accepting(state, slots, inputs, target_tokens, width):
+    def verify_all(state, slots, inputs, target_tokens, width):
         row = torch.arange(len(target_tokens), device=target_tokens.device)
         starts = inputs.starts[:-1, None]
         has_next = ((row >= starts) & (row < starts + inputs.counts[:, None] - 1)).any(dim=0)
         return verify(state, slots, inputs, torch.where(has_next, inputs.tokens.roll(-1), target_tokens), width)
 
     monkeypatch.setattr(verification, "accept_exactly", accepting(lambda draft, *_: range(len(draft))))
-    monkeypatch.setattr(fixed_step, "verify", accepting)
+    monkeypatch.setattr(fixed_step, "verify", verify_all)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -92,6 +92,5 @@ def test_the_likeliest_candidates_become_drafts(made, limits):
         parents = [ROOT if node.parent == ROOT else own.index(node.parent) for node in expected]
         assert drafts.batch.parents_of(owner).tolist() == parents
         assert all(parent < place for place, parent in enumerate(parents))
-    assert drafts.nodes.parent.tolist() == drafts.batch.parents.tolist()
-    assert drafts.nodes.depth.tolist() == [nodes[index].depth for index in found]
+    assert drafts.scores.tolist() == [nodes[index].accept_prob / 2 for index in found]
     assert drafts.batch.accept_prob.tolist() == [nodes[index].accept_prob for index in found]

@@ -130,7 +130,7 @@ def test_a_prompt_that_cannot_be_sorted_is_not_searched(caplog):
         held.fail(MemoryError("planted"))
         with caplog.at_level(logging.WARNING):
             assert draft_of(drafter, 1, PROMPT[500:505]) == []
-        assert "a prompt is not searched, since it was not sorted: MemoryError('planted')" in caplog.text
+        assert "a prompt is not searched, since it was not sorted: MemoryError" in caplog.text
         assert draft_of(drafter, 1, [7, 7]) == [7, 7, 7], "its output is"
         drafter.finish(1, array([]))
 
