@@ -33,7 +33,7 @@ from tests.engine.drafters.heads import make_head
 from tests.engine.flashinfer_libraries import LIBRARIES, library_of
 from tests.engine.forward import PAGE_SIZE, sequence_of
 from tests.engine.near_ties import Best, Reference, differences, references
-from tests.engine.steps import batch_of
+from tests.engine.steps import accepting, batch_of
 from tests.engine.test_core import ScriptedDrafter, outputs, requests
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
