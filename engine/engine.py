@@ -397,7 +397,7 @@ class Engine:
         # The last committed token counts as computed once the next token is known.
         state = self.scheduler.table.state
         if len(plan.chunks):
-            prompts = plan.prompts()
+            prompts = plan.prompts
             state[prompts.all_rows, COMPUTED] += prompts.chunks
             self.scheduler.register_rows(prompts.all_rows)
         if not is_on_graph:

@@ -107,7 +107,7 @@ class GraphExecutor:
         """Run the scheduled prompt tokens, except the last token of producing sequences."""
         if not len(plan.chunks):
             return None
-        prompts = plan.prompts()
+        prompts = plan.prompts
         batch = build_batch(prompts, self.page_size)
         if self.chain is None:
             return prompts, batch, self._runner.forward(batch)

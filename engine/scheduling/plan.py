@@ -91,8 +91,9 @@ class StepPlan:
             extra_rooms=self.extra_rooms[indices] if len(self.extra_rooms) else NO_ROWS,
         )  # fmt: skip
 
+    @cached_property
     def prompts(self) -> StepPlan:
-        """Return the plan for the scheduled tokens of prompts, except the last token of producing sequences."""
+        """The plan for the scheduled tokens of prompts, except the last token of producing sequences."""
         chunks = self.scheduled - (np.arange(len(self)) < self.producers)
         at = np.flatnonzero(chunks)
         return replace(

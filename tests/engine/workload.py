@@ -220,7 +220,7 @@ class Workload:
         # Tokens of a step in flight were counted when it was launched.
         launched = {
             *self.in_flight_tokens(),
-            *(s for step in self.engine._in_flight for s in scheduler.table.of(step.plan.prompts().all_rows)),
+            *(s for step in self.engine._in_flight for s in scheduler.table.of(step.plan.prompts.all_rows)),
         }
         report = self.engine.step()
         scheduler.check_integrity()
