@@ -21,10 +21,11 @@ from ssd.config import DrafterConfig
 from ssd.corpus.corpus import Corpus
 from ssd.corpus.ring import check_tokens, token_array
 from ssd.corpus.rollout import Rollout
+from ssd.kernels.probabilities import GLOBAL
 from ssd.sequences.idle import Idle, IdleSessions
 from ssd.sequences.local_index import LocalIndex, Unsorted
 from ssd.sequences.running import Running, RunningById
-from ssd.sequences.tables import IS_SHARED, OWNER, TOTALS, Sequences
+from ssd.sequences.tables import IS_SHARED, NO_POINTER, OWNER, POINTERS, TOTALS, Sequences
 from ssd.stats import Stats, VersionTotals
 from ssd.types import PROPOSE_ID, DraftBatch, Progress, check_sequence_id, offsets_of
 
@@ -181,6 +182,37 @@ class CorpusDrafter(ABC):
             self._remember(local.tokens[running.first_learned :], running.request_id, running.tag)
         if running.session_id is not None and running.is_kept:
             self._idle.keep(running.session_id, Idle(local, running.turns, self.corpus.clock()))
+
+    def use_corpus(self, corpus: Corpus) -> None:
+        """Draft from another corpus from now on, which the caller closes; running sequences and sessions remain.
+
+        Tokens that running sequences have produced so far are not offered to others any more. Raises ValueError for
+        another match depth.
+        """
+        if corpus.depth != self.config.match_depth:
+            raise ValueError(f"the corpus has match depth {corpus.depth}, this drafter {self.config.match_depth}")
+        before, self.corpus = self.corpus, corpus
+        for running in self.running:
+            state, tokens = self._sequences.state[running.row], self._sequences.local(running.row).tokens
+            before.end_running(int(state[OWNER]))
+            prefix = tokens if state[IS_SHARED] and self.PUBLISHES else None
+            state[OWNER] = corpus.start_running(prefix, running.tag)
+            state[POINTERS + 3 * GLOBAL] = NO_POINTER
+            running.published = len(tokens)
+        if self._owns_corpus:
+            before.close()
+            self._owns_corpus = False
+
+    def output_of(self, sequence_id: int) -> np.ndarray:
+        """Return what a running sequence has committed since it began, uint32 [n]; valid until the next call."""
+        running = self.running.get(sequence_id)
+        if running is None:
+            raise ValueError(f"sequence {sequence_id} was not started")
+        return self._sequences.local(running.row).tokens[running.given :]
+
+    def steps_of(self, sequence_id: int) -> int:
+        """Return the number of target steps of a running sequence since it began."""
+        return int(self._sequences.state[self.running.rows_of([sequence_id])[0], TOTALS])
 
     def forget(self, request_id: str) -> None:
         """Forget what was produced under a request id: in the corpus (see `Corpus.forget`) and in this drafter.

@@ -72,6 +72,11 @@ class SuffixDrafter(CorpusDrafter):
         part = replace(progress, min_path_prob=least, step_times=())
         return draft_after(part, rows, self._sequences, self.stats, self._step)
 
+    def use_corpus(self, corpus: Corpus) -> None:
+        """See `CorpusDrafter.use_corpus`."""
+        super().use_corpus(corpus)
+        self._make_frame()
+
     @property
     def own_bytes(self) -> int:
         """Memory of the running sequences, idle sessions and scratch arrays."""

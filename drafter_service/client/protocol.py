@@ -187,6 +187,11 @@ class Protocol:
         """Prevent learning from sequences of this name that were not sent completely."""
         self._registration.forget(request_id)
 
+    def send_draft_counts(self, counts: pb.DraftCounts) -> None:
+        """Send counts of draft tokens that this process has drafted."""
+        if self.pending.may_send:
+            self.pending.send(OutgoingRequest(pb.DraftRequest(draft_counts=counts)))
+
     def close(self) -> None:
         """Send the ends of all finished sequences, and the counters. Running sequences are not learned."""
         if self.pending.may_send:

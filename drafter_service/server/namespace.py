@@ -21,9 +21,12 @@ from drafter_service.observability.facts import (
 from drafter_service.observability.report.schema import ClientTotals, CorpusReport
 from drafter_service.replication.events import Event, Finished, Forgotten, ForgottenBefore
 from drafter_service.server.engines import Engines
+from drafter_service.server.feed import Feed
 from drafter_service.server.shadow import TimeBudget
 from drafter_service.server.store import Description
 from drafter_service.settings.tree import Limits
+from drafter_service.stubs import drafter_pb2 as pb
+from drafter_service.transport.wire import pack
 from ssd.budget.cost_profile import CostProfile
 from ssd.budget.curve import StepCurve
 from ssd.budget.padding import NO_PADDING, Padding
@@ -109,6 +112,8 @@ class Namespace:
         self._ended = BudgetTotals()
         """Totals of the token budgets of streams and calls that have ended."""
         self.streams: set[StreamHandle] = set()
+        self.followers: set[StreamHandle] = set()
+        """Streams to clients that draft from a copy."""
         self.active_calls = 0
         """Number of calls in progress that use the namespace."""
         self.is_closed = False
@@ -118,6 +123,8 @@ class Namespace:
         """Position up to which the shared log had been read when the restored snapshot was saved."""
         self.log_position: Callable[[], str] | None = None
         """Function that returns the position up to which the shared log has been read; None without a shared log."""
+        self.feed = Feed()
+        """Changes for clients that draft from a copy."""
         self.publish: Callable[[Event], None] = lambda _: None
         """Function that writes an event of this replica to the shared log."""
         self._learned = corpus.request_times()
@@ -244,15 +251,20 @@ class Namespace:
         if self.has_learned(request_id):
             self.duplicates += 1
             return False
-        is_learned = self.corpus.append(tokens, request_id, tag, time=finished_at)
+        # By its name, clients that draft from a copy and readers of the log tell a text that they get twice from two
+        # equal texts.
+        name = request_id or secrets.token_hex(8)
+        is_learned = self.corpus.append(tokens, name, tag, time=finished_at)
         if request_id is not None and is_learned:
             self._learned[hash_of(request_id)] = finished_at
             if len(self._learned) > MAX_NAMES:
                 for oldest in list(islice(self._learned, MAX_NAMES // 8)):
                     del self._learned[oldest]
+        if is_learned:
+            text = pb.FinishedText(tokens=pack(tokens, "u4"), request_id=name, time=finished_at, tag=tag)
+            self.feed.add(pb.Change(finished=text))
         if not is_from_log:
-            # By the name, readers of the log distinguish one text that is read twice from two equal texts.
-            self.publish(Finished(request_id or secrets.token_hex(8), tokens, finished_at, tag))
+            self.publish(Finished(name, tokens, finished_at, tag))
         return is_learned
 
     async def wait_for_room(self) -> None:
@@ -281,6 +293,7 @@ class Namespace:
 
     def forget(self, request_id: str, *, is_from_log: bool = False) -> Forget:
         """Forget the text of a name, including that of running sequences; effective, and counted, after `refresh`."""
+        self.feed.add(pb.Change(forgotten=request_id))
         if not is_from_log:
             self.publish(Forgotten(request_id, time.time()))
         self._learned.pop(hash_of(request_id), None)
@@ -291,6 +304,7 @@ class Namespace:
 
     def forget_before(self, moment: float, *, is_from_log: bool = False) -> Forget:
         """Forget text learned before a time, in seconds since 1970, as `forget`."""
+        self.feed.add(pb.Change(forgotten_before=moment))
         if not is_from_log:
             self.publish(ForgottenBefore(min(moment, self.corpus.clock())))
         self._learned = {name: time for name, time in self._learned.items() if time >= moment}

@@ -266,7 +266,7 @@ class Namespaces:
             # An empty one, if it is not loaded, so that replicas are told.
             namespace = self.loaded.get(name) or self._opened(name, ModelIdentity(), Stored(None, None))
             namespace.publish(Dropped(time.time()))
-            for stream in list(namespace.streams):
+            for stream in [*namespace.streams, *namespace.followers]:
                 stream.end()
             await self._unload(namespace)
             if self.store is not None:

@@ -23,12 +23,15 @@ from drafter_service.transport.wire import (
 )
 from ssd.budget.padding import MAX_LENGTHS, MAX_SIZES, Padding
 from ssd.corpus.rollout import NO_TAG, Rollout
+from ssd.stats import HITS, Stats
 
 MAX_FIELDS = 1 << 16
 """Maximum number of fields of a request, where each start and finish is a field, and of sequences of a batch."""
 MIN_FIELD_BYTES = 2
 MAX_CLIENT_NAME = 80
 """Maximum length of the name of a client in reports, in characters; longer ones are cut."""
+MAX_COUNTED = 1 << 40
+"""Largest count of draft tokens in a request."""
 MAX_READABLE = 64
 """Maximum number of characters of a model's name in the name of its namespace."""
 # Wire types of Protocol Buffers.
@@ -146,6 +149,20 @@ def read_finish(message: pb.Finish, index: int, vocab_size: int = 0) -> Finished
         raise WireError(f"{field}.steps is {message.steps}; the maximum is {MAX_STEPS}")
     tokens = unpack_tokens(message.tokens, f"{field}.tokens", vocab_size)
     return FinishedSequence(message.sequence_id, tokens, message.verified, max(1, message.steps), message.learn)
+
+
+def read_draft_counts(message: pb.DraftCounts) -> Stats:
+    """Return counts of draft tokens. Raises WireError for counts of another number, or below 0."""
+    stats = Stats()
+    stats.counters.steps[HITS] = min(message.hits, MAX_COUNTED)
+    for name, own in stats.counters._asdict().items():
+        if name == "steps":
+            continue
+        counts = unpack(getattr(message, name), "f8" if own.dtype == np.float64 else "u8", f"draft_counts.{name}")
+        if counts.size != own.size or not (counts <= MAX_COUNTED).all() or not (counts >= 0).all():
+            raise WireError(f"draft_counts.{name} must be {own.size} counts of at most {MAX_COUNTED}")
+        own[:] = counts.reshape(own.shape)
+    return stats
 
 
 def read_model(message: pb.Model) -> ModelIdentity:

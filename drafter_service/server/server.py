@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from drafter_service.observability.facts import ModelIdentity, ServiceFacts
 from drafter_service.observability.metrics.endpoint import MetricsEndpoint, facts_from_loop
@@ -21,6 +21,7 @@ from drafter_service.observability.process import resident_bytes
 from drafter_service.observability.version import own_version
 from drafter_service.replication.replicas import Replication
 from drafter_service.server.admin import Admin
+from drafter_service.server.following import FollowStreams
 from drafter_service.server.housekeeping import Housekeeping
 from drafter_service.server.listener import Listener
 from drafter_service.server.namespace import Namespace
@@ -48,6 +49,7 @@ class DrafterServer:
         self._replication = Replication(config.log)
         self.namespaces = Namespaces(config, on_loaded=self._replication.add, on_unload=self._replication.remove)
         self._streams = DraftStreams(self.namespaces, listener.access, config.limits)
+        self._followers = FollowStreams(self.namespaces, listener.access, config.limits.streams)
         self._locks = ExitStack()
         """The lock of the snapshot folder."""
         self._step_socket = StepSocket(self._streams, config.limits.streams)
@@ -94,6 +96,7 @@ class DrafterServer:
         """Fail health checks, end every stream after the request in progress, save, and release all resources."""
         await self._listener.refuse()
         self._streams.stop()
+        self._followers.stop()
         await asyncio.gather(self._listener.stop(GRACE_S), self._step_socket.stop(GRACE_S))
         await self._housekeeping.stop()
         if self._metrics is not None:
@@ -142,7 +145,8 @@ class DrafterServer:
             for name, (method, request) in unary.items()
         }
         draft = grpc.stream_stream_rpc_method_handler(self._streams.draft, response_serializer=_serialized)
-        return {**handlers, "Draft": draft}
+        follow = grpc.unary_stream_rpc_method_handler(self._followers.follow, response_serializer=_serialized)
+        return {**handlers, "Draft": draft, "Follow": follow}
 
 
 def _summary(namespaces: Iterable[Namespace]) -> str:
@@ -167,5 +171,5 @@ def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], 
     return call
 
 
-def _serialized(message: pb.DraftResponse) -> bytes:
+def _serialized(message: Message) -> bytes:
     return message.SerializeToString()

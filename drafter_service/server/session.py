@@ -17,6 +17,7 @@ from drafter_service.server.requests import (
     MAX_FIELDS,
     FinishedSequence,
     StartedSequence,
+    read_draft_counts,
     read_finish,
     read_start,
 )
@@ -141,12 +142,15 @@ class Session:
             _check_count(request.batch.sequence_ids, "batch")
             batch = read_batch(request.batch, vocab_size)
             self._check_batch(batch, new)
+        counts = read_draft_counts(request.draft_counts) if request.HasField("draft_counts") else None
         # Nothing below can fail.
         for start in starts:
             self._start(start)
         lost = [finish.sequence_id for finish in finishes if not self._finish(finish)]
         if request.HasField("counters"):
             self._add_counters(request.counters)
+        if counts is not None:
+            self._use.stats.add(counts)
         if batch is not None:
             drafts, lost_in_batch = self._draft(batch)
         else:
@@ -351,7 +355,7 @@ def error_response(step: int, status: grpc.StatusCode, message: str) -> pb.Draft
 
 
 def _has_only_batch(request: pb.DraftRequest) -> bool:
-    others = request.starts or request.finishes or request.HasField("counters")
+    others = request.starts or request.finishes or request.HasField("counters") or request.HasField("draft_counts")
     return request.HasField("batch") and not others
 
 

@@ -17,20 +17,36 @@ DRAFT_SHAPE_PATH: DraftShape
 DRAFT_SHAPE_TREE: DraftShape
 
 class DraftRequest(_message.Message):
-    __slots__ = ("step", "hello", "starts", "finishes", "batch", "counters")
+    __slots__ = ("step", "hello", "starts", "finishes", "batch", "counters", "draft_counts")
     STEP_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     FINISHES_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     hello: Hello
     starts: _containers.RepeatedCompositeFieldContainer[Start]
     finishes: _containers.RepeatedCompositeFieldContainer[Finish]
     batch: Batch
     counters: ClientCounters
-    def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ...) -> None: ...
+    draft_counts: DraftCounts
+    def __init__(self, step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., finishes: _Optional[_Iterable[_Union[Finish, _Mapping]]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., counters: _Optional[_Union[ClientCounters, _Mapping]] = ..., draft_counts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
+
+class DraftCounts(_message.Message):
+    __slots__ = ("hits", "by_source", "by_position", "by_age", "calibration")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    BY_AGE_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    hits: int
+    by_source: bytes
+    by_position: bytes
+    by_age: bytes
+    calibration: bytes
+    def __init__(self, hits: _Optional[int] = ..., by_source: _Optional[bytes] = ..., by_position: _Optional[bytes] = ..., by_age: _Optional[bytes] = ..., calibration: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "client", "model", "namespace", "draft_shape", "step_sizes", "draft_lengths", "engine")
@@ -207,6 +223,58 @@ class Error(_message.Message):
     code: int
     message: str
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("protocol", "model", "namespace", "copy", "position")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    model: Model
+    namespace: str
+    copy: str
+    position: int
+    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., namespace: _Optional[str] = ..., copy: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
+
+class FollowResponse(_message.Message):
+    __slots__ = ("namespace", "copy", "snapshot", "changes", "position", "is_current")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    copy: str
+    snapshot: bytes
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
+    position: int
+    is_current: bool
+    def __init__(self, namespace: _Optional[str] = ..., copy: _Optional[str] = ..., snapshot: _Optional[bytes] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., position: _Optional[int] = ..., is_current: bool = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("finished", "forgotten", "forgotten_before")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    finished: FinishedText
+    forgotten: str
+    forgotten_before: float
+    def __init__(self, finished: _Optional[_Union[FinishedText, _Mapping]] = ..., forgotten: _Optional[str] = ..., forgotten_before: _Optional[float] = ...) -> None: ...
+
+class FinishedText(_message.Message):
+    __slots__ = ("tokens", "request_id", "time", "tag")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    request_id: str
+    time: float
+    tag: int
+    def __init__(self, tokens: _Optional[bytes] = ..., request_id: _Optional[str] = ..., time: _Optional[float] = ..., tag: _Optional[int] = ...) -> None: ...
 
 class Texts(_message.Message):
     __slots__ = ("tokens", "offsets", "request_ids", "prompt_lengths", "times", "tags")

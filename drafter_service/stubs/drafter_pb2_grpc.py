@@ -40,6 +40,11 @@ class DrafterServiceStub(object):
                 request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.SerializeToString,
                 response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/ssd.drafter.v1.DrafterService/Follow',
+                request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.FollowRequest.SerializeToString,
+                response_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.Observe = channel.unary_unary(
                 '/ssd.drafter.v1.DrafterService/Observe',
                 request_serializer=drafter__service_dot_stubs_dot_drafter__pb2.ObserveRequest.SerializeToString,
@@ -81,6 +86,14 @@ class DrafterServiceServicer(object):
         requests of their own. One response per request, in order.
         An invalid request is answered with an error, has no effect, and the stream continues.
         The sequences of a stream end with it. A client that connects again starts them again, with their committed tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request, context):
+        """Sends what a namespace remembers, and then every change of it, so that the caller can draft from a copy. The stream
+        ends if the caller loses the right to read, and if the namespace is deleted; the caller must then delete its copy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +150,11 @@ def add_DrafterServiceServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.FromString,
                     response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=drafter__service_dot_stubs_dot_drafter__pb2.FollowRequest.FromString,
+                    response_serializer=drafter__service_dot_stubs_dot_drafter__pb2.FollowResponse.SerializeToString,
             ),
             'Observe': grpc.unary_unary_rpc_method_handler(
                     servicer.Observe,
@@ -197,6 +215,33 @@ class DrafterService(object):
             '/ssd.drafter.v1.DrafterService/Draft',
             drafter__service_dot_stubs_dot_drafter__pb2.DraftRequest.SerializeToString,
             drafter__service_dot_stubs_dot_drafter__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ssd.drafter.v1.DrafterService/Follow',
+            drafter__service_dot_stubs_dot_drafter__pb2.FollowRequest.SerializeToString,
+            drafter__service_dot_stubs_dot_drafter__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,
