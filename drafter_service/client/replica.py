@@ -54,6 +54,7 @@ TRUSTED_S = 30.0
 """Seconds without a response of the service after which the copy is not used. Forgotten text is offered no longer."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Random parts of these are the shortest and the longest pause before the next connection."""
+MANY_NAMES = 1 << 10
 ROOM_S = 0.01
 """Pause before a text is added again to an index that has too much to do."""
 COUNTED_S = 10.0
@@ -128,8 +129,8 @@ class Copy:
         """
         self._announced = response.copy or self._announced
         if response.snapshot:
-            # The corpus may map the file into memory.
-            self._file = self._file or tempfile.NamedTemporaryFile(prefix="ssd-", suffix=".ssd")  # noqa: SIM115
+            # Without a name: nobody else can open it, and it disappears with the process.
+            self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115
             self._file.write(response.snapshot)
             if not response.HasField("position"):
                 return
@@ -162,7 +163,8 @@ class Copy:
 
     def _load(self, file: IO[bytes]) -> None:
         file.flush()
-        corpus = snapshot.load(file.name, depth=self._config.match_depth, most=self._max_tokens).corpus
+        file.seek(0)
+        corpus = snapshot.load(f"/dev/fd/{file.fileno()}", depth=self._config.match_depth, most=self._max_tokens).corpus
         corpus.maintain(self._config.refresh_interval_s)
         self.replace(corpus)
         self.snapshots += 1
@@ -194,6 +196,8 @@ class Copy:
         while not corpus.append(tokens, text.request_id, text.tag, time=text.time):
             time.sleep(ROOM_S)  # The index is built in another thread.
         self._names.add(name)
+        if len(self._names) > 2 * corpus.requests + MANY_NAMES:  # Most texts have been overwritten.
+            self._names = {*corpus.request_times()}
 
 
 class Follower:
@@ -289,9 +293,8 @@ class ReplicaClient(DrafterClient):
             model=model,
             namespace=namespace,
             access=access,
-            draft_shape=config.draft_shape,
             padding=padding,
-            **settings,
+            **{"draft_shape": config.draft_shape, **settings},
         )
         identity = pb.Model() if model is None else pb.Model(**vars(model))
         request = pb.FollowRequest(protocol=PROTOCOL, model=identity, namespace=namespace)

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
@@ -135,14 +136,19 @@ class HostNamespaces:
         shape: DraftShape = "tree" if self._limits.trees else "path"
         if settings.sidecar == EMBEDDED and settings.shadow:
             raise UserError('"shadow" needs a sidecar; set "sidecar" to the address of one, not "embedded"')
+        max_draft = min(self._limits.max_draft, MAX_DRAFT)
+        config = DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape)
+        connect: Callable[..., DrafterClient] = DrafterClient
         if settings.sidecar == EMBEDDED:
             from ssd.budget.curve import StepCurve
             from ssd.drafter import SuffixDrafter
 
-            max_draft = min(self._limits.max_draft, MAX_DRAFT)
-            config = DrafterConfig(capacity=settings.capacity, max_draft=max_draft, draft_shape=shape)
             return SuffixDrafter(config, curve=StepCurve.unknown(self._limits.padding), sorts_in_thread=True)
-        return DrafterClient(
+        if settings.drafting == "replica" and not settings.shadow:
+            from drafter_service.client.replica import ReplicaClient
+
+            connect = partial(ReplicaClient, config=config, max_tokens=settings.capacity)
+        return connect(
             settings.sidecar,
             deadline_s=settings.deadline_s,
             model=replace(settings.model, adapter=adapter),

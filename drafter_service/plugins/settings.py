@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from pydantic import TypeAdapter, ValidationError
@@ -37,6 +37,8 @@ class PluginSettings:
 
     sidecar: str = "unix:/tmp/ssd-drafter.sock"
     """Address of the sidecar, or "embedded" for a corpus in the host's process."""
+    drafting: Literal["sidecar", "replica"] = "sidecar"
+    """Where drafts are made: in the sidecar, or in the host's process, from a copy of the sidecar's corpus."""
     namespace: str = ""
     """Namespace of requests without cache salt; "" for one named after the model."""
     engine: str = ""
@@ -48,7 +50,7 @@ class PluginSettings:
     access: ClientAccess | None = None
     """TLS files and bearer token for the sidecar."""
     capacity: Annotated[int, Ge(MIN_CAPACITY), Le(MAX_CAPACITY)] = DrafterConfig.capacity
-    """Tokens that an embedded drafter remembers, per namespace."""
+    """Tokens that an embedded drafter remembers, or a copy of the sidecar's corpus has at most, per namespace."""
     shadow: bool = False
     """Whether all drafts are withheld; the sidecar reports what they would have gained."""
     rollouts: bool = False

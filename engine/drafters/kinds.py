@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ REMOTE_DEADLINE_S = 0.01
 """Longest time that a step waits for a remote drafter, in seconds; a fraction of a step on a CPU."""
 DEADLINE = "deadline_s"
 """Option of `ssd-remote`: another such time."""
+DRAFTING = "drafting"
+"""Option of `ssd-remote`: where drafts are made, `sidecar` or `replica`, a copy of its corpus in this process."""
 DEPTH = "depth"
 """Option of the kinds that run a network: the largest number of draft positions."""
 SNAPSHOT_PATH = "path"
@@ -107,8 +109,13 @@ def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
     # The service keeps one namespace for each model and adapter.
     folder = None if resources.target is None else resources.target.folder
     address, warn = resources.address, resources.warn
+    kind: Callable[..., DrafterClient] = DrafterClient
+    if _has_replica(config):
+        from drafter_service.client.replica import ReplicaClient
+
+        kind = partial(ReplicaClient, config=replace(config, options={}))
     connect = partial(
-        DrafterClient,
+        kind,
         address,
         deadline_s=_deadline_s(config),
         model=None if folder is None else model_identity(folder, adapter=resources.adapter),
@@ -141,8 +148,16 @@ def _deadline_s(config: DrafterConfig) -> float:
     return seconds
 
 
+def _has_replica(config: DrafterConfig) -> bool:
+    where = config.options.get(DRAFTING, "sidecar")
+    if where not in ("sidecar", "replica"):
+        raise ValueError(f"{DRAFTING} must be 'sidecar' or 'replica', not {where!r}")
+    return where == "replica"
+
+
 def _check_ssd_remote(config: DrafterConfig, _target: Path) -> None:
     _deadline_s(config)
+    _has_replica(config)
 
 
 def _classic(config: DrafterConfig, _resources: Resources) -> AnyDrafter:
@@ -223,7 +238,7 @@ KINDS: Mapping[str, Kind] = {
     "ssd-remote": Kind(
         "the same as ssd, in a sidecar at --address",
         _ssd_remote,
-        options=(DEADLINE,),
+        options=(DEADLINE, DRAFTING),
         remembers=True,
         has_corpus=True,
         check=_check_ssd_remote,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drafter_service.auth.connector import ClientAccess
@@ -325,6 +325,7 @@ class Feeding:
 
 
 @settings(max_examples=60)
+@example([("learn", 0, 9), ("forget", 0, 0), ("wait long", 0, 0)], 1 << 16)
 @given(st.lists(OPERATIONS, max_size=20), st.sampled_from([2, 1 << 16]))
 def test_forgotten_text_is_never_offered_longer_than_stated(operations, kept):
     async def run():

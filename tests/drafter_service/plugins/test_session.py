@@ -417,9 +417,10 @@ def test_calls_of_a_confused_host_do_not_raise(session):
     reports.clear()
 
 
-def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server):
+@pytest.mark.parametrize("drafting", ["sidecar", "replica"])
+def test_a_sidecar_drafts_as_the_embedded_drafter(socket_address, server, drafting):
     """Two passes of the same requests, in batches: the second has the text of the first."""
-    settings = PluginSettings(sidecar=socket_address, deadline_s=10)
+    settings = PluginSettings(sidecar=socket_address, deadline_s=10, drafting=drafting)
     remote, local = SimulatedHost(settings=settings), SimulatedHost()
     prompts = {str(seed): [10 + seed, 20 + seed, 30 + seed] for seed in range(4)}
     for host in (remote, local):

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from drafter_service.client.replica import ReplicaClient
 from drafter_service.transport.wire import SHAPES
 from engine.drafters.kinds import KINDS, describe_kinds
 from engine.drafters.registry import build_drafter, check_kind, configure, parse_kinds
@@ -116,6 +117,17 @@ def test_a_sidecar_drafts_the_shape_that_the_engine_verifies(socket_address, sha
         drafter.close()
     assert not innermost(drafter).is_connected
     assert SHAPES[service.requests[0].hello.draft_shape] == shape
+
+
+def test_drafts_of_a_replica_are_an_option(socket_address, server, tmp_path):
+    config = configure("ssd-remote", CONFIG, {"drafting": "replica", "deadline_s": "1"})
+    check_kind("ssd-remote", config, None, tmp_path)
+    drafter = innermost(build_drafter("ssd-remote", config, address=socket_address))
+    assert isinstance(drafter, ReplicaClient)
+    drafter.close()
+    config = configure("ssd-remote", CONFIG, {"drafting": "here"})
+    with pytest.raises(UserError, match="drafting must be 'sidecar' or 'replica', not 'here'"):
+        check_kind("ssd-remote", config, None, tmp_path)
 
 
 def test_the_deadline_of_a_sidecar_is_an_option(tmp_path):
