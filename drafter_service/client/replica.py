@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import IO, TYPE_CHECKING, Any
 
@@ -271,13 +272,13 @@ class ReplicaClient(DrafterClient):
         padding: Padding = NO_PADDING,
         **settings: Any,
     ) -> None:
-        """config: settings of the drafter; its match depth must be the service's. max_tokens: largest number of tokens
-        of the copy; of a larger corpus it has the newest. The others: as in `DrafterClient`, without `shadow`, where
-        the service drafts.
+        """config: settings of the drafter; its match depth must be the service's, and its capacity is ignored.
+        max_tokens: largest number of tokens of the copy; of a larger corpus it has the newest. The others: as in
+        `DrafterClient`, without `shadow`, where the service drafts.
         """
         if settings.get("shadow"):
             raise ValueError("shadow mode needs drafts of the service; use DrafterClient")
-        config = config or DrafterConfig()
+        config = replace(config or DrafterConfig(), capacity=OWN_TOKENS)
         self._local = SuffixDrafter(
             config,
             corpus=Corpus(OWN_TOKENS, config.match_depth),

@@ -37,8 +37,6 @@ class PluginSettings:
 
     sidecar: str = "unix:/tmp/ssd-drafter.sock"
     """Address of the sidecar, or "embedded" for a corpus in the host's process."""
-    drafting: Literal["sidecar", "replica"] = "sidecar"
-    """Where drafts are made: in the sidecar, or in the host's process, from a copy of the sidecar's corpus."""
     namespace: str = ""
     """Namespace of requests without cache salt; "" for one named after the model."""
     engine: str = ""
@@ -53,6 +51,8 @@ class PluginSettings:
     """Tokens that an embedded drafter remembers, or a copy of the sidecar's corpus has at most, per namespace."""
     shadow: bool = False
     """Whether all drafts are withheld; the sidecar reports what they would have gained."""
+    drafting: Literal["sidecar", "replica"] = "sidecar"
+    """Where drafts are made: in the sidecar, or in the host's process, from a copy of the sidecar's corpus."""
     rollouts: bool = False
     """Whether requests without `ssd_group` are rollouts of a group that is named after their prompt."""
 

@@ -9,13 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.corpus import snapshot
-
-if TYPE_CHECKING:
-    from drafter_service.server.namespace import Namespace
+from ssd.corpus.corpus import Corpus
 
 KEPT_TOKENS = 1 << 20
 """Number of tokens of the newest changes that are kept for clients whose connection breaks; others take a snapshot."""
@@ -75,19 +72,19 @@ class Feed:
                 await self._is_new.wait()
 
     async def responses(
-        self, namespace: Namespace, copy: str, position: int
+        self, namespace: str, corpus: Corpus, copy: str, position: int
     ) -> AsyncGenerator[pb.FollowResponse, None]:
         """Yield responses without end to a client that has a copy up to a position. Raises SnapshotError.
 
-        copy: the value of `copy` at the time; if it is another, the client gets a snapshot first.
+        namespace: its name. copy: the value of `copy` at the time; if it is another, the client gets a snapshot first.
         """
         changes = self.since(position) if copy == self.copy else None
-        response = pb.FollowResponse(namespace=namespace.name, copy=self.copy)
+        response = pb.FollowResponse(namespace=namespace, copy=self.copy)
         while True:
             if changes is None:
                 # What is learned while the snapshot is written may be in it, and is sent after it.
                 position = self.end
-                async for part, is_last in self._snapshot(namespace):
+                async for part, is_last in self._snapshot(corpus):
                     response.snapshot = part
                     if is_last:
                         response.position, response.is_current = position, position == self.end
@@ -104,12 +101,12 @@ class Feed:
                     yield pb.FollowResponse(position=position, is_current=True)
             response, changes = pb.FollowResponse(), self.since(position)
 
-    async def _snapshot(self, namespace: Namespace) -> AsyncGenerator[tuple[bytes, bool], None]:
+    async def _snapshot(self, corpus: Corpus) -> AsyncGenerator[tuple[bytes, bool], None]:
         """Yield the parts of a new snapshot, and whether each is the last one."""
         with tempfile.TemporaryDirectory(prefix="ssd-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "corpus.ssd"
             async with self._saving:  # One at a time, since each takes the time and the room of a save.
-                size = await asyncio.to_thread(snapshot.save, namespace.corpus, path)
+                size = await asyncio.to_thread(snapshot.save, corpus, path)
             with path.open("rb") as file:
                 path.unlink()
                 for first in range(0, size, PART_BYTES):

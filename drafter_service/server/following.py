@@ -89,7 +89,8 @@ class FollowStreams:
         async with self._namespaces.use(name, model) as namespace:
             namespace.followers.add(stream)
             try:
-                async with aclosing(namespace.feed.responses(namespace, request.copy, request.position)) as responses:
+                responses = namespace.feed.responses(name, namespace.corpus, request.copy, request.position)
+                async with aclosing(responses):
                     async for response in responses:
                         authorized.require(Right.READ, name)
                         yield response

@@ -113,7 +113,7 @@ def _ssd_remote(config: DrafterConfig, resources: Resources) -> AnyDrafter:
     if _has_replica(config):
         from drafter_service.client.replica import ReplicaClient
 
-        kind = partial(ReplicaClient, config=replace(config, options={}))
+        kind = partial(ReplicaClient, config=replace(config, options={}), max_tokens=config.capacity)
     connect = partial(
         kind,
         address,
