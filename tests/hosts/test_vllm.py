@@ -54,8 +54,9 @@ def plain(folder):
     return run("plain", folder)
 
 
-def test_outputs_are_identical_and_both_sides_count_alike(plain, folder):
-    result = run("drafts", folder)
+@pytest.mark.parametrize("scenario", ["drafts", "drafts_of_a_replica"])
+def test_outputs_are_identical_and_both_sides_count_alike(plain, folder, scenario):
+    result = run(scenario, folder)
     assert result["outputs"] == [plain["outputs"]] * 2
     assert result["stopped"] == plain["stopped"]
     counters, host = result["counters"], result["host_counters"]

@@ -122,8 +122,8 @@ def plain():
         }
 
 
-def drafts():
-    with socket() as address, sidecar(address), engine(8) as llm:
+def drafts(**settings):
+    with socket(**settings) as address, sidecar(address), engine(8) as llm:
         outputs = [tokens(generate(llm, prompts())) for _ in range(2)]
         counted = dict(vars(session_of(llm).counters))
         host_counters = counters(llm)
@@ -134,6 +134,10 @@ def drafts():
             "stopped": [completion.text for completion in generate(llm, prompts(), stop=STOP)],
             "report": report(address),
         }
+
+
+def drafts_of_a_replica():
+    return drafts(drafting="replica")
 
 
 def report(address):
@@ -341,6 +345,7 @@ SCENARIOS = {
     for function in (
         plain,
         drafts,
+        drafts_of_a_replica,
         aborts,
         small_cache,
         changed_weights,
