@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from drafter_service.client import DrafterClient
-from drafter_service.client.messages import Welcome
+from drafter_service.client.protocol import Welcome
 from drafter_service.plugins.connection_log import ConnectionLog
 from drafter_service.plugins.options import HostLimits
 from drafter_service.plugins.settings import EMBEDDED, PluginSettings

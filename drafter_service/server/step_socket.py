@@ -19,8 +19,7 @@ import grpc
 from drafter_service.auth.control import Context
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
-from drafter_service.transport.frames import HEADER, MAGIC, framed, last_frame, read_header
-from drafter_service.transport.wire import WireError
+from drafter_service.transport.wire import HEADER, MAGIC, WireError, framed, last_frame, read_header
 from ssd.corpus.memory import trim_heap
 
 AUTHORIZATION_TIMEOUT_S = 5.0

@@ -1,4 +1,7 @@
-"""Conversion between messages and arrays, with validation of received messages. Only this module encodes arrays."""
+"""The wire format: messages to and from arrays, with validation of received ones, and frames of the step socket.
+
+Only this module encodes arrays.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import struct
 from collections.abc import Sequence
 from typing import Literal
 
+import grpc
 import numpy as np
 
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.config import DraftShape
-from ssd.corpus.ring import MAX_TOKEN_ID, any_of, has_invalid_token
-from ssd.types import DraftBatch, Progress, StepTime
+from ssd.corpus.ring import MAX_TOKEN_ID, any_of, check_tokens, has_invalid_token
+from ssd.corpus.rollout import Rollout
+from ssd.types import ROOT, DraftBatch, Progress, StepTime
 
 PROTOCOL = 3
 """Version of the protocol, sent in the handshake."""
@@ -58,8 +63,17 @@ SHAPE_CODES: dict[DraftShape | None, pb.DraftShape] = {
 """Codes of the shapes of drafts; None: as the service is configured."""
 SHAPES = {code: shape for shape, code in SHAPE_CODES.items()}
 
+STATUS = {code.value[0]: code for code in grpc.StatusCode}
+"""gRPC status codes by number."""
+
+DRAFT_METHOD = f"/{pb.DESCRIPTOR.services_by_name['DrafterService'].full_name}/Draft"
+
 DTYPES = {name: np.dtype(f"<{name}") for name in ("u1", "u4", "u8", "i4", "f4", "f8")}
 """Data types on the wire and in the shared log, by their numpy names."""
+
+
+ONE_AS_BITS = np.float32(1.0).view(np.uint32)
+"""Bits of 1.0: as unsigned integers, floats from 0 to 1 are at most this; negative, greater and NaN are above."""
 
 
 class WireError(ValueError):
@@ -103,6 +117,40 @@ def unpack_tokens(data: bytes, field: str, vocab_size: int = 0) -> np.ndarray:
             raise WireError(f"{field} holds the token id {largest}; the maximum is {MAX_TOKEN_ID}")
         raise WireError(f"{field} holds the id {largest}; the vocabulary has {vocab_size} tokens")
     return tokens
+
+
+def start_message(
+    prompt: np.ndarray,
+    *,
+    hints: np.ndarray | None = None,
+    session_id: str | None = None,
+    request_id: str | None = None,
+    learn: bool = True,
+    rollout: Rollout | None = None,
+    seed: int | None = None,
+    shadow: bool = False,
+    vocab_size: int = 0,
+) -> pb.Start:
+    """Return the start of a sequence, without an id; prompt: uint32 [P], hints: uint32 [H].
+
+    vocab_size: 0 if it is not known. Raises ValueError for a token id that is reserved or outside the vocabulary, and
+    for a name that is too long.
+    """
+    for tokens in (prompt, *([] if hints is None else [hints])):
+        check_tokens(tokens, vocab_size)
+    for what, name in (("session_id", session_id), ("request_id", request_id)):
+        if name is not None and len(name.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"{what} has {len(name.encode())} bytes; the maximum is {MAX_NAME_BYTES}")
+    return pb.Start(
+        prompt=pack(prompt, "u4"),
+        hints=b"" if hints is None else pack(hints, "u4"),
+        session_id=session_id or "",
+        request_id=request_id or "",
+        learn=learn,
+        shadow=shadow,
+        rollout=None if rollout is None else pb.Rollout(group=rollout.group, version=rollout.version),
+        seed=seed,
+    )
 
 
 def batch_message(progress: Progress, sequence_ids: bytes | None = None, message: pb.Batch | None = None) -> pb.Batch:
@@ -180,17 +228,32 @@ def drafts_message(drafts: DraftBatch, message: pb.Drafts | None = None) -> pb.D
     return message
 
 
-def read_drafts(message: pb.Drafts, count: int) -> DraftBatch:
-    """Return `count` drafts. Raises WireError for inconsistent arrays."""
-    tokens = unpack_tokens(message.tokens, "drafts.tokens")
-    return DraftBatch(
-        tokens=tokens,
-        parents=_read_array(message.parents, "i4", len(tokens), "drafts.parents"),
-        accept_prob=_read_array(message.accept_prob, "f4", len(tokens), "drafts.accept_prob"),
-        source=_read_array(message.source, "u1", len(tokens), "drafts.source"),
-        offsets=read_offsets(message.offsets, count, len(tokens), "drafts.offsets"),
-        pause_steps=message.pause_steps,
-    )
+def read_drafts(message: pb.Drafts, limits: np.ndarray, vocab_size: int = 0) -> tuple[DraftBatch, int]:
+    """Return the drafts with at most `limits` tokens each, uint32 [B], and the number of malformed ones.
+
+    A malformed draft, which becomes empty, is too long, has a token id outside the vocabulary, or a parent or a
+    probability that is impossible. vocab_size: 0 if it is not known. Raises WireError for inconsistent arrays.
+    """
+    tokens = unpack(message.tokens, "u4", "drafts.tokens")
+    count = len(tokens)
+    parents = _read_array(message.parents, "i4", count, "drafts.parents")
+    accept_prob = _read_array(message.accept_prob, "f4", count, "drafts.accept_prob")
+    source = _read_array(message.source, "u1", count, "drafts.source")
+    offsets = read_offsets(message.offsets, len(limits), count, "drafts.offsets")
+    drafts = DraftBatch(tokens, parents, accept_prob, source, offsets, message.pause_steps)
+    sizes = offsets[1:] - offsets[:-1]
+    # As unsigned numbers, parents below the root and probabilities below 0 are too large.
+    index = np.arange(count, dtype=np.uint32) - offsets[:-1].repeat(sizes)
+    is_wrong = (parents - ROOT).view(np.uint32) > index
+    is_wrong |= accept_prob.view(np.uint32) > ONE_AS_BITS
+    is_wrong |= tokens > (vocab_size - 1 if vocab_size else MAX_TOKEN_ID)
+    is_long = sizes > limits
+    if not any_of(is_wrong) and not any_of(is_long):
+        return drafts, 0
+    wrong_before = np.concatenate(([0], is_wrong.cumsum()))
+    is_kept = (wrong_before[offsets[1:]] == wrong_before[offsets[:-1]]) & ~is_long
+    kept = is_kept.nonzero()[0]
+    return drafts.take(kept).scatter(kept, len(limits)), len(limits) - len(kept)
 
 
 def read_offsets(data: bytes, items: int, elements: int, field: str) -> np.ndarray:
@@ -257,3 +320,61 @@ def _read_array(data: bytes, dtype: str, length: int, field: str) -> np.ndarray:
     if len(array) != length:
         raise WireError(f"{field} has {len(array)} elements, not {length}")
     return array
+
+
+# Frames: the Draft stream over a plain Unix socket, several times faster than HTTP/2.
+#
+#    client    MAGIC, then frames: the "authorization" metadata of the call ("" for none), then every DraftRequest
+#    service   frames: every DraftResponse, then one that is marked as the last and holds an Error; its code is a gRPC
+#              status code, 0 for a stream that ended normally
+#
+# A frame is a length in bytes, uint32 little endian, and the data. The highest bit of the length marks the last frame.
+
+MAGIC = b"ssd.drafter.v1\n"
+HEADER = struct.Struct("<I")
+LAST = 1 << 31
+
+
+def framed(data: bytes) -> bytes:
+    """Return a message as a frame."""
+    return HEADER.pack(len(data)) + data
+
+
+def last_frame(code: int, message: str) -> bytes:
+    """Return the frame that ends a stream; `code` is a gRPC status code."""
+    data = pb.Error(code=code, message=message).SerializeToString()
+    return HEADER.pack(len(data) | LAST) + data
+
+
+def read_header(header: bytes | bytearray, begin: int = 0) -> tuple[int, bool]:
+    """Return a frame's number of bytes, and whether it is the last. Raises WireError for a frame that is too long."""
+    (length,) = HEADER.unpack_from(header, begin)
+    size = length & ~LAST
+    if size > MAX_MESSAGE_BYTES:
+        raise WireError(f"a frame has {size} bytes; the maximum is {MAX_MESSAGE_BYTES}")
+    return size, length >= LAST
+
+
+class Frames:
+    """Splits received bytes into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
+        """Add received bytes; return completed frames, each with whether it is the last. Raises as `read_header`."""
+        if not self._data and len(data) >= HEADER.size:
+            size, is_last = read_header(data)
+            if size == len(data) - HEADER.size:
+                return [(data[HEADER.size :], is_last)]
+        self._data += data
+        frames, begin = [], 0
+        while len(self._data) >= begin + HEADER.size:
+            size, is_last = read_header(self._data, begin)
+            end = begin + HEADER.size + size
+            if len(self._data) < end:
+                break
+            frames.append((bytes(self._data[begin + HEADER.size : end]), is_last))
+            begin = end
+        del self._data[:begin]
+        return frames

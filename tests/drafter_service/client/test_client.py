@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from drafter_service.client.messages import Welcome
+from drafter_service.client.protocol import Welcome
 from drafter_service.observability.facts import ModelIdentity
 from ssd.errors import UserError
 from tests.drafter_service.fake_server import TIMEOUT_S, draft_of, unpacked

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from drafter_service.client.pending import Phase
-from drafter_service.client.sequences import RunningSequences
+from drafter_service.client.protocol import Protocol
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import read_batch
 from ssd.types import StepTime
@@ -53,7 +53,6 @@ class AnyOrder(RuleBasedStateMachine):
         start(self.client, number, text[: 1 + prompt], learn=learn)
         if not learn:
             self.private.add(number)
-        self.wire.flush()
 
     @precondition(lambda self: self.engine.running)
     @rule(data=st.data(), in_time=st.booleans(), served=st.integers(0, 3))
@@ -62,7 +61,6 @@ class AnyOrder(RuleBasedStateMachine):
         chosen = data.draw(st.lists(running, min_size=1, max_size=4, unique=True))
         limits = [self.engine.limit(number, data.draw(st.integers(0, 4))) for number in chosen]
         turn = self.client.draft(self.engine.progress(chosen, limits))
-        self.wire.flush()
         if in_time:
             self.wire.settle()
         else:
@@ -79,7 +77,6 @@ class AnyOrder(RuleBasedStateMachine):
         text = self.engine.finish(self.client, number, learn)
         if learn and number not in self.private:
             self.to_learn[number] = text
-        self.wire.flush()
 
     @rule(served=st.integers(0, 5), delivered=st.integers(0, 5))
     def pass_on(self, served, delivered):
@@ -172,16 +169,16 @@ def test_verified_tokens_and_steps_are_counted_exactly(limit):
 def test_the_fast_path_sends_the_same_requests_as_the_general_path(monkeypatch):
     monkeypatch.setattr("drafter_service.client.protocol.secrets.token_hex", lambda size: "name")
     _, forwarded, forwarded_drafts = run_requests(4, seed=5)
-    batch_of = RunningSequences.batch_of
+    draft = Protocol.draft
     taken = []
 
-    def without_the_fast_path(running, progress):
-        batch = batch_of(running, progress)
-        taken.append(batch.are_current)
-        batch.are_current = False
-        return batch
+    def without_the_fast_path(protocol, progress):
+        running = protocol.sequences.running.values()
+        taken.append(protocol.sequences.behind.isdisjoint(running))
+        protocol.sequences.behind.update(running)
+        return draft(protocol, progress)
 
-    monkeypatch.setattr(RunningSequences, "batch_of", without_the_fast_path)
+    monkeypatch.setattr(Protocol, "draft", without_the_fast_path)
     _, general, general_drafts = run_requests(4, seed=5)
     assert sum(taken) > 10
     assert forwarded_drafts == general_drafts

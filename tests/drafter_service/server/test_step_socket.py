@@ -15,8 +15,7 @@ from drafter_service.client import DrafterClient
 from drafter_service.server.step_socket import Connection, StepSocket
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.address import Address
-from drafter_service.transport.frames import HEADER, MAGIC, Frames, framed
-from drafter_service.transport.wire import MAX_MESSAGE_BYTES, WireError
+from drafter_service.transport.wire import HEADER, MAGIC, MAX_MESSAGE_BYTES, Frames, WireError, framed
 from ssd.errors import UserError
 from tests.certificates import Authority
 from tests.drafter_service.guarded import run

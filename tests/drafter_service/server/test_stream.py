@@ -17,7 +17,7 @@ from drafter_service.server.requests import default_namespace
 from drafter_service.server.stream import DraftStreams
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
-from drafter_service.transport.wire import SHAPE_CODES, read_drafts
+from drafter_service.transport.wire import SHAPE_CODES
 from ssd.config import DrafterConfig
 from ssd.types import ROOT
 from tests.certificates import replace_file
@@ -28,6 +28,7 @@ from tests.drafter_service.raw import (
     connected,
     counted,
     drafted,
+    drafts_in,
     eventually,
     finish,
     hello,
@@ -118,7 +119,7 @@ def test_drafts_have_the_shape_that_the_engine_verifies(caller, name, shape):
     handshake.draft_shape = SHAPE_CODES[shape]
     wanted = batch({1: ()}, 8, cost=0.0001)
     response = caller.stream().exchange(hello=handshake, starts=[start(1, [5, 6, 7, 5, 6, 8, 5, 6])], batch=wanted)
-    parents = read_drafts(response.drafts, 1).parents_of(0).tolist()
+    parents = drafts_in(response.drafts, 1).parents_of(0).tolist()
     assert parents.count(ROOT) == (2 if shape == "tree" else 1)
 
 

@@ -16,7 +16,7 @@ from drafter_service.transport.wire import (
     unpack_batch,
 )
 from ssd.types import DraftBatch, Path, Progress, Source, StepTime, offsets_of
-from tests.strategies import LARGEST
+from tests.strategies import LARGEST, array
 
 step_times = st.lists(
     st.builds(
@@ -74,7 +74,9 @@ def test_drafts_are_equal_after_encoding_and_decoding(drafted):
     paths = [Path(np.array(run, np.uint32), np.full(len(run), 0.25, np.float32), Source.LOCAL) for run in drafted]
     sent = DraftBatch.from_paths(paths)
     message = pb.Drafts.FromString(drafts_message(sent).SerializeToString())
-    assert_equal(sent, read_drafts(message, len(drafted)))
+    received, malformed = read_drafts(message, np.full(len(drafted), 5, np.uint32))
+    assert_equal(sent, received)
+    assert not malformed
 
 
 def changed(**fields):
@@ -153,4 +155,4 @@ def test_numbers_that_do_not_fit_become_impossible_ones():
 
 def test_drafts_for_another_number_of_sequences_are_refused():
     with pytest.raises(WireError, match=r"drafts.offsets has 3 elements, not 2"):
-        read_drafts(drafts_message(DraftBatch.empty(2)), 1)
+        read_drafts(drafts_message(DraftBatch.empty(2)), array([9]))
