@@ -56,14 +56,14 @@ class StreamHandle:
     """Handle of one engine's stream, by which it can be ended."""
 
     task: asyncio.Task[object]
-    is_answering: bool = False
+    is_sending: bool = False
     """Whether gRPC is sending a response: a stream that is cancelled meanwhile ends without a status, and hangs."""
     is_over: bool = False
 
     def end(self) -> None:
         """End the stream, after the response in progress."""
         self.is_over = True
-        if not self.is_answering:
+        if not self.is_sending:
             self.task.cancel()
 
 

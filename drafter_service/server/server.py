@@ -27,7 +27,7 @@ from drafter_service.server.namespace import Namespace
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.retries import LoadError
 from drafter_service.server.step_socket import StepSocket
-from drafter_service.server.stream import DraftStreams
+from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from ssd.errors import UserError
@@ -141,8 +141,7 @@ class DrafterServer:
             name: grpc.unary_unary_rpc_method_handler(_parsing(method, request), response_serializer=_serialized)
             for name, (method, request) in unary.items()
         }
-        draft = grpc.stream_stream_rpc_method_handler(self._streams.draft, response_serializer=_serialized)
-        return {**handlers, "Draft": draft}
+        return {**handlers, "Draft": draft_method(self._streams)}
 
 
 def _summary(namespaces: Iterable[Namespace]) -> str:
@@ -167,5 +166,5 @@ def _parsing(method: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]], 
     return call
 
 
-def _serialized(message: pb.DraftResponse) -> bytes:
+def _serialized(message: Any) -> bytes:
     return message.SerializeToString()

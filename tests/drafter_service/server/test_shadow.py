@@ -185,7 +185,7 @@ def test_a_batch_may_contain_both_kinds(namespace):
     sizes = [len(drafted(response, 3, index)) for index in range(3)]
     assert sizes[0] == 0 < min(sizes[1:])
     response = session.answer(pb.DraftRequest(batch=batch({2: [20]}, verified=1)), may_learn=True)
-    assert "batch.verified[0] is 1; the sequence's last draft had 0 tokens" in response.error.message
+    assert "sequence 2 was offered 0 tokens; it cannot have verified 1" in response.error.message
     response = session.answer(pb.DraftRequest(finishes=[finish(2, [20], verified=1)]), may_learn=True)
     assert "finishes[0].verified is 1" in response.error.message
 

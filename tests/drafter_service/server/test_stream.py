@@ -14,7 +14,7 @@ from drafter_service.auth.control import AccessControl
 from drafter_service.observability.facts import ModelIdentity
 from drafter_service.server.namespaces import Namespaces
 from drafter_service.server.requests import default_namespace
-from drafter_service.server.stream import DraftStreams
+from drafter_service.server.stream import DraftStreams, draft_method
 from drafter_service.settings.tree import AccessConfig, ServiceConfig
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import SHAPE_CODES
@@ -335,6 +335,11 @@ class Context:
         raise grpc.aio.AbortError
 
 
+def answers(streams, requests, context):
+    """Return the answers of a stream as gRPC iterates over them."""
+    return draft_method(streams).stream_stream(requests, context)
+
+
 async def messages(*requests):
     for request in requests:
         yield request.SerializeToString()
@@ -347,11 +352,11 @@ async def test_nothing_is_looked_up_for_a_caller_without_rights(service):
     streams = DraftStreams(Untouched(), AccessControl(config.access), config.limits)
     context = Context("alice")
     with pytest.raises(grpc.aio.AbortError):
-        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("b"))), context):
+        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("b"))), context):
             pass
     assert context.aborted[0] is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(AssertionError, match="use_for_drafts was looked up"):
-        async for _ in streams.draft(messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
+        async for _ in answers(streams, messages(pb.DraftRequest(hello=hello("alice-1"))), Context("alice")):
             pass
 
 
@@ -372,7 +377,7 @@ def test_a_stream_that_the_service_ends_always_has_a_status(is_dropped, is_answe
             await no_more.wait()
 
         async def served():
-            async for _ in streams.draft(requests(), context):
+            async for _ in answers(streams, requests(), context):
                 is_sending.set()
                 await is_sent.wait()
 
