@@ -7,8 +7,7 @@ from random import Random
 
 import grpc
 
-from drafter_service.transport.absence import NOT_READY, absence, start_one, system_error
-from drafter_service.transport.address import Address
+from drafter_service.transport.address import NOT_READY, Address, absence, start_one, system_error
 from drafter_service.transport.wire import WireError
 from ssd.errors import UserError
 

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 
 from drafter_service.auth.callers import Caller, Right
 from drafter_service.auth.control import AccessControl, AuthorizedCall, Context
+from drafter_service.server.disk import LoadError
 from drafter_service.server.namespace import ClosedError, IdentityError, StreamHandle
 from drafter_service.server.namespaces import MemoryLimitError, NamespaceError, Namespaces
 from drafter_service.server.requests import default_namespace, has_few_fields, read_engine, read_model, read_padding
-from drafter_service.server.retries import LoadError
 from drafter_service.server.session import Session, error_response
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.observability.facts import ModelIdentity
-from drafter_service.server.learning import learn
-from drafter_service.server.namespace import ClosedError, Namespace
+from drafter_service.server.namespace import BURST_S, SHARE, ClosedError, Namespace, TimeBudget
 from drafter_service.server.session import Session
-from drafter_service.server.shadow import BURST_S, MAX_WAITING, SHARE, ShadowDrafter, TimeBudget
+from drafter_service.server.shadow import MAX_WAITING, ShadowDrafter, learn
 from drafter_service.settings.tree import Limits
 from drafter_service.stubs import drafter_pb2 as pb
 from drafter_service.transport.wire import pack
