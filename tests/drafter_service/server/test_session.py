@@ -118,15 +118,6 @@ def test_refusals_name_the_field_and_have_no_effect(session):
     assert [drafted(response, 2, index) for index in (0, 1)] == [[], [6, 5]]
 
 
-def test_unknown_sequences_are_reported_and_the_others_served(session):
-    send(session, starts=[start(1, [5, 6, 5])])
-    response = send(session, finishes=[finish(7), finish(8, [1], verified=3)], batch=batch({9: [4], 1: (), 6: ()}, 2))
-    assert lost(response) == [7, 8, 9, 6]
-    assert [drafted(response, 3, index) for index in range(3)] == [[], [6, 5], []]
-    # Finishes come before the batch.
-    assert lost(send(session, finishes=[finish(1)], batch=batch({1: ()}))) == [1]
-
-
 @given(st.data())
 def test_a_damaged_request_is_refused_or_answered_and_the_session_continues(shared, data):
     session = Session(shared, Limits())
@@ -167,6 +158,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         super().__init__()
         self.namespace, self.corpus = new_namespace(), Corpus(CONFIG.capacity, CONFIG.match_depth)
         self.stats, self.withheld_stats = Stats(), Stats()
+        self.scored = self.offered = self.batches = 0
         self.connect()
 
     def connect(self):
@@ -198,6 +190,7 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
     def end(self, ids, tokens, verified, steps, *, learn):
         for each in [each for each in ids if each in self.running]:
             if each in self.withheld:
+                self.scored += 1
                 self.shadow.finish(each, array(tokens), learn=learn)
             else:
                 self.drafter.finish(each, array(tokens), verified=verified, steps=steps, learn=learn)
@@ -220,20 +213,26 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         data=st.data(),
         cost=st.none() | st.sampled_from([0.001, 0.2]),
         has_steps=st.booleans(),
+        ends=st.lists(IDS, unique=True, max_size=2),
     )
-    def draft(self, chosen, data, cost, has_steps):
+    def draft(self, chosen, data, cost, has_steps, ends):
+        """Request drafts, after the ends of some sequences in the same request."""
         progress = progress_of({each: data.draw(TOKENS) for each in chosen}, limit=4, cost=cost)
         progress.verified[:] = [data.draw(st.integers(0, self.most(each))) for each in chosen]
         if has_steps:
             progress.steps = array([data.draw(st.integers(1, 3)) for _ in chosen])
-        response = self.send(batch=batch_message(progress))
-        assert lost(response) == [each for each in chosen if each not in self.running]
+        progress.verified[:] *= ~np.isin(progress.sequence_ids, ends)
+        response = self.send(finishes=[finish(each, [3]) for each in ends], batch=batch_message(progress))
+        unknown = [each for each in ends if each not in self.running]
+        self.end(ends, [3], 0, 1, learn=True)
+        assert lost(response) == unknown + [each for each in chosen if each not in self.running]
         withheld = [index for index, each in enumerate(chosen) if each in self.withheld]
         drafted = [index for index, each in enumerate(chosen) if each in self.running - self.withheld]
         if withheld:
             self.shadow.advance(part_of(progress, withheld))
         expected = self.drafter.draft(part_of(progress, drafted)).scatter(np.array(drafted, int), len(chosen))
         received = drafts_in(response.drafts, len(chosen))
+        self.offered, self.batches = self.offered + len(received.tokens), self.batches + 1
         for name in ("tokens", "parents", "accept_prob", "source", "offsets"):
             assert getattr(received, name).tolist() == getattr(expected, name).tolist(), name
 
@@ -276,10 +275,14 @@ class LikeAnEmbeddedDrafter(RuleBasedStateMachine):
         self.session.close()
         self.drafter.close()
         self.shadow.drafter.close()
+        assert not self.namespace.drafters
 
     def teardown(self):
         self.close_session()
         assert self.namespace.corpus.appended == self.corpus.appended
+        assert self.namespace.shadow.observed == self.namespace.shadow.scored == self.scored
+        [use] = self.namespace.facts().uses.values()
+        assert (use.offered, use.engine_steps, use.streams) == (self.offered, self.batches, 0)
         for stats, expected in ((self.namespace.stats, self.stats), (self.namespace.shadow.stats, self.withheld_stats)):
             for count, twin in zip(stats.counters, expected.counters, strict=True):
                 assert count.tolist() == twin.tolist()

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
-import numpy as np
 import pytest
 
 from drafter_service.auth.control import AccessControl
@@ -203,32 +202,6 @@ def test_the_sequences_of_a_stream_end_with_it(caller, name):
         assert lost(caller.stream(name).exchange(batch=batch({1: ()}))) == [1]
 
 
-def test_long_prompts_are_sorted_while_other_streams_are_served(caller, name):
-    busy, other = caller.stream(name), caller.stream(name)
-    other.exchange(starts=[start(1, [5, 6, 5])])
-    prompt = counted(1000, 300_000)
-    busy.send(starts=[start(1, [*prompt, *prompt[:40]])], batch=batch({1: ()}, 2))
-    assert other.draft(1, limit=2) == [6, 5]
-    assert drafted(busy.read()) == []
-    assert eventually(lambda: busy.draft(1, limit=2)) == prompt[40:42]
-    assert lost(busy.exchange(finishes=[finish(1)])) == []
-
-
-@pytest.mark.parametrize("is_finished", [False, True])
-def test_private_text_is_never_drafted_to_others(caller, name, is_finished):
-    prompt, output = counted(100, 20), counted(200, 20)
-    open_prompt, open_output = counted(300, 20), counted(400, 20)
-    private, other = caller.stream(name), caller.stream(name)
-    other.exchange(starts=[start(1, [7])])
-    private.exchange(starts=[start(1, prompt, learn=False, request_id="secret"), start(2, open_prompt)])
-    private.exchange(batch=batch({1: output, 2: open_output}))
-    if is_finished:
-        private.exchange(finishes=[finish(1), finish(2)])
-    # The public text is found, so the private text would be found, too.
-    assert eventually(lambda: caller.probe(name, open_output[:5], limit=3)) == open_output[5:8]
-    assert caller.probe(name, output[:5]) == caller.probe(name, [*prompt, output[0]]) == []
-
-
 def test_nothing_is_learned_from_a_caller_without_the_right(calling, caller, name):
     prompt, output = counted(100, 20), counted(200, 20)
     with calling("reader") as reader:
@@ -284,16 +257,6 @@ def test_revoked_rights_end_the_stream(service, calling, caller, name, left, cod
             assert eventually(refused) == code
     finally:
         replace_file(service.file, "".join(service.entries.values()))
-
-
-def test_limits_of_a_stream_are_enforced(caller, name):
-    stream = caller.stream(name)
-    stream.exchange(starts=[start(number, [number]) for number in range(501)])
-    assert lost(stream.exchange(batch=batch({0: (), 1: ()}))) == [0]
-    refused = stream.exchange(starts=[start(1000, np.zeros(1_000_001))])
-    assert refused.error.code == INVALID_ARGUMENT.value[0]
-    assert "a stream may have 1000000" in refused.error.message
-    assert lost(stream.exchange(batch=batch({500: ()}))) == []
 
 
 def test_streams_beyond_the_limit_are_refused_until_others_end(service, calling):
